@@ -1,0 +1,42 @@
+# Set-up and daily commands. Needs Python 3.11 or later and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SECTION ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(STAMP)  ## run the main job on 4 local ranks
+	$(BIN)/shardwise demo
+
+test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## check the style with ruff
+	$(BIN)/ruff check .
+
+types: $(STAMP)  ## check the types with mypy (strict over src/)
+	$(BIN)/mypy src $(wildcard bench examples)
+
+bench: $(STAMP)  ## run the benchmarks; one section with SECTION=move
+	$(BIN)/python -m bench $(SECTION)
+
+check: lint types test  ## lint + types + test: what .ci/run runs
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	find src tests bench examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is newer than the files it depends on exactly when the environment is up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Shardwise needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
