@@ -1,0 +1,12 @@
+"""Settings for every test: one thread per rank, and Hypothesis runs that repeat."""
+
+import os
+
+# Ranks share few cores. Set before anything can load torch, which reads it once; spawned ranks inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
