@@ -1,0 +1,32 @@
+"""L0: what is where. Boxes, meshes, placements, specs and layouts; never imports torch."""
+
+from shardwise.geometry.box import Box, Piece
+from shardwise.geometry.errors import LayoutError, NotationError
+from shardwise.geometry.infer import infer_spec
+from shardwise.geometry.layout import Layout, ShardingSpec
+from shardwise.geometry.mesh import Mesh
+from shardwise.geometry.placements import Partial, Placement, Reduction, Replicate, Shard
+from shardwise.geometry.serialize import layout_from_json, layout_to_json
+from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
+
+__all__ = [
+    "Box",
+    "ChunkSpec",
+    "EnumerableSpec",
+    "GridSpec",
+    "Layout",
+    "LayoutError",
+    "Mesh",
+    "MeshSpec",
+    "NotationError",
+    "Partial",
+    "Piece",
+    "Placement",
+    "Reduction",
+    "Replicate",
+    "Shard",
+    "ShardingSpec",
+    "infer_spec",
+    "layout_from_json",
+    "layout_to_json",
+]

@@ -1,0 +1,138 @@
+"""The product form of regular layouts: per-dim cuts, and an array of owners.
+
+Every mesh, chunk and grid layout is a product of 1-D cuts. `Cells` keeps it in that form, so that questions about it and
+intersections with it cost what the answer costs, not what all pairs would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.geometry.mesh import IntArray, Mesh, frozen_array
+from shardwise.geometry.placements import Partial, Placement, Replicate, Shard
+from shardwise.geometry.splits import Part, split_part
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DimCuts:
+    """The cells along one dim: where each starts, how long it is, and where it lies in the holder's local tensor."""
+
+    starts: IntArray
+    lengths: IntArray
+    local_starts: IntArray
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cells:
+    """A regular layout: the cell (i, j, ...) is held by `owners[i, j, ..., addend, replica]`.
+
+    `slots` numbers the local tensors of a rank: one per cell for chunk and grid layouts; None for mesh layouts, where the
+    cells of a rank lie side by side in one local tensor.
+    """
+
+    dims: tuple[DimCuts, ...]
+    owners: IntArray
+    slots: IntArray | None
+
+    @property
+    def addends(self) -> int:
+        return int(self.owners.shape[-2])
+
+    @property
+    def replicas(self) -> int:
+        return int(self.owners.shape[-1])
+
+
+def whole_dim(length: int) -> DimCuts:
+    """A dim that is not cut."""
+    zero = frozen_array([0])
+    return DimCuts(zero, frozen_array([length]), zero)
+
+
+def cuts_from_sizes(sizes: Sequence[int]) -> DimCuts:
+    """A dim cut in these lengths, each cell at the start of a local tensor of its own."""
+    ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+    return DimCuts(frozen_array(ends - np.asarray(sizes)), frozen_array(sizes), frozen_array(np.zeros(len(sizes))))
+
+
+def grid_cells(sizes: Sequence[Sequence[int]], owners: IntArray) -> Cells:
+    """Cells of a grid; `owners` has the grid's shape and one more axis of replicas."""
+    grid_shape = owners.shape[:-1]
+    flat = owners.reshape(-1, owners.shape[-1])
+    slots = _running_count(flat).reshape((*grid_shape, 1, owners.shape[-1]))
+    expanded = owners.reshape((*grid_shape, 1, owners.shape[-1]))
+    return Cells(tuple(cuts_from_sizes(s) for s in sizes), frozen_array(expanded), frozen_array(slots))
+
+
+def _running_count(ranks: IntArray) -> IntArray:
+    """How often each entry's rank came before it, in row-major order."""
+    flat = ranks.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    first = np.searchsorted(ordered, ordered, side="left")
+    counts = np.empty_like(flat)
+    counts[order] = np.arange(len(flat)) - first
+    return counts.reshape(ranks.shape)
+
+
+def mesh_cells(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], order: Sequence[int]) -> Cells:
+    """Cells of a mesh layout; `order` lists the axes from the outermost split to the innermost."""
+    cuts: list[DimCuts] = []
+    coordinates: dict[int, tuple[int, IntArray]] = {}
+    for dim, length in enumerate(shape):
+        axes = [a for a in order if isinstance(p := placements[a], Shard) and p.dim == dim]
+        dim_cuts, coords = _cut_dim(length, axes, mesh, placements)
+        cuts.append(dim_cuts)
+        coordinates.update({axis: (dim, coords[:, i]) for i, axis in enumerate(axes)})
+    return Cells(tuple(cuts), _mesh_owners(len(shape), mesh, placements, coordinates), None)
+
+
+def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[DimCuts, IntArray]:
+    """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
+    parts: list[tuple[tuple[int, ...], Part]] = [((), ((0, length),))]
+    for axis in axes:
+        placement = placements[axis]
+        assert isinstance(placement, Shard)
+        count, name = mesh.shape[axis], mesh.axes[axis]
+        parts = [
+            ((*coords, i), sub)
+            for coords, part in parts
+            for i, sub in enumerate(split_part(part, placement, count, name))
+        ]
+    rows = []
+    for coords, part in parts:
+        position = 0
+        for start, stop in part:
+            rows.append((start, stop - start, position, *coords))
+            position += stop - start
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axes))
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    return DimCuts(*(frozen_array(table[:, i]) for i in range(3))), table[:, 3:]
+
+
+def _mesh_owners(
+    ndim: int, mesh: Mesh, placements: Sequence[Placement], coordinates: dict[int, tuple[int, IntArray]]
+) -> IntArray:
+    """The owner array: cell axes first, then all pending axes folded into one, then all replicating axes."""
+    pending = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
+    copied = [a for a, p in enumerate(placements) if isinstance(p, Replicate)]
+    spread = {axis: ndim + i for i, axis in enumerate(pending + copied)}
+    total = ndim + len(spread)
+    index = []
+    for axis, size in enumerate(mesh.shape):
+        position, values = (spread[axis], np.arange(size)) if axis in spread else coordinates[axis]
+        view = [1] * total
+        view[position] = len(values)
+        index.append(values.reshape(view))
+    owners = np.asarray(mesh.ranks[tuple(index)])
+    owners = owners.reshape((1,) * (total - owners.ndim) + owners.shape)
+    addends = int(np.prod([mesh.shape[a] for a in pending], dtype=np.int64))
+    replicas = int(np.prod([mesh.shape[a] for a in copied], dtype=np.int64))
+    return frozen_array(owners.reshape((*owners.shape[:ndim], addends, replicas)))

@@ -1,0 +1,177 @@
+"""How are ranks arranged? A `Mesh` is an n-D array of ranks with a name for each axis; it needs no devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.geometry.errors import LayoutError
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+def frozen_array(values: Any) -> IntArray:
+    """An int64 array that cannot be written to."""
+    array = np.array(values, dtype=np.int64)
+    array.setflags(write=False)
+    return array
+
+
+class Mesh:
+    """Named axes over an n-D array of distinct ranks.
+
+    >>> mesh = Mesh.of(dp=2, tp=4)
+    >>> mesh.shape, mesh.coordinates(6)
+    ((2, 4), {'dp': 1, 'tp': 2})
+    >>> print(mesh.submesh("tp", dp=1))
+    tp=4 @ 4-7
+    """
+
+    __slots__ = ("__weakref__", "_hash", "axes", "ranks")
+    axes: tuple[str, ...]
+    ranks: IntArray
+
+    def __init__(self, axes: Sequence[str], ranks: npt.ArrayLike) -> None:
+        self._set("axes", tuple(axes))
+        self._set("ranks", frozen_array(ranks))
+        self._check()
+        self._set("_hash", hash((self.axes, self.ranks.shape, self.ranks.tobytes())))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        if len(self.axes) != self.ranks.ndim:
+            raise LayoutError(f"a mesh of shape {self.shape} needs {self.ranks.ndim} axis names, got {self.axes}")
+        if len(set(self.axes)) != len(self.axes):
+            raise LayoutError(f"axis names must differ, got {self.axes}")
+        for name in self.axes:
+            if not name.isidentifier():
+                raise LayoutError(f"an axis name is a Python identifier such as 'dp', got {name!r}")
+        if self.ranks.size == 0:
+            raise LayoutError(f"a mesh needs at least one rank, got shape {self.shape}")
+        if self.ranks.min() < 0:
+            raise LayoutError(f"a rank is 0 or more, got {int(self.ranks.min())} in a mesh of shape {self.shape}")
+        values, counts = np.unique(self.ranks, return_counts=True)
+        if counts.max() > 1:
+            raise LayoutError(f"rank {int(values[counts.argmax()])} stands {int(counts.max())} times in the mesh")
+
+    @classmethod
+    def of(cls, **axes: int) -> Mesh:
+        """A mesh of ranks 0, 1, 2... in row-major order: `Mesh.of(dp=2, tp=4)`."""
+        for name, size in axes.items():
+            if size < 1:
+                raise LayoutError(f"axis {name!r} needs at least one rank, got {size}")
+        sizes = tuple(axes.values())
+        return cls(tuple(axes), np.arange(math.prod(sizes)).reshape(sizes))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Mesh is frozen: {name} cannot be set")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mesh, (self.axes, self.ranks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.ranks.shape)
+
+    @property
+    def size(self) -> int:
+        return int(self.ranks.size)
+
+    @property
+    def ndim(self) -> int:
+        return self.ranks.ndim
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the ranks are 0, 1, 2... in row-major order."""
+        return bool(np.array_equal(self.ranks.reshape(-1), np.arange(self.size)))
+
+    def axis_index(self, axis: str | int) -> int:
+        """The position of an axis, given by name or by (possibly negative) position."""
+        if isinstance(axis, str):
+            if axis not in self.axes:
+                raise LayoutError(f"no axis {axis!r}; this mesh has {', '.join(map(repr, self.axes)) or 'no axes'}")
+            return self.axes.index(axis)
+        if not -self.ndim <= axis < self.ndim:
+            raise LayoutError(f"no axis {axis}; this mesh has {self.ndim} axes: {self.axes}")
+        return axis % self.ndim
+
+    def axis_size(self, axis: str | int) -> int:
+        return self.shape[self.axis_index(axis)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands, axis by axis."""
+        found = np.argwhere(self.ranks == rank)
+        if len(found) == 0:
+            raise LayoutError(f"rank {rank} is not in the mesh {self}")
+        return dict(zip(self.axes, map(int, found[0]), strict=True))
+
+    def submesh(self, *keep: str, **fixed: int) -> Mesh:
+        """The mesh of the axes in `keep`, the others held at the coordinates in `fixed`."""
+        for name, coordinate in fixed.items():
+            if not 0 <= coordinate < self.axis_size(name):
+                raise LayoutError(f"axis {name!r} has {self.axis_size(name)} ranks, coordinate {coordinate} is outside")
+        missing = [a for a in self.axes if a not in keep and a not in fixed]
+        if missing or set(keep) & set(fixed):
+            raise LayoutError(f"each axis of {self.axes} is either kept or fixed; got keep={keep}, fixed={fixed}")
+        kept = [self.axis_index(a) for a in keep]
+        index = tuple(fixed[a] if a in fixed else slice(None) for a in self.axes)
+        order = np.argsort(np.argsort(kept))
+        return Mesh(keep, self.ranks[index].transpose(tuple(int(i) for i in order)))
+
+    def groups(self, axis: str | int) -> list[tuple[int, ...]]:
+        """The rank groups along an axis: those that differ in this coordinate only.
+
+        >>> Mesh.of(dp=2, tp=2).groups("dp")
+        [(0, 2), (1, 3)]
+        """
+        index = self.axis_index(axis)
+        rows = np.moveaxis(self.ranks, index, -1).reshape(-1, self.shape[index])
+        return [tuple(map(int, row)) for row in rows]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self.axes == other.axes and np.array_equal(self.ranks, other.ranks)
+
+    def __hash__(self) -> int:
+        return int(self._hash)
+
+    def __str__(self) -> str:
+        axes = ",".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+        return axes if self.is_contiguous else f"{axes} @ {format_ranks(self.ranks.reshape(-1).tolist())}"
+
+    def __repr__(self) -> str:
+        return f"Mesh({self})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"axes": list(self.axes), "ranks": self.ranks.tolist()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Mesh:
+        return cls(data["axes"], data["ranks"])
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a short list in which runs are folded.
+
+    >>> format_ranks([0, 1, 2, 3, 8, 6])
+    '0-3,8,6'
+    """
+    parts: list[str] = []
+    start = 0
+    for i in range(1, len(ranks) + 1):
+        if i < len(ranks) and ranks[i] == ranks[i - 1] + 1:
+            continue
+        run = ranks[start:i]
+        parts.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+        start = i
+    return ",".join(parts)
