@@ -1,0 +1,156 @@
+"""Host memory over a gloo group: point-to-point straight from and into the given tensors.
+
+Reductions are an exchange of runs and a sum on arrival, in rank order: half the bytes of gloo's reduce-scatter, every
+dtype, the same bits on every rank. They go through in windows, so that their scratch memory is bounded, and are
+complete when the call returns.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._faults import Accident
+from ._tensors import Edges, as_bytes, reduce_runs
+from ._torch_compat import all_gather_single
+from ._work import Done, Pending
+from .protocol import ReduceOp, Work
+
+_SLOT = 256
+_HEADER = struct.Struct("<qI")
+_SMALL = 1 << 16
+_WINDOW = 8 << 20
+
+
+class GlooEngine:
+    """Moves host tensors between the ranks of a gloo group."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], timeout: float) -> None:
+        self._group, self._rank, self._ranks, self._timeout = group, rank, ranks, timeout
+        self._index = ranks.index(rank)
+        self._others = tuple(r for r in ranks if r != rank)
+
+    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+        """Post every receive and every send at once; nothing is packed."""
+        works: list[tuple[int, dist.Work | None]] = []
+        peer = -1
+        try:
+            for peer, tensors in receives.items():
+                works += [(peer, dist.irecv(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
+            for peer, tensors in sends.items():
+                works += [(peer, dist.isend(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
+        except RuntimeError as error:
+            raise Accident(_first_line(error), (peer,)) from error
+        return Pending(partial(self._wait, works))
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Gather small tensors in one collective, large ones straight into their places."""
+        parts = out.view(len(self._ranks), -1)
+        if tensor.nbytes <= _SMALL:
+            self._native(all_gather_single(out, tensor, self._group))
+            return Done()
+        mine = parts[self._index]
+        if mine.data_ptr() != tensor.data_ptr():
+            mine.copy_(tensor)
+        sends = {r: [as_bytes(tensor, label=label)] for r in self._others}
+        receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
+        return self.exchange(sends, receives, label=label)
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Exchange the runs window by window and reduce them as they arrive."""
+        runs = tensor.view(len(self._ranks), -1)
+        for window in _windows(out):
+            self._reduce_window(out[window], [run[window] for run in runs], op, label)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Gather and reduce small tensors; reduce-scatter and gather the windows of large ones."""
+        if tensor.nbytes <= _SMALL:
+            parts = tensor.new_empty((len(self._ranks), tensor.numel()))
+            self.all_gather_into(as_bytes(parts, label=label), as_bytes(tensor, label=label), label=label).wait()
+            reduce_runs(tensor, list(parts), op)
+            return Done()
+        for window in _windows(tensor):
+            runs = list(tensor[window].tensor_split(len(self._ranks)))
+            self._reduce_window(runs[self._index], runs, op, label)
+            mine = [as_bytes(runs[self._index], label=label)]
+            receives = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
+            self.exchange(dict.fromkeys(self._others, mine), receives, label=label).wait()
+        return Done()
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Broadcast as bytes, in gloo's own tree."""
+        work = dist.broadcast(as_bytes(tensor, label=label), src, group=self._group, async_op=True)
+        return Pending(partial(self._native, work))
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Gather one fixed slot per rank and, only if some rank has more, the rest."""
+        check = zlib.crc32(label.encode())
+        head = _HEADER.pack(len(data), check) + data[: _SLOT - _HEADER.size]
+        slots = self._gather_slots(head, _SLOT)
+        headers = [_HEADER.unpack_from(slot) for slot in slots]
+        other = [r for r, (_, c) in zip(self._ranks, headers, strict=True) if c != check]
+        if other:
+            raise Accident("the ranks made different calls at this point", other)
+        sizes = [size for size, _ in headers]
+        longest = max(sizes) - (_SLOT - _HEADER.size)
+        rest = self._gather_slots(data[_SLOT - _HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
+        return [(slot[_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _gather_slots(self, data: bytes, size: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        out = torch.empty(size * len(self._ranks), dtype=torch.uint8)
+        self._native(all_gather_single(out, mine, self._group))
+        whole = out.numpy().tobytes()
+        return [whole[i * size : (i + 1) * size] for i in range(len(self._ranks))]
+
+    def _reduce_window(self, out: Tensor, runs: list[Tensor], op: ReduceOp, label: str) -> None:
+        """Reduce this rank's run of every rank into `out`; run i of this rank goes to rank i."""
+        mine = runs[self._index]
+        parts = [mine if r == self._rank else torch.empty_like(mine) for r in self._ranks]
+        sends = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
+        receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
+        self.exchange(sends, receives, label=label).wait()
+        reduce_runs(out, parts, op)
+
+    def _wait(self, works: list[tuple[int, dist.Work | None]]) -> None:
+        deadline = time.monotonic() + self._timeout
+        for peer, work in works:
+            try:
+                if work is not None:
+                    work.wait(_left(deadline))
+            except RuntimeError as error:
+                raise Accident(_first_line(error), (peer,)) from error
+
+    def _native(self, work: dist.Work | None) -> None:
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise Accident(_first_line(error), self._others) from error
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _windows(tensor: Tensor) -> Iterator[slice]:
+    step = max(1, _WINDOW // tensor.element_size())
+    return (slice(at, at + step) for at in range(0, len(tensor), step))

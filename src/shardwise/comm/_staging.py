@@ -1,0 +1,59 @@
+"""Tensors that live elsewhere than the engine's memory: copies there before, and back after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._tensors import Edges
+
+
+class Stage:
+    """Stands in for tensors of other devices during one operation.
+
+    >>> stage = Stage(torch.device("cpu"))
+    >>> x = torch.ones(2)
+    >>> stage.read(x) is x
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy of it where the engine can read it."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return self._like(tensor).copy_(tensor)
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or memory for the engine to fill that `finish` copies back."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        self._back.append((tensor, self._like(tensor)))
+        return self._back[-1][1]
+
+    def update(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy for the engine to change that `finish` copies back."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return self.write(tensor).copy_(tensor)
+
+    def read_edges(self, edges: Edges) -> Edges:
+        """Apply `read` to every tensor of one side of an exchange."""
+        return {rank: [self.read(t) for t in ts] for rank, ts in edges.items()}
+
+    def write_edges(self, edges: Edges) -> Edges:
+        """Apply `write` to every tensor of one side of an exchange."""
+        return {rank: [self.write(t) for t in ts] for rank, ts in edges.items()}
+
+    def finish(self) -> None:
+        """Copy the results to where they were asked for."""
+        for given, staged in self._back:
+            given.copy_(staged)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Return memory on the engine's device; host memory is pinned, which a device copies at full speed."""
+        pinned = self._device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device, pin_memory=pinned)

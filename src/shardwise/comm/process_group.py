@@ -1,0 +1,208 @@
+"""A comm over a torch process group: checks arguments, picks the engine, names who failed.
+
+Which engine moves the bytes is decided once, at the first operation, together by all ranks:
+
+1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device;
+2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`shared_memory`);
+3. gloo otherwise: point to point over its sockets.
+
+Tensors that live elsewhere than the engine's memory are copied there and back (through pinned host memory for a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _tensors as tensors
+from ._engine import Engine
+from ._faults import Accident, explain
+from ._gloo import GlooEngine
+from ._nccl import NativeEngine
+from ._staging import Stage
+from ._torch_compat import backends, group_name
+from ._work import Pending
+from .errors import CommError
+from .protocol import DEFAULT_TIMEOUT, ReduceOp, Work
+
+_GRACE = 1.0
+_known: dict[str, ProcessGroupComm] = {}
+
+
+class ProcessGroupComm:
+    """The comm of a torch process group, the default one if none is given; see `Comm` for the methods.
+
+    `device` is where tensors normally live: by default the current GPU for a group with nccl, else the CPU.
+    `shared_memory=False` keeps to the group's own backend even if all ranks share a host.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        self.process_group: dist.ProcessGroup = _resolve(group)
+        self._backends = backends(self.process_group)
+        self.rank = dist.get_rank()
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group))
+        self.device = torch.device(device) if device is not None else _usual_device(self._backends)
+        self.timeout, self._shared_memory = timeout, shared_memory
+        self._calls = 0
+        self._engine: Engine | None = None
+        self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> ProcessGroupComm:
+        """Return the comm of a group with default settings, the same one each time."""
+        resolved = _resolve(group)
+        known = _known.get(group_name(resolved))
+        if known is None or known.process_group is not resolved:
+            known = _known[group_name(resolved)] = cls(resolved)
+        return known
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this comm has."""
+        return len(self.ranks)
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """Move each edge's k-th sent tensor into its k-th received one."""
+        outgoing = tensors.edges(self, sends, "sends to", label=label)
+        incoming = tensors.edges(self, receives, "receives from", label=label)
+        self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
+        return self._start(label, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), label=label))
+
+    def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
+        """Return every rank's tensor, in the order of `ranks`."""
+        out = tensor.detach().new_empty((self.world_size, *tensor.shape))
+        self.all_gather_into(out, tensor.detach().contiguous(), label=label).wait()
+        return list(out.unbind(0))
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Fill `out` with every rank's tensor."""
+        tensors.check_gather(out, tensor, self.world_size, label=label)
+        whole, part = tensors.as_bytes(out, label=label), tensors.as_bytes(tensor, label=label)
+        return self._start(label, lambda e, s: e.all_gather_into(s.write(whole), s.read(part), label=label))
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
+        tensors.check_op(op, tensor.dtype, label=label)
+        tensors.check_scatter(out, tensor, self.world_size, label=label)
+        part, whole = tensors.flat(out, label=label), tensors.flat(tensor, label=label)
+        return self._start(label, lambda e, s: e.reduce_scatter_into(s.write(part), s.read(whole), op, label=label))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Reduce a tensor over all ranks, in place."""
+        tensors.check_op(op, tensor.dtype, label=label)
+        whole = tensors.flat(tensor, label=label)
+        return self._start(label, lambda e, s: e.all_reduce(s.update(whole), op, label=label))
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Overwrite the tensor of every rank with that of rank `src`."""
+        tensors.check_member(self, src, "source rank", label=label)
+        whole = tensors.as_bytes(tensor, label=label)
+        return self._start(label, lambda e, s: e.broadcast(s.update(whole), src, label=label))
+
+    def barrier(self, *, label: str) -> None:
+        """Return when every rank has called it."""
+        self.all_gather_bytes(b"", label=label)
+
+    def subset(self, ranks: Sequence[int]) -> ProcessGroupComm:
+        """Return the comm of some of these ranks; only they call it."""
+        wanted = tensors.check_subset(self, ranks)
+        if wanted == self.ranks:
+            return self
+        if wanted not in self._subsets:
+            group = dist.new_group(list(wanted), use_local_synchronization=True)
+            self._subsets[wanted] = ProcessGroupComm(
+                group, self.device, self.timeout, shared_memory=self._shared_memory
+            )
+        return self._subsets[wanted]
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Return every rank's bytes."""
+        number = self._next()
+        try:
+            return self._ready_engine().all_gather_bytes(data, label=label)
+        except Accident as accident:
+            raise self._explain(accident, number, label) from accident
+
+    def _start(self, label: str, call: Callable[[Engine, Stage], Work]) -> Work:
+        number = self._next()
+        try:
+            engine = self._ready_engine()
+            stage = Stage(engine.device)
+            work = call(engine, stage)
+        except Accident as accident:
+            raise self._explain(accident, number, label) from accident
+        return Pending(partial(self._finish, work, stage, number, label))
+
+    def _finish(self, work: Work, stage: Stage, number: int, label: str) -> None:
+        try:
+            work.wait()
+        except Accident as accident:
+            raise self._explain(accident, number, label) from accident
+        stage.finish()
+
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _explain(self, accident: Accident, number: int, label: str) -> CommError:
+        name = group_name(self.process_group)
+        grace = min(_GRACE, self.timeout)
+        return explain(accident, rank=self.rank, group=name, number=number, label=label, grace=grace)
+
+    def _copy_own(self, sent: Sequence[Tensor], wanted: Sequence[Tensor], label: str) -> None:
+        wrong = tensors.check_edge(self.rank, self.rank, [len(t) for t in sent], [len(t) for t in wanted], label=label)
+        if wrong:
+            raise ValueError(wrong)
+        for target, source in zip(wanted, sent, strict=True):
+            target.copy_(source)
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._choose_engine()
+        return self._engine
+
+    def _choose_engine(self) -> Engine:
+        backend = self._backends.get(self.device.type)
+        if backend is not None and backend != "gloo":
+            return NativeEngine(self.process_group, self.rank, self.ranks, self.device)
+        return GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
+
+
+def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:
+    """Return the comm of one axis of torch's DeviceMesh that this rank is in (of a mesh of one axis, of that one)."""
+    return ProcessGroupComm.of(mesh.get_group(axis))
+
+
+def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError(
+            "ProcessGroupComm without a process group: call torch.distributed.init_process_group first, "
+            "or start the ranks with shardwise.launch or shardwise.run_local"
+        )
+    resolved = group if group is not None else dist.group.WORLD
+    if not isinstance(resolved, dist.ProcessGroup):
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the process group; only its members make its comm")
+    return resolved
+
+
+def _usual_device(by_type: Mapping[str, str]) -> torch.device:
+    if by_type.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

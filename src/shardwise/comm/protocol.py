@@ -1,0 +1,119 @@
+"""The one small interface through which bytes leave a process.
+
+Everything above this layer talks to a `Comm` and never to `torch.distributed`. Three rules hold for all of them:
+
+1. Every operation is collective: all ranks of the comm call the same operations in the same order, with the same
+   `label`. A rank with nothing to send calls `exchange({}, {})`.
+2. A tensor that is read must not change, and one that is written must not be used, until `Work.wait()` returned.
+3. Each call carries the comm's time-out. A rank that raises, dies or calls something else makes the others raise
+   `CommError`, which names the rank and the label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ReduceOp = Literal["sum", "avg", "min", "max", "product"]
+DEFAULT_TIMEOUT = 300.0
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A started operation; `wait()` completes it, once or as often as asked."""
+
+    def wait(self) -> None:
+        """Return when the results are in place and the sources are free again; raise `CommError` if it failed."""
+        ...
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """Moves bytes between the ranks of one group.
+
+    >>> from shardwise.comm import run_local
+    >>> def swap(comm):
+    ...     mine, theirs = torch.full((2,), comm.rank), torch.empty(2, dtype=torch.int64)
+    ...     other = 1 - comm.rank
+    ...     comm.exchange({other: [mine]}, {other: [theirs]}, label="swap").wait()
+    ...     return theirs.tolist()
+    >>> run_local(swap, 2)
+    [[1, 1], [0, 0]]
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the numbering that layouts use: the global rank of the world."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this comm, in the order in which collectives list them."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this comm has."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors handed to this comm normally live."""
+        ...
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a collective that does not complete raises."""
+        ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The torch group underneath; None when all ranks are threads of one process."""
+        ...
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """Send contiguous tensors to any ranks and receive into contiguous tensors from any ranks.
+
+        Keys are ranks. Values are moved as bytes, so every dtype works and the two sides may use different dtypes and
+        shapes. On each edge the k-th tensor sent fills the k-th tensor received: their bytes must match, tensors
+        without elements left out of the count. A rank may send to itself.
+        """
+        ...
+
+    def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
+        """Return every rank's tensor (all of one shape and dtype), in the order of `ranks`."""
+        ...
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Fill the contiguous `out` with every rank's contiguous tensor, one after another in the order of `ranks`."""
+        ...
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Cut the contiguous `tensor` in `world_size` equal runs; reduce all ranks' i-th run into rank i's `out`."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Reduce a contiguous tensor over all ranks, in place; every rank gets the same bits."""
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Overwrite a contiguous tensor on every rank with that of rank `src`, in place."""
+        ...
+
+    def barrier(self, *, label: str) -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def subset(self, ranks: Sequence[int]) -> Comm:
+        """Return the comm of some of these ranks, ascending; cached; only the ranks named call it."""
+        ...
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Return every rank's bytes in the order of `ranks`; lengths may differ; meant for small objects."""
+        ...

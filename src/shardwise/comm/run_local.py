@@ -1,0 +1,94 @@
+"""Run one function as every rank of a world of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+import torch
+
+from ._meeting import Hub, Room
+from .current import use_comm
+from .errors import CommError
+from .local import LocalComm
+from .protocol import Comm
+
+T = TypeVar("T")
+
+
+def run_local(
+    fn: Callable[..., T],
+    world_size: int = 4,
+    *args: Any,
+    timeout: float = 60.0,
+    device: torch.device | str = "cpu",
+) -> list[T]:
+    """Call `fn(comm, *args)` on one thread per rank and return the results in rank order.
+
+    An exception on one rank ends the others at their next collective and is raised here, with a note that names its
+    rank. Each thread computes with one intra-op thread and runs its own backward pass. Torch's global random
+    generator is shared by all threads, so seed generators of your own.
+
+    >>> def total(comm, scale):
+    ...     x = torch.tensor([comm.rank * scale])
+    ...     comm.all_reduce(x, label="total").wait()
+    ...     return x.item()
+    >>> run_local(total, 3, 10)
+    [30, 30, 30]
+    """
+    if world_size < 1:
+        raise ValueError(f"run_local with world_size={world_size}: give at least 1 rank")
+    room = Room()
+    hub = Hub(tuple(range(world_size)), room)
+    results: dict[int, T] = {}
+    comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]
+    intra_op_threads = torch.get_num_threads()
+    try:
+        threads = [_start(comm, fn, args, results, room) for comm in comms]
+        _join(threads, room, timeout)
+    finally:
+        torch.set_num_threads(intra_op_threads)
+    if room.failure is not None:
+        rank, error = room.failure
+        error.add_note(f"on rank {rank} of run_local (world of {world_size})")
+        raise error
+    return [results[rank] for rank in range(world_size)]
+
+
+def _start(
+    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: Room
+) -> threading.Thread:
+    grad = torch.is_grad_enabled()
+    context = copy_context()
+
+    def body() -> None:
+        try:
+            results[comm.rank] = _as_rank(fn, comm, args, grad)
+            room.leave(comm.rank)
+        except BaseException as error:
+            room.fail(comm.rank, error)
+
+    thread = threading.Thread(target=context.run, args=(body,), name=f"rank {comm.rank}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool) -> T:
+    torch.set_num_threads(1)
+    with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
+        return fn(comm, *args)
+
+
+def _join(threads: list[threading.Thread], room: Room, timeout: float) -> None:
+    """Wait for the ranks; once one has failed, for the others no longer than the time-out."""
+    try:
+        for thread in threads:
+            while thread.is_alive() and room.failure is None:
+                thread.join(0.05)
+    except BaseException as error:
+        room.fail(-1, CommError(f"run_local was interrupted by {type(error).__name__}"))
+        raise
+    for thread in threads:
+        thread.join(timeout)
