@@ -1,0 +1,152 @@
+"""What must every rank hold? Layouts carried out on NumPy arrays, all ranks in one process: a yardstick for real code.
+
+1. `global_values` fills a tensor by a function of the global index, so that a misplaced element is seen.
+2. `scatter` cuts it into every rank's local arrays; where a reduction is pending, into addends that reduce to it.
+3. `assemble` reads local arrays back into one array, and objects if two replicas differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.placements import Reduction
+
+Array: TypeAlias = npt.NDArray[Any]
+Locals: TypeAlias = dict[int, list[Array]]
+
+REDUCERS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def global_values(shape: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Array:
+    """An array whose values 1, 2, 3... tell where each element belongs; they start again where the dtype runs out.
+
+    >>> global_values((2, 3))
+    array([[1, 2, 3],
+           [4, 5, 6]])
+    """
+    index = np.arange(np.prod(shape, dtype=np.int64)).reshape(tuple(shape))
+    return np.asarray(index % _distinct(np.dtype(dtype)) + 1).astype(dtype)
+
+
+def _distinct(dtype: np.dtype[Any]) -> int:
+    """How many of the numbers 1, 2, 3... a dtype holds exactly."""
+    if dtype.kind == "b":
+        return 2
+    if dtype.kind in "iu":
+        return int(np.iinfo(dtype).max)
+    return int(2 ** (np.finfo(dtype).nmant + 1))
+
+
+def scatter(layout: Layout, values: Array, seed: int = 0) -> Locals:
+    """Every rank's local arrays of a tensor that holds `values`.
+
+    A pending reduction gets random integer addends that reduce to the values without rounding.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> scatter(ChunkSpec(0, ranks=2).layout((3,)), global_values((3,)))
+    {0: [array([1, 2])], 1: [array([3])]}
+    """
+    assert values.shape == layout.shape, f"values of shape {values.shape} for a layout of shape {layout.shape}"
+    addends = _addends(layout, values, np.random.default_rng(seed))
+    local = allocate(layout, values.dtype)
+    for row in _rows(layout):
+        local[row.rank][row.slot][row.here.slices] = addends[row.addend][row.box.slices]
+    return local
+
+
+def allocate(layout: Layout, dtype: npt.DTypeLike) -> Locals:
+    """Every rank's local arrays, filled with zeros."""
+    return {rank: [np.zeros(s, dtype) for s in layout.local_shapes(rank)] for rank in layout.ranks}
+
+
+def assemble(layout: Layout, local: Mapping[int, Sequence[Array]]) -> Array:
+    """The tensor that local arrays make up; fails when shapes are wrong or replicas differ. Reduces what is pending.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> assemble(ChunkSpec(0, ranks=(1, 0)).layout((3,)), {0: [np.array([3])], 1: [np.array([1, 2])]})
+    array([1, 2, 3])
+    """
+    _check_shapes(layout, local)
+    dtype = next((array.dtype for arrays in local.values() for array in arrays), np.dtype(np.int64))
+    addends = np.zeros((_addend_count(layout), *layout.shape), dtype)
+    holder = np.full(addends.shape, -1, np.int64)
+    for row in _rows(layout):
+        mine = local[row.rank][row.slot][row.here.slices]
+        place: tuple[int | slice, ...] = (row.addend, *row.box.slices)
+        before = holder[place]
+        differs = (before >= 0) & (addends[place] != mine)
+        if differs.any():
+            raise AssertionError(f"replicas differ: ranks {int(before[differs].min())} and {row.rank} in {row.box}")
+        addends[place], holder[place] = mine, row.rank
+    assert (holder >= 0).all(), "the layout leaves elements uncovered"
+    return reduce_addends(addends, layout.pending)
+
+
+def reduce_addends(addends: Array, pending: Reduction | None) -> Array:
+    """The reduction over the first dim, first to last.
+
+    >>> reduce_addends(np.array([[1, 2], [5, 4]]), Reduction("sum", divisor=2))
+    array([3, 3])
+    """
+    if pending is None:
+        return np.asarray(addends[0])
+    return divide(REDUCERS[pending.op].reduce(addends, axis=0), pending.divisor)
+
+
+def divide(total: Array, divisor: int) -> Array:
+    """An exact division that keeps the dtype."""
+    return np.asarray(total if divisor == 1 else (total / divisor).astype(total.dtype))
+
+
+def _check_shapes(layout: Layout, local: Mapping[int, Sequence[Array]]) -> None:
+    for rank in sorted({*layout.ranks, *local}):
+        held = tuple(array.shape for array in local.get(rank, ()))
+        if held != layout.local_shapes(rank):
+            wanted = layout.local_shapes(rank)
+            raise AssertionError(f"rank {rank} holds arrays of shapes {held}; the layout gives it {wanted}")
+
+
+class _Row:
+    """One row of a layout's table: a box, and where it lies in which local array of which rank."""
+
+    __slots__ = ("addend", "box", "here", "rank", "slot")
+
+    def __init__(self, layout: Layout, row: int) -> None:
+        table = layout.table
+        sizes = tuple(table.sizes[row].tolist())
+        self.box = Box(tuple(table.offsets[row].tolist()), sizes)
+        self.here = Box(tuple(table.local_offsets[row].tolist()), sizes)
+        self.rank, self.slot = int(table.ranks[row]), int(table.slots[row])
+        self.addend = int(table.addends[row])
+
+
+def _rows(layout: Layout) -> list[_Row]:
+    return [_Row(layout, row) for row in range(len(layout.table))]
+
+
+def _addend_count(layout: Layout) -> int:
+    return int(layout.table.addends.max(initial=0)) + 1
+
+
+def _addends(layout: Layout, values: Array, random: np.random.Generator) -> Array:
+    """For each addend one array of the global shape; together they reduce to the values."""
+    count = _addend_count(layout)
+    if layout.pending is None:
+        return np.stack([values] * count)
+    op, shape = layout.pending.op, (count, *values.shape)
+    chosen = random.integers(count, size=values.shape) == np.arange(count).reshape((count,) + (1,) * values.ndim)
+    if op == "sum":
+        noise = np.where(chosen, 0, random.integers(-9, 10, size=shape)).astype(values.dtype)
+        rest = (values * layout.pending.divisor - noise.sum(axis=0)).astype(values.dtype)
+        return np.where(chosen, rest, noise)
+    if op == "product":
+        signs = np.where(chosen, 1, random.choice([-1, 1], size=shape)).astype(values.dtype)
+        return np.where(chosen, values * signs.prod(axis=0), signs).astype(values.dtype)
+    away = random.integers(0, 10, size=shape).astype(values.dtype)
+    return np.where(chosen, values, values + away if op == "min" else values - away)
