@@ -21,6 +21,8 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.mesh import IntArray
 
+_KEY_LIMIT = 2**62
+
 
 def check_coverage(
     shape: Sequence[int], offsets: IntArray, sizes: IntArray, describe: Callable[[int], str], what: str = "pieces"
@@ -81,13 +83,13 @@ def first_miscovered_point(shape: Sequence[int], offsets: IntArray, sizes: IntAr
 
 def _first_nonzero_corner(starts: IntArray, ends: IntArray, weights: IntArray) -> IntArray | None:
     """The first corner at which the signed, weighted corner counts do not cancel."""
-    grids, starts, ends = _compress(starts, ends)
-    ndim = starts.shape[1]
-    widths = [len(g) for g in grids]
+    grids, low, high = _compress(starts, ends)
     keys, signs = np.zeros((1, len(starts)), np.int64), weights[None, :]
-    for d in range(ndim):
-        low, high = keys * widths[d] + starts[:, d], keys * widths[d] + ends[:, d]
-        keys, signs = np.concatenate([low, high]), np.concatenate([signs, -signs])
+    for d, grid in enumerate(grids):
+        if int(keys.max()) >= _KEY_LIMIT // len(grid):
+            keys = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
+        keys = keys * len(grid)
+        keys, signs = np.concatenate([keys + low[:, d], keys + high[:, d]]), np.concatenate([signs, -signs])
     order = np.argsort(keys, axis=None)
     flat_keys, flat_signs = keys.reshape(-1)[order], signs.reshape(-1)[order]
     first = np.flatnonzero(np.concatenate([[True], flat_keys[1:] != flat_keys[:-1]]))
@@ -95,12 +97,8 @@ def _first_nonzero_corner(starts: IntArray, ends: IntArray, weights: IntArray) -
     wrong = np.flatnonzero(sums)
     if len(wrong) == 0:
         return None
-    key = int(flat_keys[first[wrong[0]]])
-    corner = np.zeros(ndim, np.int64)
-    for d in reversed(range(ndim)):
-        key, digit = divmod(key, widths[d])
-        corner[d] = grids[d][digit]
-    return corner
+    corner, box = divmod(int(order[first[wrong[0]]]), len(starts))
+    return np.array([(ends if corner >> d & 1 else starts)[box, d] for d in range(len(grids))], np.int64)
 
 
 def _compress(starts: IntArray, ends: IntArray) -> tuple[list[IntArray], IntArray, IntArray]:

@@ -45,7 +45,8 @@ def _candidates(shape: tuple[int, ...], table: PieceTable) -> list[ShardingSpec]
             found.append(ChunkSpec(dim, owners.reshape(-1).tolist(), _devices(table)))
         found.append(GridSpec(sizes, owners))
     else:
-        found.append(_mesh(shape, sizes, owners))
+        if len(np.unique(owners)) == owners.size:
+            found.append(_mesh(shape, sizes, owners))
         found.append(GridSpec(sizes, owners))
     return found
 

@@ -152,7 +152,7 @@ class MeshSpec(_ProductSpec):
         object.__setattr__(self, "placements", tuple(placements))
         self._check_placements()
         object.__setattr__(self, "order", self._full_order(order))
-        if self.splits_in_mesh_order and all(p.dim >= 0 for p in self.placements if isinstance(p, Shard)):
+        if self.splits_in_mesh_order:
             object.__setattr__(self, "order", mesh.axes)
         pending_reduction(self.placements, mesh.shape)
 
@@ -180,6 +180,8 @@ class MeshSpec(_ProductSpec):
     def splits_in_mesh_order(self) -> bool:
         """Whether the order of splits is the default one, as far as it matters."""
         dims = [p.dim if isinstance(p, Shard) else None for p in self.placements]
+        if len({d < 0 for d in dims if d is not None}) > 1:
+            return self.order == self.mesh.axes
         by_dim: dict[int, list[int]] = {}
         for axis in self.order:
             index = self.mesh.axis_index(axis)
@@ -282,6 +284,9 @@ class EnumerableSpec(ShardingSpec):
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an EnumerableSpec is frozen: {name} cannot be set")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fill(*(state[name] for name in ("offsets", "sizes", "ranks", "devices", "replicated")))
 
     def pieces(self, shape: Sequence[int]) -> Sequence[Piece]:
         return self.layout(shape).pieces
