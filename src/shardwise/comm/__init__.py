@@ -1,7 +1,9 @@
 """How ranks talk: the `Comm` interface, over a torch process group or over the threads of one process."""
 
+from .agree import agree
 from .current import current_comm, default_comm, use_comm
 from .errors import CommError, DisagreementError
+from .launch import LocalWorld, Outcome, launch
 from .local import LocalComm
 from .process_group import ProcessGroupComm, comm_from_device_mesh
 from .protocol import Comm, ReduceOp, Work
@@ -12,12 +14,16 @@ __all__ = [
     "CommError",
     "DisagreementError",
     "LocalComm",
+    "LocalWorld",
+    "Outcome",
     "ProcessGroupComm",
     "ReduceOp",
     "Work",
+    "agree",
     "comm_from_device_mesh",
     "current_comm",
     "default_comm",
+    "launch",
     "run_local",
     "use_comm",
 ]

@@ -16,8 +16,8 @@ class CommError(RuntimeError):
         super().__init__(message)
         self.ranks = ranks
 
-    def __reduce__(self) -> tuple[type[CommError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
+    def __reduce__(self) -> tuple[type[CommError], tuple[str, tuple[int, ...]], dict[str, object]]:
+        return type(self), (str(self), self.ranks), self.__dict__
 
 
 class DisagreementError(ValueError):

@@ -1,0 +1,71 @@
+"""Do all ranks mean the same? One small exchange of digests; texts only when they differ.
+
+1. The fields are written as one canonical text and hashed; the 16-byte digests are gathered.
+2. Equal digests: done. The number of fields does not matter, so ranks may even pass different ones.
+3. Else the texts are gathered, and every rank raises the same error: which field, and who has which value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import DisagreementError
+from .protocol import Comm
+
+_ABSENT = "nothing"
+_LONGEST = 200
+
+
+def agree(comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "arguments") -> None:
+    """Raise `DisagreementError` on every rank unless all ranks of the comm give equal fields.
+
+    Values are compared by their text, so give values whose `repr` is the same on every rank.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     agree(comm, {"shape": (4, 2), "src": comm.rank // 2}, label="shard")
+    >>> try:
+    ...     run_local(body, 3)
+    ... except DisagreementError as error:
+    ...     print(error)
+    'shard': the ranks give different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; give the same on every rank
+    """
+    texts = {name: _text(value) for name, value in fields.items()}
+    text = json.dumps(texts, sort_keys=True).encode()
+    digests = comm.all_gather_bytes(hashlib.blake2b(text, digest_size=16).digest(), label=label)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
+    by_rank = dict(zip(comm.ranks, everyone, strict=True))
+    names = list(dict.fromkeys(name for fields in everyone for name in fields))
+    parts = [part for name in names if (part := _difference(name, by_rank))]
+    raise DisagreementError(
+        f"{label!r}: the ranks give different {what}: {'; '.join(parts)}; give the same on every rank"
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in sorted(value.items(), key=str)) + "}"
+    return repr(value)
+
+
+def _difference(name: str, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return who has which value of one field, or nothing if all have the same."""
+    holders: dict[str, list[int]] = {}
+    for rank, fields in by_rank.items():
+        holders.setdefault(fields.get(name, _ABSENT), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    return f"{name} is " + " and ".join(f"{_shorten(text)} on {_ranks(ranks)}" for text, ranks in holders.items())
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,211 @@
+"""Start local ranks as processes and run functions on them.
+
+1. The parent hosts the store through which ranks find each other, so that no rank's death takes it away.
+2. Ranks are spawned (never forked), talk over the loopback interface, and end when the parent ends.
+3. Whatever happens, they are stopped: told to end, then terminated, then killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from ._worker import LOOPBACK, Reply, Task, World, main
+from .errors import CommError
+from .protocol import DEFAULT_TIMEOUT
+
+T = TypeVar("T")
+_GRACE = 5.0
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[T]:
+    """Call `fn(*args)` in `nprocs` new local processes that form a gloo world; return the results in rank order.
+
+    Inside, torch.distributed is initialised and `default_comm()` is the world. `fn` must be importable (a function of
+    a module, and in a script started under `if __name__ == "__main__"`). If a rank raises, the others are stopped and
+    its exception is raised here with a note that holds its rank and traceback.
+
+    Under torchrun the world is already given: `fn` runs in this process only and the list holds its one result.
+    """
+    if all(name in os.environ for name in _TORCHRUN):
+        return [_in_given_world(fn, args)]
+    with LocalWorld(nprocs, timeout=timeout) as world:
+        return results_of(world.outcomes(fn, *args, last=True))
+
+
+def _in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    if dist.is_initialized():
+        return fn(*args)
+    gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    try:
+        return fn(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended a task: with a value or with an error."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+def results_of(outcomes: list[Outcome]) -> list[Any]:
+    """Return the values, or raise the error that came first in cause: what the others report follows from it."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if not failed:
+        return [outcome.value for outcome in outcomes]
+    first = min(failed, key=lambda outcome: isinstance(outcome.error, CommError))
+    assert first.error is not None
+    raise first.error
+
+
+class LocalWorld:
+    """A world of spawned gloo ranks that stays up between calls; it starts at the first call.
+
+    with LocalWorld(4) as world:
+        world.run(fn, 1)
+        world.run(fn, 2)
+    """
+
+    def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if nprocs < 1:
+            raise ValueError(f"a world of {nprocs} processes: give at least 1")
+        self._size, self._timeout = nprocs, timeout
+        self._store: TCPStore | None = None
+        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., T], *args: Any, limit: float | None = None) -> list[T]:
+        """Call `fn(*args)` on every rank and return the results in rank order, within `limit` seconds if given."""
+        return results_of(self.outcomes(fn, *args, limit=limit))
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, limit: float | None = None, last: bool = False
+    ) -> list[Outcome]:
+        """Call `fn(*args)` on every rank and return how each ended; a world that lost a rank starts anew next time."""
+        task = _pickled_task(Task(fn, args, last))
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send_bytes(task)
+        outcomes = self._collect(limit)
+        if len(outcomes) < self._size or any(_lost(outcome) for outcome in outcomes.values()):
+            self._stop()
+        missing = CommError("stopped: it had not ended when its world was given up")
+        return [outcomes.get(rank, Outcome(rank, error=missing)) for rank in range(self._size)]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for _, pipe in self._ranks:
+            _tell(pipe, pickle.dumps(None))
+        deadline = time.monotonic() + _GRACE
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._stop()
+
+    def _start(self) -> None:
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        world = World(self._size, self._store.port, self._timeout)
+        context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=main, args=(rank, world, theirs), name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, limit: float | None) -> dict[int, Outcome]:
+        """Gather replies until all have come, the limit is over, or the grace after a first failure is."""
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + limit if limit is not None else None
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                outcomes[rank] = self._outcome(rank, pipe)
+                if outcomes[rank].error is not None:
+                    grace = time.monotonic() + max(_GRACE, self._timeout if _lost(outcomes[rank]) else 0.0)
+                    deadline = min(deadline or grace, grace)
+        return outcomes
+
+    def _outcome(self, rank: int, pipe: Connection) -> Outcome:
+        try:
+            reply: Reply = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._ranks[rank][0]
+            process.join(_GRACE)
+            return Outcome(rank, error=_death(rank, process.exitcode))
+        if reply.error is not None:
+            reply.error.add_note(f"on rank {rank} of {self._size}:\n{reply.trace}")
+        return Outcome(rank, reply.value, reply.error)
+
+    def _stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.terminate()
+        deadline = time.monotonic() + _GRACE
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+        self._ranks, self._store = [], None
+
+
+class _Death(CommError):
+    """A rank's process ended without a reply."""
+
+
+def _death(rank: int, code: int | None) -> CommError:
+    return _Death(f"rank {rank} ended with exit code {code} and without a result", (rank,))
+
+
+def _lost(outcome: Outcome) -> bool:
+    return isinstance(outcome.error, _Death)
+
+
+def _tell(pipe: Connection, data: bytes) -> None:
+    try:
+        pipe.send_bytes(data)
+    except OSError:
+        return  # the rank has ended already
+
+
+def _pickled_task(task: Task) -> bytes:
+    try:
+        return pickle.dumps(task)
+    except Exception as problem:
+        raise ValueError(
+            f"{task.fn!r} or its arguments cannot be sent to another process ({problem}); "
+            "use a function defined at the top of a module"
+        ) from problem

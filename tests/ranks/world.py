@@ -1,0 +1,42 @@
+"""One persistent world of spawned gloo ranks per test file.
+
+A test file says `world = world_fixture(3)` and its tests take `world`; functions given to `world.run` are defined at
+the top of that file, so that the ranks can import them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.comm import LocalWorld, Outcome
+
+LIMIT = 60.0
+
+
+class Ranks:
+    """A world whose calls end by themselves: each has a limit, after which its processes are killed."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self._world = world
+
+    def run(self, fn: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+        """Call `fn(*args)` on every rank; return the results in rank order or raise the first cause."""
+        return self._world.run(fn, *args, limit=limit)
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Outcome]:
+        """Call `fn(*args)` on every rank; return how each ended."""
+        return self._world.outcomes(fn, *args, limit=limit)
+
+
+def world_fixture(nprocs: int, timeout: float = 20.0) -> Any:
+    """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""
+
+    @pytest.fixture(scope="module")
+    def world() -> Iterator[Ranks]:
+        with LocalWorld(nprocs, timeout=timeout) as running:
+            yield Ranks(running)
+
+    return world
