@@ -25,6 +25,7 @@ from shardwise.geometry import (
     layout_from_json,
     layout_to_json,
 )
+from shardwise.transfer import Link, Topology, Transfer, plan_transfer, transfer_from_json
 
 __all__ = [
     "Box",
@@ -33,6 +34,7 @@ __all__ = [
     "GridSpec",
     "Layout",
     "LayoutError",
+    "Link",
     "Mesh",
     "MeshSpec",
     "NotationError",
@@ -43,8 +45,12 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardingSpec",
+    "Topology",
+    "Transfer",
     "__version__",
     "infer_spec",
     "layout_from_json",
     "layout_to_json",
+    "plan_transfer",
+    "transfer_from_json",
 ]

@@ -1,0 +1,137 @@
+"""Is this transfer one of the known collectives? The answer is an optimisation for executors, never a need.
+
+Ranks that exchange form groups (connected by edges). A transfer is a collective if every group shows the same pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.mesh import IntArray
+from shardwise.transfer.routes import Routes, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A kind (`all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `scatter`, `gather`, `permute`) and the
+    rank groups in which it runs side by side."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "groups": [list(g) for g in self.groups]}
+
+    def __str__(self) -> str:
+        times = "" if len(self.groups) == 1 else f"{len(self.groups)} x "
+        return f"{times}{self.kind} of {len(self.groups[0])} ranks"
+
+
+def recognise(src: Layout, dst: Layout, steps: Sequence[Step]) -> Collective | None:
+    """The collective that these steps make up, or None."""
+    if sum(len(step.routes) for step in steps) == 0:
+        return None
+    if len(steps) == 2:
+        return _all_reduce(src, dst, steps[0])
+    groups = _groups(steps[0].routes)
+    if steps[0].op is not None and src.pending is not None and dst.pending is None:
+        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
+    if steps[0].op is not None:
+        return None
+    kinds = {_kind(steps[0], group) for group in groups}
+    kind = kinds.pop()
+    return Collective(kind, groups) if not kinds and kind is not None else None
+
+
+def _groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks connected by edges, by spreading the smallest label until nothing changes."""
+    ranks, index = np.unique(np.concatenate([routes.src_ranks, routes.dst_ranks]), return_inverse=True)
+    a, b = index.reshape(-1)[: len(routes)], index.reshape(-1)[len(routes) :]
+    label = np.arange(len(ranks))
+    while True:
+        low = np.minimum(label[a], label[b])
+        new = label.copy()
+        np.minimum.at(new, a, low)
+        np.minimum.at(new, b, low)
+        new = new[new]
+        if np.array_equal(new, label):
+            break
+        label = new
+    order = np.argsort(label, kind="stable")
+    edges = np.flatnonzero(np.diff(label[order])) + 1
+    return tuple(tuple(part.tolist()) for part in np.split(ranks[order], edges))
+
+
+def _same_boxes(src: Layout, dst: Layout) -> bool:
+    """Whether every rank holds the same boxes in both layouts."""
+    a, b = src.table, dst.table
+    if len(a) != len(b):
+        return False
+    first, second = np.argsort(a.ranks, kind="stable"), np.argsort(b.ranks, kind="stable")
+    columns = ((a.ranks, b.ranks), (a.offsets, b.offsets), (a.sizes, b.sizes), (a.local_offsets, b.local_offsets))
+    return all(np.array_equal(x[first], y[second]) for x, y in columns)
+
+
+def _all_reduce(src: Layout, dst: Layout, first: Step) -> Collective | None:
+    """Reduce, then hand out: an all-reduce if all ranks keep their boxes and no source is replicated."""
+    if dst.pending is not None or src.cells is None or src.cells.replicas > 1 or not _same_boxes(src, dst):
+        return None
+    owners = src.cells.owners.reshape(-1, src.cells.addends)
+    return Collective("all_reduce", tuple(sorted({tuple(sorted(row)) for row in owners.tolist()})))
+
+
+def _is_reduce_scatter(src: Layout, dst: Layout, groups: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether the groups are the addends of a box each, and the results stay within the group."""
+    if src.cells is None or src.cells.replicas > 1:
+        return False
+    owners = {tuple(sorted(row)) for row in src.cells.owners.reshape(-1, src.cells.addends).tolist()}
+    return set(groups) <= owners and set(dst.ranks) <= set(src.ranks)
+
+
+def _kind(step: Step, group: tuple[int, ...]) -> str | None:
+    """The pattern of one group."""
+    routes = step.routes.take(np.flatnonzero(np.isin(step.routes.src_ranks, group)))
+    senders, receivers = np.unique(routes.src_ranks), np.unique(routes.dst_ranks)
+    matrix = _edge_matrix(routes, group)
+    if len(senders) == 1 and len(receivers) > 1:
+        return _from_one(step, routes, int(senders[0]), receivers)
+    if len(receivers) == 1 and len(senders) > 1:
+        return "gather"
+    if (matrix > 0).sum(axis=1).max() == 1 and (matrix > 0).sum(axis=0).max() == 1:
+        return "permute"
+    held = np.array([_held(step.src, rank) for rank in group])
+    off_diagonal = ~np.eye(len(group), dtype=bool)
+    if len(group) > 1 and (matrix == held[:, None])[off_diagonal].all() and (matrix[off_diagonal] > 0).any():
+        return "all_gather"
+    if len(senders) > 1 and (matrix.sum(axis=1) <= held).all() and _sent_once(routes):
+        return "all_to_all"
+    return None
+
+
+def _from_one(step: Step, routes: Routes, sender: int, receivers: IntArray) -> str | None:
+    if (np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers]) == _held(step.src, sender)).all():
+        return "broadcast"
+    return "scatter" if _sent_once(routes) else None
+
+
+def _held(layout: Layout, rank: int) -> int:
+    return int(layout.table.sizes[layout.rows_of(rank)].prod(axis=1).sum())
+
+
+def _edge_matrix(routes: Routes, group: tuple[int, ...]) -> IntArray:
+    members = np.array(group)
+    matrix = np.zeros((len(group), len(group)), np.int64)
+    index = (np.searchsorted(members, routes.src_ranks), np.searchsorted(members, routes.dst_ranks))
+    np.add.at(matrix, index, routes.elements())
+    return matrix
+
+
+def _sent_once(routes: Routes) -> bool:
+    """Whether no part of a source piece is sent twice: the regions sent from a piece are disjoint."""
+    start = np.concatenate([routes.src_rows[:, None], routes.starts], axis=1)
+    return len(np.unique(start, axis=0)) == len(start)

@@ -1,0 +1,125 @@
+"""Which boxes meet which? Vectorised intersections, no loop over pairs.
+
+1. Boxes against a product of cuts: along each dim a box meets a run of cells; multiply the runs out. O(result).
+2. Boxes against boxes: lay a grid over the tensor whose cells are about as large as the boxes, intersect both sides with
+   it as in 1, join on the grid cell, and keep each pair in the one cell where its intersection begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.geometry.cells import Cells, DimCuts, cuts_from_sizes
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.mesh import IntArray
+from shardwise.geometry.splits import chunk_sizes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Overlaps:
+    """Columns: box number `boxes[i]` meets cell number `cells[i]` in the region `starts[i]`, `sizes[i]`."""
+
+    boxes: IntArray
+    cells: IntArray
+    starts: IntArray
+    sizes: IntArray
+
+    def take(self, rows: IntArray) -> Overlaps:
+        return Overlaps(self.boxes[rows], self.cells[rows], self.starts[rows], self.sizes[rows])
+
+    def swapped(self) -> Overlaps:
+        """The same pairs seen from the other side, in order of the new boxes, then of the new cells."""
+        order = np.lexsort((self.boxes, self.cells))
+        return Overlaps(self.cells[order], self.boxes[order], self.starts[order], self.sizes[order])
+
+
+def expand_runs(counts: Sequence[IntArray]) -> tuple[IntArray, list[IntArray]]:
+    """Multiply out per-item runs: item i becomes prod_d counts[d][i] rows; returns the item and the digits of each row.
+
+    >>> items, (rows, columns) = expand_runs([np.array([1, 2]), np.array([2, 1])])
+    >>> items.tolist(), rows.tolist(), columns.tolist()
+    ([0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 0])
+    """
+    total = np.ones(len(counts[0]), np.int64)
+    for count in counts:
+        total = total * count
+    items = np.repeat(np.arange(len(total)), total)
+    within = np.arange(len(items)) - np.repeat(np.cumsum(total) - total, total)
+    digits: list[IntArray] = []
+    for count in reversed(counts):
+        if (count <= 1).all():
+            digits.append(np.broadcast_to(np.int64(0), items.shape))
+            continue
+        within, digit = np.divmod(within, count[items])
+        digits.append(digit)
+    return items, digits[::-1]
+
+
+def overlaps_with_cells(offsets: IntArray, sizes: IntArray, cells: Cells) -> Overlaps:
+    """The cells that each box meets, in order of boxes, then of cells."""
+    if len(cells.dims) == 0:
+        boxes = np.arange(len(offsets))
+        return Overlaps(boxes, np.zeros(len(offsets), np.int64), offsets, sizes)
+    runs = [_dim_runs(offsets[:, d], sizes[:, d], cut) for d, cut in enumerate(cells.dims)]
+    boxes, digits = expand_runs([run[1] for run in runs])
+    flat = np.zeros(len(boxes), np.int64)
+    starts = np.empty((len(boxes), len(runs)), np.int64)
+    lengths = np.empty_like(starts)
+    for d, ((low, _, filled), digit, cut) in enumerate(zip(runs, digits, cells.dims, strict=True)):
+        cell = filled[low[boxes] + digit]
+        flat = flat * cut.count + cell
+        begin, size = cut.starts[cell], cut.lengths[cell]
+        np.maximum(offsets[boxes, d], begin, out=starts[:, d])
+        np.minimum(offsets[boxes, d] + sizes[boxes, d], begin + size, out=lengths[:, d])
+    lengths -= starts
+    return Overlaps(boxes, flat, starts, lengths)
+
+
+def _dim_runs(offsets: IntArray, sizes: IntArray, cut: DimCuts) -> tuple[IntArray, IntArray, IntArray]:
+    """The first non-empty cell each interval meets, how many it meets, and the numbers of the non-empty cells."""
+    filled = np.flatnonzero(cut.lengths)
+    begins = cut.starts[filled]
+    low = np.searchsorted(begins, offsets, side="right") - 1
+    high = np.searchsorted(begins, offsets + sizes, side="left")
+    return low, np.where(sizes > 0, high - low, 0), filled
+
+
+def overlaps_with_boxes(
+    shape: Sequence[int], offsets: IntArray, sizes: IntArray, cell_offsets: IntArray, cell_sizes: IntArray
+) -> Overlaps:
+    """The same against a list of boxes without a product form."""
+    bins = _bins(shape, np.concatenate([sizes, cell_sizes]))
+    left = overlaps_with_cells(offsets, sizes, bins)
+    right = overlaps_with_cells(cell_offsets, cell_sizes, bins)
+    order = np.argsort(right.cells, kind="stable")
+    low = np.searchsorted(right.cells[order], left.cells, side="left")
+    high = np.searchsorted(right.cells[order], left.cells, side="right")
+    pairs, (turn,) = expand_runs([high - low])
+    matched = order[low[pairs] + turn]
+    boxes, cells = left.boxes[pairs], right.boxes[matched]
+    starts = np.maximum(offsets[boxes], cell_offsets[cells])
+    ends = np.minimum(offsets[boxes] + sizes[boxes], cell_offsets[cells] + cell_sizes[cells])
+    begins_here = (starts >= left.starts[pairs]) & (starts < left.starts[pairs] + left.sizes[pairs])
+    keep = np.flatnonzero(((starts < ends) & begins_here).all(axis=1))
+    keep = keep[np.lexsort((cells[keep], boxes[keep]))]
+    return Overlaps(boxes[keep], cells[keep], starts[keep], (ends - starts)[keep])
+
+
+def _bins(shape: Sequence[int], sizes: IntArray) -> Cells:
+    """A grid whose cells are about as large as the boxes are on average."""
+    means = np.maximum(sizes.mean(axis=0), 1.0) if len(sizes) else np.ones(len(shape))
+    counts = [max(1, min(len(sizes), round(length / mean))) for length, mean in zip(shape, means, strict=True)]
+    dims = tuple(cuts_from_sizes(chunk_sizes(length, n)) for length, n in zip(shape, counts, strict=True))
+    return Cells(dims, np.zeros((*counts, 1, 1), np.int64), None)
+
+
+def overlaps_with_layout(offsets: IntArray, sizes: IntArray, layout: Layout) -> Overlaps:
+    """Which cells (distinct boxes) of a layout each of these boxes meets."""
+    if layout.cells is not None:
+        return overlaps_with_cells(offsets, sizes, layout.cells)
+    table = layout.table
+    first = np.unique(table.cells, return_index=True)[1]
+    return overlaps_with_boxes(layout.shape, offsets, sizes, table.offsets[first], table.sizes[first])

@@ -1,0 +1,89 @@
+"""A transfer in words and as a table, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.transfer.routes import Step
+    from shardwise.transfer.transfer import Transfer
+
+SHOWN_EDGES = 16
+
+
+def format_bytes(count: int | float) -> str:
+    """A number of bytes with a fitting unit.
+
+    >>> format_bytes(16), format_bytes(268435456)
+    ('16 B', '268.4 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def table(transfer: Transfer) -> str:
+    """The figures of a transfer, then its edges."""
+    rows = [
+        ("shape", str(transfer.src.shape)),
+        ("from", repr(transfer.src.spec)),
+        ("to", repr(transfer.dst.spec)),
+        ("moved", f"{format_bytes(transfer.moved_bytes)} (lower bound {format_bytes(transfer.lower_bound_bytes)})"),
+        ("copied locally", format_bytes(transfer.copied_bytes)),
+        ("exchanges", _exchanges(transfer)),
+        ("collective", str(transfer.collective or "none")),
+        ("busiest sender", _busiest(transfer.busiest_sender)),
+        ("busiest receiver", _busiest(transfer.busiest_receiver)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join(lines + _edge_lines(transfer, width))
+
+
+def _exchanges(transfer: Transfer) -> str:
+    limit = transfer.max_buffer_bytes
+    return str(transfer.rounds) if limit is None else f"{transfer.rounds} (buffers of {format_bytes(limit)})"
+
+
+def _busiest(entry: tuple[int, int] | None) -> str:
+    return "none" if entry is None else f"rank {entry[0]}, {format_bytes(entry[1])}"
+
+
+def _edge_lines(transfer: Transfer, width: int) -> list[str]:
+    edges = list(transfer.bytes_by_edge.items())
+    lines = [f"{f'{s} -> {d}':<{width}}  {format_bytes(n)}" for (s, d), n in edges[:SHOWN_EDGES]]
+    hidden = len(edges) - SHOWN_EDGES
+    return lines if hidden <= 0 else [*lines, f"and {hidden} more edges"]
+
+
+def describe(transfer: Transfer) -> str:
+    """What happens, step by step, in plain words."""
+    if transfer.moved_bytes == 0 and not any(len(step.fills) for step in transfer.steps):
+        return f"Nothing is sent: every rank holds what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
+    lines = [_describe_step(transfer, step) for step in transfer.steps]
+    if len(lines) > 1:
+        lines = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
+    if transfer.collective is not None:
+        lines.append(f"Together this is: {transfer.collective}.")
+    met = transfer.moved_bytes == transfer.lower_bound_bytes
+    bound = "the lower bound" if met else f"where {format_bytes(transfer.lower_bound_bytes)} is the lower bound"
+    lines.append(f"In all {format_bytes(transfer.moved_bytes)} move, {bound}.")
+    return "\n".join(lines)
+
+
+def _describe_step(transfer: Transfer, step: Step) -> str:
+    routes = step.routes
+    sent = format_bytes(int(routes.elements().sum()) * transfer.itemsize)
+    senders, receivers = len(set(routes.src_ranks.tolist())), len(set(routes.dst_ranks.tolist()))
+    text = f"{senders} ranks send {sent} in {len(routes)} boxes to {receivers} ranks"
+    if step.op is not None and step.src.pending is not None:
+        text += f", which combine what arrives by {step.op}"
+    if step.scale != (1, 1):
+        text += f" and multiply it by {step.scale[0]}/{step.scale[1]}"
+    if len(step.fills):
+        text += f"; {len(step.fills)} pieces are filled with the identity of {step.op}"
+    if step.rounds > 1:
+        text += f", in {step.rounds} rounds"
+    return text + "."
