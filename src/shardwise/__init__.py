@@ -21,9 +21,14 @@ from shardwise.geometry import (
     Replicate,
     Shard,
     ShardingSpec,
+    TensorType,
+    format_layout,
     infer_spec,
     layout_from_json,
     layout_to_json,
+    parse_layout,
+    parse_placements,
+    parse_spec,
 )
 from shardwise.transfer import Link, Topology, Transfer, plan_transfer, transfer_from_json
 
@@ -45,12 +50,17 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardingSpec",
+    "TensorType",
     "Topology",
     "Transfer",
     "__version__",
+    "format_layout",
     "infer_spec",
     "layout_from_json",
     "layout_to_json",
+    "parse_layout",
+    "parse_placements",
+    "parse_spec",
     "plan_transfer",
     "transfer_from_json",
 ]
