@@ -26,7 +26,9 @@ class Box:
             object.__setattr__(self, "offsets", tuple(int(o) for o in self.offsets))
             object.__setattr__(self, "sizes", tuple(int(s) for s in self.sizes))
         if len(self.offsets) != len(self.sizes):
-            raise LayoutError(f"a box needs as many sizes as offsets, got offsets {self.offsets} and sizes {self.sizes}")
+            raise LayoutError(
+                f"a box needs as many sizes as offsets, got offsets {self.offsets} and sizes {self.sizes}"
+            )
         if any(o < 0 for o in self.offsets) or any(s < 0 for s in self.sizes):
             raise LayoutError(f"a box has no negative numbers, got offsets {self.offsets} and sizes {self.sizes}")
 

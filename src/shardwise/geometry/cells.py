@@ -1,7 +1,7 @@
 """The product form of regular layouts: per-dim cuts, and an array of owners.
 
-Every mesh, chunk and grid layout is a product of 1-D cuts. `Cells` keeps it in that form, so that questions about it and
-intersections with it cost what the answer costs, not what all pairs would.
+Every mesh, chunk and grid layout is a product of 1-D cuts. `Cells` keeps it in that form, so that questions about it
+and intersections with it cost what the answer costs, not what all pairs would.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DimCuts:
 class Cells:
     """A regular layout: the cell (i, j, ...) is held by `owners[i, j, ..., addend, replica]`.
 
-    `slots` numbers the local tensors of a rank: one per cell for chunk and grid layouts; None for mesh layouts, where the
-    cells of a rank lie side by side in one local tensor.
+    `slots` numbers the local tensors of a rank: one per cell for chunk and grid layouts; None for mesh layouts, where
+    the cells of a rank lie side by side in one local tensor.
     """
 
     dims: tuple[DimCuts, ...]

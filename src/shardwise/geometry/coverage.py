@@ -4,8 +4,8 @@ Write +1 or -1 at each corner of each box (the sign alternates from corner to ne
 corners of all boxes together determine how often each point is covered, and determine it uniquely. So:
 
 1. the boxes tile the tensor exactly if, and only if, their summed corner signs equal those of the whole tensor;
-2. if not, the difference at the first corner (in row-major order) where the sums differ is the error there: at that very
-   point the boxes cover once too often, or not at all;
+2. if not, the difference at the first corner (in row-major order) where the sums differ is the error there: at that
+   very point the boxes cover once too often, or not at all;
 3. one pass over the boxes then names the two that overlap there, or the largest uncovered box that starts there.
 
 Dims that no box cuts are left out, so the cost is n * 2^(cut dims) * log n.
@@ -38,7 +38,7 @@ def check_coverage(
     point = first_miscovered_point(shape, offsets, sizes)
     if point is None:
         return
-    inside = ((offsets <= point) & (point < offsets + sizes)).all(axis=1).nonzero()[0]
+    inside = np.flatnonzero(((offsets <= point) & (point < offsets + sizes)).all(axis=1))
     if len(inside) > 1:
         a, b = int(inside[0]), int(inside[1])
         shared = Box(offsets[a], sizes[a]).intersect(Box(offsets[b], sizes[b]))
@@ -51,8 +51,10 @@ def check_coverage(
 
 def _check_bounds(shape: Sequence[int], offsets: IntArray, sizes: IntArray, describe: Callable[[int], str]) -> None:
     if offsets.shape[1] != len(shape):
-        raise LayoutError(f"{describe(0)} has {offsets.shape[1]} dims; the tensor's shape {tuple(shape)} has {len(shape)}")
-    bad = ((offsets < 0) | (sizes < 0) | (offsets + sizes > np.asarray(shape, np.int64))).any(axis=1).nonzero()[0]
+        raise LayoutError(
+            f"{describe(0)} has {offsets.shape[1]} dims; the tensor's shape {tuple(shape)} has {len(shape)}"
+        )
+    bad = np.flatnonzero(((offsets < 0) | (sizes < 0) | (offsets + sizes > np.asarray(shape, np.int64))).any(axis=1))
     if len(bad):
         raise LayoutError(f"{describe(int(bad[0]))} lies outside of the tensor's shape {tuple(shape)}")
 
@@ -68,7 +70,7 @@ def first_miscovered_point(shape: Sequence[int], offsets: IntArray, sizes: IntAr
         return None
     filled = (sizes > 0).all(axis=1)
     offsets, sizes = offsets[filled], sizes[filled]
-    cut = ((offsets != 0) | (sizes != limits)).any(axis=0).nonzero()[0] if len(offsets) else np.arange(len(shape))
+    cut = np.flatnonzero(((offsets != 0) | (sizes != limits)).any(axis=0)) if len(offsets) else np.arange(len(shape))
     starts = np.concatenate([offsets[:, cut], np.zeros((1, len(cut)), np.int64)])
     ends = np.concatenate([(offsets + sizes)[:, cut], limits[None, cut]])
     weights = np.ones(len(starts), np.int64)

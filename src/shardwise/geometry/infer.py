@@ -114,4 +114,3 @@ def _mesh(shape: tuple[int, ...], sizes: Sequence[tuple[int, ...]], owners: IntA
 
 def _shard(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> Shard:
     return Shard(dim) if sizes == chunk_sizes(shape[dim], len(sizes)) else Shard(dim, sizes)
-

@@ -225,7 +225,9 @@ class Layout:
         """A digest of all that decides what is where."""
         table = self.table
         order, ranks = self._by_rank
-        lead = np.full((int(table.cells.max(initial=-1)) + 1, int(table.addends.max(initial=0)) + 1), np.iinfo(np.int64).max)
+        lead = np.full(
+            (int(table.cells.max(initial=-1)) + 1, int(table.addends.max(initial=0)) + 1), np.iinfo(np.int64).max
+        )
         np.minimum.at(lead, (table.cells, table.addends), table.ranks)
         addends = lead[table.cells, table.addends] if self.pending else np.zeros(len(table), np.int64)
         digest = hashlib.blake2b(repr((self.shape, self.pending)).encode(), digest_size=16)

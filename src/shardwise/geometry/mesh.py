@@ -34,6 +34,7 @@ class Mesh:
     __slots__ = ("__weakref__", "_hash", "axes", "ranks")
     axes: tuple[str, ...]
     ranks: IntArray
+    _hash: int
 
     def __init__(self, axes: Sequence[str], ranks: npt.ArrayLike) -> None:
         self._set("axes", tuple(axes))
@@ -143,7 +144,7 @@ class Mesh:
         return self.axes == other.axes and np.array_equal(self.ranks, other.ranks)
 
     def __hash__(self) -> int:
-        return int(self._hash)
+        return self._hash
 
     def __str__(self) -> str:
         axes = ",".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))

@@ -33,9 +33,16 @@ class PieceTable:
 
     def take(self, rows: IntArray) -> PieceTable:
         """The table of these rows."""
-        columns = (self.offsets, self.sizes, self.ranks, self.cells, self.addends, self.slots, self.local_offsets)
-        devices = None if self.devices is None else tuple(self.devices[int(r)] for r in rows)
-        return PieceTable(*(c[rows] for c in columns), devices)
+        return PieceTable(
+            self.offsets[rows],
+            self.sizes[rows],
+            self.ranks[rows],
+            self.cells[rows],
+            self.addends[rows],
+            self.slots[rows],
+            self.local_offsets[rows],
+            None if self.devices is None else tuple(self.devices[int(r)] for r in rows),
+        )
 
     def pieces(self) -> tuple[Piece, ...]:
         devices = self.devices or (None,) * len(self)

@@ -43,7 +43,9 @@ class Shard:
             raise LayoutError(f"Shard({self.dim}, block={self.block}): a block has at least one row")
 
     def __repr__(self) -> str:
-        rule = "".join(f", {n}={getattr(self, n)}" for n in ("sizes", "groups", "block") if getattr(self, n) is not None)
+        rule = "".join(
+            f", {n}={getattr(self, n)}" for n in ("sizes", "groups", "block") if getattr(self, n) is not None
+        )
         return f"Shard({self.dim}{rule})"
 
 

@@ -16,7 +16,15 @@ from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import ShardingSpec, checked_columns
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, frozen_array
 from shardwise.geometry.pieces import PieceTable, table_from_boxes
-from shardwise.geometry.placements import Partial, Placement, Reduction, Replicate, Shard, pending_reduction, resolve_dim
+from shardwise.geometry.placements import (
+    Partial,
+    Placement,
+    Reduction,
+    Replicate,
+    Shard,
+    pending_reduction,
+    resolve_dim,
+)
 from shardwise.geometry.splits import chunk_sizes
 
 Devices: TypeAlias = tuple[str | None, ...] | None
@@ -98,7 +106,9 @@ class GridSpec(_ProductSpec):
             raise LayoutError("GridSpec needs at least one rank for each cell, all 0 or more")
         copies = np.sort(self.ranks, axis=-1)
         if (copies[..., 1:] == copies[..., :-1]).any():
-            raise LayoutError("GridSpec: the replicas of a cell are on different ranks; one rank stands twice for a cell")
+            raise LayoutError(
+                "GridSpec: the replicas of a cell are on different ranks; one rank stands twice for a cell"
+            )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a GridSpec is frozen: {name} cannot be set")
@@ -135,8 +145,8 @@ class GridSpec(_ProductSpec):
 class MeshSpec(_ProductSpec):
     """A mesh and what each of its axes does to the tensor.
 
-    Two axes may shard the same dim. `order` then says which splits first: axis names from the outermost to the innermost;
-    the default is mesh order, the left axis outermost.
+    Two axes may shard the same dim. `order` then says which splits first: axis names from the outermost to the
+    innermost; the default is mesh order, the left axis outermost.
 
     >>> spec = MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Shard(0)), order=("tp", "dp"))
     >>> [str(p) for p in spec.layout((8,)).pieces]

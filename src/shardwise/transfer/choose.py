@@ -2,8 +2,8 @@
 
 1. The rank that needs it, if it is one of them: a local copy.
 2. Else the replicas on its host, if the topology names hosts; else all of them. These form the demand's pool.
-3. Within a pool, senders take equal shares of the bytes: demands in order, the first share to the first sender and so on.
-   Pools that share ranks are filled one after the other, least-loaded senders first up to a common level.
+3. Within a pool, senders take equal shares of the bytes: demands in order, the first share to the first sender and so
+   on. Pools that share ranks are filled one after the other, least-loaded senders first up to a common level.
 
 The choice is a function of the layouts alone, so every rank makes the same one.
 """
@@ -11,12 +11,16 @@ The choice is a function of the layouts alone, so every rank makes the same one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.topology import Topology
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,7 +62,7 @@ def choose_senders(
     owners: Owners, sources: IntArray, dst_ranks: IntArray, weights: IntArray, topology: Topology | None
 ) -> IntArray:
     """The table row that each demand is served from. Demands come in canonical order."""
-    chosen = owners.rows[owners.starts[sources]] if len(sources) else np.zeros(0, np.int64)
+    chosen = np.take(owners.rows[owners.starts[:-1]], sources) if len(sources) else np.zeros(0, np.int64)
     if int(owners.counts.max(initial=1)) <= 1:
         return chosen
     own = _own_rows(owners, sources, dst_ranks)
@@ -95,7 +99,9 @@ def _pools(
     hosts = topology.host_of(dst_ranks)
     pairs, which = np.unique(np.stack([which.reshape(-1), hosts], axis=1), axis=0, return_inverse=True)
     members = members[pairs[:, 0]]
-    near = (members >= 0) & (topology.host_of(np.maximum(members, 0).reshape(-1)).reshape(members.shape) == pairs[:, 1:])
+    near = (members >= 0) & (
+        topology.host_of(np.maximum(members, 0).reshape(-1)).reshape(members.shape) == pairs[:, 1:]
+    )
     near |= ~near.any(axis=1, keepdims=True) & (members >= 0)
     members = -np.sort(-np.where(near, members, -1), axis=1)
     sets, label = np.unique(members, axis=0, return_inverse=True)
@@ -112,7 +118,7 @@ def _share(pools: IntArray, members: IntArray, weights: IntArray) -> IntArray:
     return senders
 
 
-def _share_separate(pools: IntArray, members: IntArray, weights: np.ndarray) -> IntArray:  # type: ignore[type-arg]  # float64
+def _share_separate(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
     """Pools without common ranks: equal shares of each pool's bytes, by position in its demands."""
     compact = -np.sort(-members, axis=1)
     counts = (compact >= 0).sum(axis=1)
@@ -124,10 +130,11 @@ def _share_separate(pools: IntArray, members: IntArray, weights: np.ndarray) -> 
     totals = ends[last] - before
     position = (ends - weights - before[run]) / totals[run]
     index = np.minimum((position * counts[pools]).astype(np.int64), counts[pools] - 1)
-    return compact[pools, counts[pools] - 1 - index]
+    senders: IntArray = compact[pools, counts[pools] - 1 - index]
+    return senders
 
 
-def _share_overlapping(pools: IntArray, members: IntArray, weights: np.ndarray) -> IntArray:  # type: ignore[type-arg]  # float64
+def _share_overlapping(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
     """Pools that share ranks: smallest pools first, each filled to a common level over what its ranks send already."""
     loads = np.zeros(int(members.max()) + 1)
     senders = np.empty(len(pools), np.int64)
@@ -147,7 +154,7 @@ def _share_overlapping(pools: IntArray, members: IntArray, weights: np.ndarray) 
     return senders
 
 
-def _level(loads: np.ndarray, amount: float) -> float:  # type: ignore[type-arg]  # float64
+def _level(loads: FloatArray, amount: float) -> float:
     """The common level to which these ascending loads rise when `amount` is poured over them."""
     counts = np.arange(1, len(loads) + 1)
     levels = (np.cumsum(loads) + amount) / counts

@@ -18,8 +18,10 @@ from shardwise.transfer.routes import Routes, Step
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A kind (`all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `scatter`, `gather`, `permute`) and the
-    rank groups in which it runs side by side."""
+    """A kind and the rank groups in which it runs side by side.
+
+    Kinds: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, scatter, gather, permute.
+    """
 
     kind: str
     groups: tuple[tuple[int, ...], ...]

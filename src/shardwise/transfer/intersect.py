@@ -1,8 +1,8 @@
 """Which boxes meet which? Vectorised intersections, no loop over pairs.
 
 1. Boxes against a product of cuts: along each dim a box meets a run of cells; multiply the runs out. O(result).
-2. Boxes against boxes: lay a grid over the tensor whose cells are about as large as the boxes, intersect both sides with
-   it as in 1, join on the grid cell, and keep each pair in the one cell where its intersection begins.
+2. Boxes against boxes: lay a grid over the tensor whose cells are about as large as the boxes, intersect both sides
+   with it as in 1, join on the grid cell, and keep each pair in the one cell where its intersection begins.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def overlaps_with_cells(offsets: IntArray, sizes: IntArray, cells: Cells) -> Ove
         return Overlaps(boxes, np.zeros(len(offsets), np.int64), offsets, sizes)
     runs = [_dim_runs(offsets[:, d], sizes[:, d], cut) for d, cut in enumerate(cells.dims)]
     boxes, digits = expand_runs([run[1] for run in runs])
-    flat = np.zeros(len(boxes), np.int64)
+    flat = boxes
     starts = np.empty((len(boxes), len(runs)), np.int64)
     lengths = np.empty_like(starts)
     for d, ((low, _, filled), digit, cut) in enumerate(zip(runs, digits, cells.dims, strict=True)):
-        cell = filled[low[boxes] + digit]
-        flat = flat * cut.count + cell
-        begin, size = cut.starts[cell], cut.lengths[cell]
-        np.maximum(offsets[boxes, d], begin, out=starts[:, d])
-        np.minimum(offsets[boxes, d] + sizes[boxes, d], begin + size, out=lengths[:, d])
-    lengths -= starts
+        cell = np.take(filled, np.take(low, boxes) + digit)
+        flat = flat * cut.count + cell if d else cell
+        begin = np.maximum(np.take(offsets[:, d], boxes), np.take(cut.starts, cell))
+        end = np.minimum(np.take(offsets[:, d] + sizes[:, d], boxes), np.take(cut.starts + cut.lengths, cell))
+        starts[:, d] = begin
+        np.subtract(end, begin, out=lengths[:, d])
     return Overlaps(boxes, flat, starts, lengths)
 
 

@@ -1,8 +1,9 @@
 """Where are pending reductions done? On ranks that hold an addend and, if there is one, need the result.
 
-Each region is reduced on one rank, which receives the other addends; then the result goes to whoever else needs it. Regions
-that several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a reduce-scatter
-and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the lower bound.
+Each region is reduced on one rank, which receives the other addends; then the result goes to whoever else needs it.
+Regions that several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a
+reduce-scatter and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the
+lower bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def has_replicas(layout: Layout) -> bool:
 
 
 def regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
-    """The regions where a cell of the destination meets a cell of the source, and the destination's first row of each."""
+    """The regions where destination cells meet source cells, and the first table row of each destination cell."""
     first = np.unique(dst.table.cells, return_index=True)[1]
     return overlaps_with_layout(dst.table.offsets[first], dst.table.sizes[first], src), first
 
@@ -42,7 +43,9 @@ def reducing_layout(src: Layout, dst: Layout) -> Layout:
             ranks.append(rank)
     ndim = src.ndim
     return EnumerableSpec.from_arrays(
-        np.array(offsets, np.int64).reshape(-1, ndim), np.array(sizes, np.int64).reshape(-1, ndim), np.array(ranks, np.int64)
+        np.array(offsets, np.int64).reshape(-1, ndim),
+        np.array(sizes, np.int64).reshape(-1, ndim),
+        np.array(ranks, np.int64),
     ).layout(src.shape)
 
 
@@ -79,8 +82,8 @@ def _shares(start: IntArray, size: IntArray, ranks: IntArray) -> Iterator[tuple[
 def reduction_lower_bound(src: Layout, dst: Layout) -> int:
     """The fewest elements that must move to resolve what is pending in `src` into `dst`.
 
-    For each element: one message less than it has addends, and one for each rank that needs the result, less one if such a
-    rank holds an addend.
+    For each element: one message less than it has addends, and one for each rank that needs the result, less one if
+    such a rank holds an addend.
     """
     found, first = regions(src, dst)
     addends = 1 if src.cells is None else src.cells.addends

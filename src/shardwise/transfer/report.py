@@ -61,7 +61,9 @@ def _edge_lines(transfer: Transfer, width: int) -> list[str]:
 def describe(transfer: Transfer) -> str:
     """What happens, step by step, in plain words."""
     if transfer.moved_bytes == 0 and not any(len(step.fills) for step in transfer.steps):
-        return f"Nothing is sent: every rank holds what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
+        return (
+            f"Nothing is sent: every rank holds what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
+        )
     lines = [_describe_step(transfer, step) for step in transfer.steps]
     if len(lines) > 1:
         lines = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]

@@ -10,6 +10,8 @@ Both sides of an edge compute the same rounds from the edge's own boxes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardwise.geometry.errors import LayoutError
@@ -46,9 +48,7 @@ def _cut(routes: Routes, limit: int) -> Routes:
     shift = np.stack(digits, axis=1) * part[items]
     taken = routes.take(items)
     sizes = np.minimum(part[items], taken.sizes - shift)
-    return Routes(
-        taken.src_rows, taken.dst_rows, taken.src_ranks, taken.dst_ranks, taken.starts + shift, sizes, taken.terms, taken.rounds
-    )
+    return replace(taken, starts=taken.starts + shift, sizes=sizes)
 
 
 def _deal(routes: Routes, step: int) -> Routes:
@@ -59,8 +59,7 @@ def _deal(routes: Routes, step: int) -> Routes:
     first = np.concatenate([[0], np.flatnonzero(new_edge) + 1]) if len(routes) else np.zeros(0, np.int64)
     edge = np.concatenate([[0], np.cumsum(new_edge)]) if len(routes) else np.zeros(0, np.int64)
     rounds = (before - before[first][edge]) // step if len(routes) else before
-    columns = routes.columns()
-    return Routes(*columns[:-1], rounds)
+    return replace(routes, rounds=rounds)
 
 
 def degree_bound(src: Layout, dst: Layout, terms: int) -> int | None:

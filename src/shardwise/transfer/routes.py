@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,6 +11,28 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.pieces import PieceTable
+
+RouteColumns: TypeAlias = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]
+
+
+def constant(value: int, length: int) -> IntArray:
+    """A column that holds one value everywhere and takes no memory."""
+    return np.broadcast_to(np.int64(value), (length,))
+
+
+def pick(column: IntArray, rows: IntArray) -> IntArray:
+    """These rows of a column; a constant column stays one."""
+    if column.strides[0] == 0 and len(column):
+        return constant(int(column[0]), len(rows))
+    return np.take(column, rows, axis=0)
+
+
+def volumes(sizes: IntArray) -> IntArray:
+    """The number of elements of each box."""
+    total = np.ones(len(sizes), np.int64)
+    for d in range(sizes.shape[1]):
+        total *= sizes[:, d]
+    return total
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,9 +56,9 @@ class Routes:
         return len(self.src_rows)
 
     def take(self, rows: IntArray) -> Routes:
-        return Routes(*(column[rows] for column in self.columns()))
+        return Routes(*(pick(column, rows) for column in self.columns()))
 
-    def columns(self) -> tuple[IntArray, ...]:
+    def columns(self) -> RouteColumns:
         return (
             self.src_rows,
             self.dst_rows,
@@ -49,7 +72,7 @@ class Routes:
 
     def elements(self) -> IntArray:
         """The number of elements of each move."""
-        return self.sizes.prod(axis=1)
+        return volumes(self.sizes)
 
     def same_as(self, other: Routes) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(self.columns(), other.columns(), strict=True))
@@ -79,10 +102,10 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One exchange: `routes` between ranks, `copies` within a rank, `fills` of pieces that get the reduction's identity.
+    """One exchange: `routes` between ranks, `copies` within a rank, `fills` with the reduction's identity.
 
-    With `op`, the terms that reach one destination are combined by it in ascending order of `term`; then every destination
-    element is multiplied by `scale[0] / scale[1]`.
+    With `op`, the terms that reach one destination are combined by it in ascending order of `term`; then every
+    destination element is multiplied by `scale[0] / scale[1]`.
     """
 
     src: Layout
@@ -109,7 +132,9 @@ class Step:
         copies = self.copies.take(np.flatnonzero(self.copies.dst_ranks == rank))
         sources = _local_boxes(copies, copies.src_rows, self.src.table)
         targets = _local_boxes(copies, copies.dst_rows, self.dst.table)
-        slots = zip(self.src.table.slots[copies.src_rows].tolist(), self.dst.table.slots[copies.dst_rows].tolist(), strict=True)
+        slots = zip(
+            self.src.table.slots[copies.src_rows].tolist(), self.dst.table.slots[copies.dst_rows].tolist(), strict=True
+        )
         terms = copies.terms.tolist()
         return [Copy(s, a, d, b, t) for (s, d), a, b, t in zip(slots, sources, targets, terms, strict=True)]
 
@@ -136,5 +161,7 @@ def _local_boxes(routes: Routes, rows: IntArray, table: PieceTable) -> list[Box]
 
 def _moves(routes: Routes, peers: IntArray, rows: IntArray, table: PieceTable) -> list[Move]:
     boxes = _local_boxes(routes, rows, table)
-    columns = zip(peers.tolist(), table.slots[rows].tolist(), boxes, routes.terms.tolist(), routes.rounds.tolist(), strict=True)
+    columns = zip(
+        peers.tolist(), table.slots[rows].tolist(), boxes, routes.terms.tolist(), routes.rounds.tolist(), strict=True
+    )
     return [Move(*values) for values in columns]

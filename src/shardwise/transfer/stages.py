@@ -1,11 +1,11 @@
 """Which exchanges turn one layout into another? One, or two where a pending reduction goes to several ranks.
 
-1. Without pending reductions: one step. Every destination piece is intersected with the source pieces; each part comes from
-   the best replica.
-2. Pending in the source, not in the destination: if no destination box is replicated, one step that reduces on arrival; else
-   one step that reduces every region on one rank, and one that hands the results out.
-3. Pending in the destination: the same kind of reduction moves addend by addend; otherwise the value becomes the first addend
-   and the others are filled with the reduction's identity.
+1. Without pending reductions: one step. Every destination piece is intersected with the source pieces; each part
+   comes from the best replica.
+2. Pending in the source, not in the destination: if no destination box is replicated, one step that reduces on
+   arrival; else one step that reduces every region on one rank, and one that hands the results out.
+3. Pending in the destination: the same kind of reduction moves addend by addend; otherwise the value becomes the
+   first addend and the others are filled with the reduction's identity.
 """
 
 from __future__ import annotations

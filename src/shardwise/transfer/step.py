@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.choose import choose_senders, owners_of
 from shardwise.transfer.intersect import Overlaps, overlaps_with_cells, overlaps_with_layout
 from shardwise.transfer.rounds import degree_bound, split_in_rounds
-from shardwise.transfer.routes import Routes, Step
+from shardwise.transfer.routes import Routes, Step, constant, volumes
 from shardwise.transfer.topology import Topology
 
 
@@ -41,13 +42,15 @@ def plan_step(
     """The step from one layout to another; with `rank`, only this rank's part of it."""
     only = rank if rank is not None and _plannable_alone(src, dst, options) else None
     overlaps = _demands(src, dst, only)
-    moves = _routes(src, dst, overlaps, terms, options)
+    moves = _moves(src, dst, overlaps, terms, options)
+    local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
     if rank is not None:
-        moves = moves.take(np.flatnonzero((moves.src_ranks == rank) | (moves.dst_ranks == rank)))
-    local = moves.src_ranks == moves.dst_ranks
-    routes, copies = moves.take(np.flatnonzero(~local)), moves.take(np.flatnonzero(local))
+        mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
+    routes, copies = _by_edge(moves, mine & ~local), _by_edge(moves, mine & local)
     if options.max_buffer_bytes is not None:
-        degree = degree_bound(src, dst, max(map(len, terms))) or _degree(moves if rank is None else _all(src, dst, terms, options))
+        degree = degree_bound(src, dst, max(map(len, terms))) or _degree(
+            moves if rank is None else _moves(src, dst, _demands(src, dst, None), terms, options)
+        )
         routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
     fills = _fills(dst, terms, rank)
     rounds = int(routes.rounds.max(initial=-1)) + 1
@@ -117,35 +120,40 @@ def _joined(a: Overlaps, b: Overlaps) -> Overlaps:
     rows, cells = np.concatenate([a.boxes, b.boxes]), np.concatenate([a.cells, b.cells])
     _, first = np.unique(np.stack([rows, cells], axis=1), axis=0, return_index=True)
     return Overlaps(
-        rows[first], cells[first], np.concatenate([a.starts, b.starts])[first], np.concatenate([a.sizes, b.sizes])[first]
+        rows[first],
+        cells[first],
+        np.concatenate([a.starts, b.starts])[first],
+        np.concatenate([a.sizes, b.sizes])[first],
     )
 
 
-def _routes(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: Options) -> Routes:
-    """One move for each demand and term, sorted by edge."""
+def _moves(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: Options) -> Routes:
+    """One move for each demand and term, local ones included, in order of destination rows."""
     addends = 1 if src.cells is None else src.cells.addends
     counts = np.array([len(t) for t in terms], np.int64)
     table = np.zeros((len(terms), int(counts.max(initial=1))), np.int64)
     for j, listed in enumerate(terms):
         table[j, : len(listed)] = listed
     if (counts == 1).all() and len(terms) == 1:
-        term = np.full(len(overlaps.boxes), table[0, 0])
+        term = constant(int(table[0, 0]), len(overlaps.boxes))
     else:
         target = dst.table.addends[overlaps.boxes]
         items = np.repeat(np.arange(len(target)), counts[target])
         position = np.arange(len(items)) - np.repeat(np.cumsum(counts[target]) - counts[target], counts[target])
         overlaps, term = overlaps.take(items), table[target[items], position]
-    dst_ranks = dst.table.ranks[overlaps.boxes]
-    weights = overlaps.sizes.prod(axis=1) * options.itemsize
+    dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
+    weights = volumes(overlaps.sizes) * options.itemsize
     src_rows = choose_senders(owners_of(src), overlaps.cells * addends + term, dst_ranks, weights, options.topology)
-    src_ranks = src.table.ranks[src_rows]
-    order = np.argsort(src_ranks * (int(dst_ranks.max(initial=0)) + 1) + dst_ranks, kind="stable")
-    columns = (src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term)
-    return Routes(*(c[order] for c in columns), np.zeros(len(order), np.int64))
+    src_ranks = np.take(src.table.ranks, src_rows)
+    round_zero = constant(0, len(src_rows))
+    return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)
 
 
-def _all(src: Layout, dst: Layout, terms: Sequence[Sequence[int]], options: Options) -> Routes:
-    return _routes(src, dst, _demands(src, dst, None), terms, options)
+def _by_edge(moves: Routes, chosen: npt.NDArray[np.bool_]) -> Routes:
+    """The chosen moves, sorted by source rank, then destination rank."""
+    rows = np.flatnonzero(chosen)
+    width = int(moves.dst_ranks.max(initial=0)) + 1
+    return moves.take(rows[np.argsort(moves.src_ranks[rows] * width + moves.dst_ranks[rows], kind="stable")])
 
 
 def _degree(moves: Routes) -> int:

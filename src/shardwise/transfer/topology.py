@@ -24,6 +24,10 @@ class Link:
         return messages * self.latency + nbytes / self.bandwidth
 
 
+WITHIN_HOST = Link(latency=3e-6, bandwidth=300e9)
+BETWEEN_HOSTS = Link(latency=10e-6, bandwidth=25e9)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Which ranks share a host, and how fast the links within and between hosts are.
@@ -34,15 +38,15 @@ class Topology:
 
     ranks_per_host: int | None = None
     hosts: tuple[int, ...] | None = None
-    within: Link = Link(latency=3e-6, bandwidth=300e9)
-    between: Link = Link(latency=10e-6, bandwidth=25e9)
+    within: Link = WITHIN_HOST
+    between: Link = BETWEEN_HOSTS
 
     def __init__(
         self,
         ranks_per_host: int | None = None,
         hosts: Sequence[int] | None = None,
-        within: Link = Link(latency=3e-6, bandwidth=300e9),
-        between: Link = Link(latency=10e-6, bandwidth=25e9),
+        within: Link = WITHIN_HOST,
+        between: Link = BETWEEN_HOSTS,
     ) -> None:
         if (ranks_per_host is None) == (hosts is None):
             raise LayoutError("a Topology needs ranks_per_host, or hosts with the host number of each rank")
@@ -58,7 +62,9 @@ class Topology:
         if self.hosts is None:
             return ranks // np.int64(self.ranks_per_host or 1)
         if len(ranks) and int(ranks.max()) >= len(self.hosts):
-            raise LayoutError(f"the topology names the hosts of {len(self.hosts)} ranks; rank {int(ranks.max())} has none")
+            raise LayoutError(
+                f"the topology names the hosts of {len(self.hosts)} ranks; rank {int(ranks.max())} has none"
+            )
         return np.asarray(self.hosts, np.int64)[ranks]
 
     def to_json(self) -> dict[str, Any]:

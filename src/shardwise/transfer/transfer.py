@@ -25,8 +25,8 @@ from shardwise.transfer.topology import Topology
 class Transfer:
     """Who sends which box to whom, what is reduced, in which rounds; made by `plan_transfer`.
 
-    `steps` are executed one after the other; all but the last end in a layout in between. With `rank`, the plan holds only
-    the part of that rank, and all figures speak of that part.
+    `steps` are executed one after the other; all but the last end in a layout in between. With `rank`, the plan
+    holds only the part of that rank, and all figures speak of that part.
     """
 
     src: Layout
@@ -73,8 +73,8 @@ class Transfer:
     def lower_bound_bytes(self) -> int:
         """The fewest bytes that any plan between these layouts moves.
 
-        Without pending reductions: what each rank needs and does not hold. See `reduce.py` for pending ones. Between two
-        layouts with the same kind of reduction pending, addends keep their numbers.
+        Without pending reductions: what each rank needs and does not hold. See `reduce.py` for pending ones. Between
+        two layouts with the same kind of reduction pending, addends keep their numbers.
         """
         if len(self.steps) == 1 and (self.src.pending is None or self.dst.pending is not None):
             return self.moved_bytes if self.rank is not None else _needed_elements(self.steps[0]) * self.itemsize
@@ -122,7 +122,9 @@ class Transfer:
 
     def inverse(self) -> Transfer:
         """The transfer back, from the destination to the source, with the same options."""
-        return Transfer(self.dst, self.src, self.options, self.rank, plan_steps(self.dst, self.src, self.options, self.rank))
+        return Transfer(
+            self.dst, self.src, self.options, self.rank, plan_steps(self.dst, self.src, self.options, self.rank)
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Transfer):
@@ -164,7 +166,8 @@ class Transfer:
 
     def __repr__(self) -> str:
         part = "" if self.rank is None else f", rank={self.rank}"
-        return f"Transfer({self.src.spec!r} -> {self.dst.spec!r}, shape={self.src.shape}, moved_bytes={self.moved_bytes}{part})"
+        figures = f"shape={self.src.shape}, moved_bytes={self.moved_bytes}{part}"
+        return f"Transfer({self.src.spec!r} -> {self.dst.spec!r}, {figures})"
 
 
 def edge_bytes(routes: Routes, itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -197,6 +200,9 @@ def _step_seconds(step: Step, itemsize: int, topology: Topology) -> float:
             distinct, index, messages = np.unique(ranks, return_inverse=True, return_counts=True)
             totals = np.zeros(len(distinct), np.int64)
             np.add.at(totals, index.reshape(-1), nbytes[chosen])
-            times = [link.seconds(m * max(1, step.rounds), b) for m, b in zip(messages.tolist(), totals.tolist(), strict=True)]
+            times = [
+                link.seconds(m * max(1, step.rounds), b)
+                for m, b in zip(messages.tolist(), totals.tolist(), strict=True)
+            ]
             worst = max(worst, max(times, default=0.0))
     return worst
