@@ -41,10 +41,10 @@ def reducing_layout(src: Layout, dst: Layout) -> Layout:
             offsets.append(begin)
             sizes.append(extent)
             ranks.append(rank)
-    ndim = src.ndim
+    columns = (len(ranks), src.ndim)
     return EnumerableSpec.from_arrays(
-        np.array(offsets, np.int64).reshape(-1, ndim),
-        np.array(sizes, np.int64).reshape(-1, ndim),
+        np.array(offsets, np.int64).reshape(columns),
+        np.array(sizes, np.int64).reshape(columns),
         np.array(ranks, np.int64),
     ).layout(src.shape)
 

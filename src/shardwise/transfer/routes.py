@@ -22,7 +22,7 @@ def constant(value: int, length: int) -> IntArray:
 
 def pick(column: IntArray, rows: IntArray) -> IntArray:
     """These rows of a column; a constant column stays one."""
-    if column.strides[0] == 0 and len(column):
+    if column.ndim == 1 and column.strides[0] == 0 and len(column):
         return constant(int(column[0]), len(rows))
     return np.take(column, rows, axis=0)
 
