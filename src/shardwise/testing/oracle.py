@@ -3,6 +3,7 @@
 1. `global_values` fills a tensor by a function of the global index, so that a misplaced element is seen.
 2. `scatter` cuts it into every rank's local arrays; where a reduction is pending, into addends that reduce to it.
 3. `assemble` reads local arrays back into one array, and objects if two replicas differ.
+4. `simulate` carries a transfer out, move by move, as an executor on real ranks does.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import numpy.typing as npt
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.placements import Reduction
+from shardwise.transfer.routes import Step
+from shardwise.transfer.transfer import Transfer
 
 Array: TypeAlias = npt.NDArray[Any]
 Locals: TypeAlias = dict[int, list[Array]]
+Arrival: TypeAlias = tuple[int, int, Box, Array]
 
 REDUCERS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -46,7 +50,8 @@ def _distinct(dtype: np.dtype[Any]) -> int:
 def scatter(layout: Layout, values: Array, seed: int = 0) -> Locals:
     """Every rank's local arrays of a tensor that holds `values`.
 
-    A pending reduction gets random integer addends that reduce to the values without rounding.
+    A pending reduction gets random integer addends that reduce to the values without rounding, those of an average
+    multiples of its divisor; the dtype has to hold negative numbers then.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> scatter(ChunkSpec(0, ranks=2).layout((3,)), global_values((3,)))
@@ -104,6 +109,88 @@ def divide(total: Array, divisor: int) -> Array:
     return np.asarray(total if divisor == 1 else (total / divisor).astype(total.dtype))
 
 
+def simulate(transfer: Transfer, local: Mapping[int, Sequence[Array]]) -> Locals:
+    """The local arrays of every rank after a transfer, given those before it; the plan has to be that of all ranks.
+
+    Fails when a box is written twice without a reduction, when an element is never written, or when the two sides of an
+    exchange do not fit.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.transfer import plan_transfer
+    >>> there, here = ChunkSpec(0, ranks=2).layout((2, 2)), ChunkSpec(1, ranks=2).layout((2, 2))
+    >>> simulate(plan_transfer(there, here, itemsize=8), scatter(there, global_values((2, 2))))[0]
+    [array([[1],
+           [3]])]
+    """
+    assert transfer.rank is None, f"this plan is the part of rank {transfer.rank} only"
+    _check_shapes(transfer.src, local)
+    dtype = next((array.dtype for arrays in local.values() for array in arrays), np.dtype(np.int64))
+    held: Mapping[int, Sequence[Array]] = local
+    for step in transfer.steps:
+        held = _run_step(step, held, dtype)
+    return {rank: list(arrays) for rank, arrays in held.items()}
+
+
+def _run_step(step: Step, local: Mapping[int, Sequence[Array]], dtype: np.dtype[Any]) -> Locals:
+    ranks = sorted({*step.src.ranks, *step.dst.ranks})
+    arrived = _exchange(step, ranks, local)
+    result = allocate(step.dst, dtype)
+    for rank in step.dst.ranks:
+        for copy in step.copies_of(rank):
+            data = local[rank][copy.src_slot][copy.src_box.slices]
+            arrived[rank].append((copy.term, copy.dst_slot, copy.dst_box, data))
+        _combine(step, rank, arrived[rank], result[rank])
+    return result
+
+
+def _exchange(step: Step, ranks: Sequence[int], local: Mapping[int, Sequence[Array]]) -> dict[int, list[Arrival]]:
+    """Round by round, the messages of each pair of ranks; what arrives is told by the receiver's side of the plan."""
+    sends = {rank: step.sends_of(rank) for rank in ranks}
+    receives = {rank: step.receives_of(rank) for rank in ranks}
+    arrived: dict[int, list[Arrival]] = {rank: [] for rank in ranks}
+    for number in range(step.rounds):
+        wire: dict[tuple[int, int], list[Array]] = {}
+        for rank in ranks:
+            for move in (m for m in sends[rank] if m.round == number):
+                wire.setdefault((rank, move.peer), []).append(local[rank][move.slot][move.box.slices].copy())
+        for rank in ranks:
+            for move in (m for m in receives[rank] if m.round == number):
+                data = wire[move.peer, rank].pop(0)
+                assert data.shape == move.box.sizes, f"{move.peer} sends {data.shape}, {rank} expects {move.box}"
+                arrived[rank].append((move.term, move.slot, move.box, data))
+        assert not any(wire.values()), f"round {number}: sent and not received: {[k for k, v in wire.items() if v]}"
+    return arrived
+
+
+def _combine(step: Step, rank: int, arrived: list[Arrival], result: list[Array]) -> None:
+    """Write what a rank got into its destination arrays: terms in ascending order, then fills, then the scale."""
+    written = [np.zeros(array.shape, bool) for array in result]
+    for _, slot, box, data in sorted(arrived, key=lambda arrival: arrival[0]):
+        again, place = written[slot][box.slices], result[slot][box.slices]
+        assert step.op is not None or not again.any(), f"rank {rank}: {box} of array {slot} is written twice"
+        combined = data if step.op is None else np.where(again, REDUCERS[step.op](place, data), data)
+        result[slot][box.slices], written[slot][box.slices] = combined, True
+    for slot, box in step.fills_of(rank):
+        assert step.op is not None and not written[slot][box.slices].any(), f"rank {rank}: fill over values in {box}"
+        result[slot][box.slices], written[slot][box.slices] = identity(step.op, result[slot].dtype), True
+    assert all(done.all() for done in written), f"rank {rank}: some elements are never written"
+    for slot, array in enumerate(result):
+        result[slot] = divide(array * step.scale[0], step.scale[1]).astype(array.dtype)
+
+
+def identity(op: str, dtype: np.dtype[Any]) -> Any:
+    """The value that changes nothing when it is combined.
+
+    >>> identity("product", np.dtype(np.int8)), identity("min", np.dtype(np.int8))
+    (1, 127)
+    """
+    if op in ("sum", "product"):
+        return 0 if op == "sum" else 1
+    if dtype.kind == "f":
+        return np.inf if op == "min" else -np.inf
+    return int(np.iinfo(dtype).max if op == "min" else np.iinfo(dtype).min)
+
+
 def _check_shapes(layout: Layout, local: Mapping[int, Sequence[Array]]) -> None:
     for rank in sorted({*layout.ranks, *local}):
         held = tuple(array.shape for array in local.get(rank, ()))
@@ -143,8 +230,8 @@ def _addends(layout: Layout, values: Array, random: np.random.Generator) -> Arra
     chosen = random.integers(count, size=values.shape) == np.arange(count).reshape((count,) + (1,) * values.ndim)
     if op == "sum":
         noise = np.where(chosen, 0, random.integers(-9, 10, size=shape)).astype(values.dtype)
-        rest = (values * layout.pending.divisor - noise.sum(axis=0)).astype(values.dtype)
-        return np.where(chosen, rest, noise)
+        rest = (values - noise.sum(axis=0)).astype(values.dtype)
+        return (np.where(chosen, rest, noise) * layout.pending.divisor).astype(values.dtype)
     if op == "product":
         signs = np.where(chosen, 1, random.choice([-1, 1], size=shape)).astype(values.dtype)
         return np.where(chosen, values * signs.prod(axis=0), signs).astype(values.dtype)
