@@ -1,0 +1,1 @@
+"""L5: the commands. Start-up never loads torch."""

@@ -1,0 +1,130 @@
+"""`shardwise plan`: print the transfer between two layouts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from shardwise.cli.units import format_seconds, parse_bytes, shortened
+from shardwise.geometry import LayoutError, TensorType, parse_layout
+from shardwise.transfer import Topology, Transfer, plan_transfer
+from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import edge_bytes
+from shardwise.view import Line, draw_table, line, print_lines
+
+SHOWN_EDGES = 16
+
+SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its layout, in the notation.")]
+TargetText = Annotated[str, typer.Argument(metavar="DST", help="The layout wanted; dtype and shape may be left out.")]
+RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
+Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes a rank has in flight, such as 64MB.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def plan(
+    src: SourceText, dst: TargetText, ranks_per_host: RanksPerHost = 8, buffer: Buffer = None, as_json: AsJson = False
+) -> None:
+    """Print who sends how much to whom to turn one layout into another. Nothing is sent.
+
+    \b
+    Examples:
+      shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
+      shardwise plan "bf16[8192,8192] on dp=16: S(0)" "on tp=4: S(1)" --buffer 64MB
+    """
+    source = parse_layout(src)
+    target = parse_layout(dst, like=source)
+    topology = Topology(ranks_per_host=ranks_per_host)
+    transfer = plan_between(source, target, topology, None if buffer is None else parse_bytes(buffer))
+    if as_json:
+        print(json.dumps(plan_to_json(source, target, transfer, topology)))
+    else:
+        print_lines(plan_lines(source, target, transfer, topology), sys.stdout)
+
+
+def plan_between(
+    source: TensorType, target: TensorType, topology: Topology, max_buffer_bytes: int | None = None
+) -> Transfer:
+    """The transfer between two tensors that have the same element type and shape."""
+    if source.dtype != target.dtype:
+        raise LayoutError(
+            f"a transfer keeps the dtype, but the source is {source.dtype} and the destination {target.dtype}; "
+            "leave dtype and shape out of the destination to take those of the source"
+        )
+    if source.shape != target.shape:
+        raise LayoutError(
+            f"a transfer keeps the shape, but the source has {source.shape} and the destination {target.shape}; "
+            "leave dtype and shape out of the destination to take those of the source"
+        )
+    return plan_transfer(
+        source.layout,
+        target.layout,
+        itemsize=source.itemsize,
+        topology=topology,
+        max_buffer_bytes=max_buffer_bytes,
+    )
+
+
+def plan_lines(source: TensorType, target: TensorType, transfer: Transfer, topology: Topology) -> list[Line]:
+    """The figures of a transfer, its edges, and what it does in words."""
+    rows = [
+        ("from", shortened(str(source))),
+        ("to", shortened(str(target))),
+        ("moved", f"{format_bytes(transfer.moved_bytes)}, lower bound {format_bytes(transfer.lower_bound_bytes)}"),
+        ("copied locally", format_bytes(transfer.copied_bytes)),
+        ("rounds", _rounds(transfer)),
+        ("collective", str(transfer.collective or "none: a plain exchange")),
+        ("busiest sender", _busiest(transfer.busiest_sender)),
+        ("busiest receiver", _busiest(transfer.busiest_receiver)),
+        ("estimate", _estimate(transfer, topology)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    figures = [line(f"{name:<{width}}  {value}") for name, value in rows]
+    words = [line(text) for text in transfer.explain().split("\n")]
+    return [*figures, *_edge_lines(transfer), line(), *words]
+
+
+def _rounds(transfer: Transfer) -> str:
+    limit = transfer.max_buffer_bytes
+    return str(transfer.rounds) + ("" if limit is None else f", buffers of at most {format_bytes(limit)}")
+
+
+def _busiest(entry: tuple[int, int] | None) -> str:
+    return "none" if entry is None else f"rank {entry[0]}, {format_bytes(entry[1])}"
+
+
+def _estimate(transfer: Transfer, topology: Topology) -> str:
+    within, between = (format_bytes(link.bandwidth) for link in (topology.within, topology.between))
+    hosts = f"{topology.ranks_per_host} ranks per host, {within}/s within and {between}/s between hosts"
+    return f"{format_seconds(transfer.estimate(topology))} ({hosts})"
+
+
+def _edge_lines(transfer: Transfer) -> list[Line]:
+    """The first edges as a table: source rank, destination rank, bytes."""
+    columns = [edge_bytes(step.routes, transfer.itemsize) for step in transfer.steps]
+    pairs = np.concatenate([np.stack([s, d], axis=1) for s, d, _ in columns]) if columns else np.zeros((0, 2), np.int64)
+    edges, index = np.unique(pairs, axis=0, return_inverse=True)
+    if len(edges) == 0:
+        return []
+    totals = np.zeros(len(edges), np.int64)
+    np.add.at(totals, index.reshape(-1), np.concatenate([n for _, _, n in columns]))
+    shown = zip(edges[:SHOWN_EDGES].tolist(), totals[:SHOWN_EDGES].tolist(), strict=True)
+    rows = [(str(s), str(d), format_bytes(n)) for (s, d), n in shown]
+    table = draw_table(("from", "to", "bytes"), rows, ranks=edges[:SHOWN_EDGES, 0].tolist())
+    hidden = len(edges) - SHOWN_EDGES
+    return [line(), *table, *([line(f"and {hidden} more edges")] if hidden > 0 else [])]
+
+
+def plan_to_json(source: TensorType, target: TensorType, transfer: Transfer, topology: Topology) -> dict[str, Any]:
+    """The transfer as plain data, with the figures that the table shows."""
+    return {
+        "from": str(source),
+        "to": str(target),
+        **transfer.to_json(),
+        "busiest_sender": transfer.busiest_sender,
+        "busiest_receiver": transfer.busiest_receiver,
+        "estimate_seconds": transfer.estimate(topology),
+    }
