@@ -140,6 +140,18 @@ def mesh_specs(draw: st.DrawFn, shape: Sequence[int], ranks: Ranks = 4, pending:
 
 
 @st.composite
+def pending_specs(draw: st.DrawFn, shape: Sequence[int], ranks: Ranks = 4) -> MeshSpec:
+    """Mesh specs over two ranks or more that always leave a reduction pending; the outermost axis holds two addends."""
+    order = np.array(draw(st.permutations(_pool(ranks))))
+    half = len(order) // 2
+    inner = draw(meshes(half, max_axes=2))
+    rest = draw(placements(shape, inner, pending=True))
+    ops = [p.op for p in rest if isinstance(p, Partial)] or draw(st.sampled_from(_OPS))
+    mesh = Mesh(("p", *inner.axes), order[np.stack([inner.ranks, inner.ranks + half])])
+    return MeshSpec(mesh, (Partial(draw(st.sampled_from(ops))), *rest))
+
+
+@st.composite
 def chunk_specs(draw: st.DrawFn, shape: Sequence[int], ranks: Ranks = 4) -> ChunkSpec:
     """Chunk specs that fit a shape of at least one dim; a rank may stand several times, or not at all."""
     pool = _pool(ranks)
@@ -185,10 +197,13 @@ def specs(
     shape: Sequence[int], ranks: Ranks = 4, pending: bool = False, kinds: Sequence[str] = KINDS
 ) -> st.SearchStrategy[ShardingSpec]:
     """Specs of the given kinds that fit a shape."""
+    known: dict[str, st.SearchStrategy[ShardingSpec]]
     known = {"grid": grid_specs(shape, ranks), "enumerable": enumerable_specs(shape, ranks)}
     if shape:
         known["chunk"] = chunk_specs(shape, ranks)
     known["mesh"] = mesh_specs(shape, ranks, pending)
+    if pending and len(_pool(ranks)) > 1:
+        known["mesh"] |= pending_specs(shape, ranks)
     return st.one_of([known[kind] for kind in kinds if kind in known])
 
 
