@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -41,6 +42,10 @@ class Engine(Protocol):
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return the bytes of all ranks in group order."""
+        ...
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """Tell the others, if there is a way, that this rank will not go on."""
         ...
 
     def close(self) -> None:

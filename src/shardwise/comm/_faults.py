@@ -33,11 +33,11 @@ class Note:
 
 
 class Accident(Exception):
-    """A transport's failure, with the ranks it was seen on."""
+    """A transport's failure, with the ranks it was seen on; an exact one needs no search for the cause."""
 
-    def __init__(self, reason: str, suspects: Iterable[int]) -> None:
+    def __init__(self, reason: str, suspects: Iterable[int], *, exact: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.suspects = reason, tuple(suspects)
+        self.reason, self.suspects, self.exact = reason, tuple(suspects), exact
 
 
 def report_exception(rank: int, error: BaseException) -> None:
@@ -47,6 +47,8 @@ def report_exception(rank: int, error: BaseException) -> None:
 
 def explain(accident: Accident, *, rank: int, group: str, number: int, label: str, grace: float) -> CommError:
     """Turn a transport's failure into an error that names the ranks at fault."""
+    if accident.exact:
+        return CommError(accident.reason, accident.suspects)
     key = f"{_PREFIX}/{group}/{number}"
     _write(f"{key}/{rank}", Note(label, accident.reason, accident.suspects))
     notes, raised = _collect(accident.suspects, key, grace)

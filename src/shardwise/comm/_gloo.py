@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -101,11 +101,15 @@ class GlooEngine:
         headers = [_HEADER.unpack_from(slot) for slot in slots]
         other = [r for r, (_, c) in zip(self._ranks, headers, strict=True) if c != check]
         if other:
-            raise Accident("the ranks made different calls at this point", other)
+            reason = f"{label!r}: the ranks made different calls: ranks {other} are not in {label!r}"
+            raise Accident(reason, other, exact=True)
         sizes = [size for size, _ in headers]
         longest = max(sizes) - (_SLOT - _HEADER.size)
         rest = self._gather_slots(data[_SLOT - _HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
         return [(slot[_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """The notes in the store tell it."""
 
     def close(self) -> None:
         """Nothing is held."""

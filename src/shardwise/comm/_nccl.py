@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,9 @@ class NativeEngine:
         longest = max(sizes)
         parts = self._gather(data.ljust(longest, b"\0"), label) if longest else [b""] * len(sizes)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """The notes in the store tell it."""
 
     def close(self) -> None:
         """Nothing is held."""

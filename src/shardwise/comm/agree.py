@@ -16,13 +16,17 @@ from .errors import DisagreementError
 from .protocol import Comm
 
 _ABSENT = "nothing"
+_PROBLEM = "problem"
 _LONGEST = 200
 
 
-def agree(comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "arguments") -> None:
-    """Raise `DisagreementError` on every rank unless all ranks of the comm give equal fields.
+def agree(
+    comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "arguments", problem: str | None = None
+) -> None:
+    """Raise `DisagreementError` on every rank unless all ranks of the comm give equal fields and have no problem.
 
-    Values are compared by their text, so give values whose `repr` is the same on every rank.
+    Values are compared by their text, so give values whose `repr` is the same on every rank. `problem` is what this
+    rank alone found wrong with its arguments: it is raised on all ranks, with the number of the rank.
 
     >>> from shardwise.comm import run_local
     >>> def body(comm):
@@ -34,12 +38,17 @@ def agree(comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "
     'shard': the ranks give different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; give the same on every rank
     """
     texts = {name: _text(value) for name, value in fields.items()}
+    if problem is not None:
+        texts[_PROBLEM] = problem
     text = json.dumps(texts, sort_keys=True).encode()
     digests = comm.all_gather_bytes(hashlib.blake2b(text, digest_size=16).digest(), label=label)
-    if len(set(digests)) == 1:
+    if len(set(digests)) == 1 and problem is None:
         return
     everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
+    problems = [f"rank {rank}: {given[_PROBLEM]}" for rank, given in by_rank.items() if _PROBLEM in given]
+    if problems:
+        raise DisagreementError(f"{label!r}: {'; '.join(problems)}")
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     parts = [part for name in names if (part := _difference(name, by_rank))]
     raise DisagreementError(

@@ -3,7 +3,7 @@
 Which engine moves the bytes is decided once, at the first operation, together by all ranks:
 
 1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device;
-2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`shared_memory`);
+2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`_same_host`);
 3. gloo otherwise: point to point over its sockets.
 
 Tensors that live elsewhere than the engine's memory are copied there and back (through pinned host memory for a GPU).
@@ -24,6 +24,7 @@ from ._engine import Engine
 from ._faults import Accident, explain
 from ._gloo import GlooEngine
 from ._nccl import NativeEngine
+from ._same_host_setup import connect_same_host
 from ._staging import Stage
 from ._torch_compat import backends, group_name
 from ._work import Pending
@@ -164,7 +165,10 @@ class ProcessGroupComm:
     def _explain(self, accident: Accident, number: int, label: str) -> CommError:
         name = group_name(self.process_group)
         grace = min(_GRACE, self.timeout)
-        return explain(accident, rank=self.rank, group=name, number=number, label=label, grace=grace)
+        error = explain(accident, rank=self.rank, group=name, number=number, label=label, grace=grace)
+        if self._engine is not None:
+            self._engine.give_up(str(error), error.ranks)
+        return error
 
     def _copy_own(self, sent: Sequence[Tensor], wanted: Sequence[Tensor], label: str) -> None:
         wrong = tensors.check_edge(self.rank, self.rank, [len(t) for t in sent], [len(t) for t in wanted], label=label)
@@ -182,7 +186,9 @@ class ProcessGroupComm:
         backend = self._backends.get(self.device.type)
         if backend is not None and backend != "gloo":
             return NativeEngine(self.process_group, self.rank, self.ranks, self.device)
-        return GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
+        gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
+        wanted = self._shared_memory
+        return connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted) or gloo
 
 
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:

@@ -1,0 +1,185 @@
+"""Small messages between the ranks of one host: one stream socket for each pair of ranks.
+
+A message is a frame: kind, operation number, label, body. Sends never block; what the socket does not take is kept
+and sent while waiting. A socket that ends means that the rank's process ended, which is seen at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+_HEADER = struct.Struct("<BQHI")
+_CREDENTIALS = struct.Struct("3i")
+_RANK = struct.Struct("<i")
+_CHUNK = 1 << 18
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    DATA = 0  # the bytes themselves
+    RANGES = 1  # where in the sender's memory the bytes are
+    TAKEN = 2  # the ranges have been read
+    FAILED = 3  # the sender gives up, and why
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message from a rank."""
+
+    rank: int
+    kind: Kind
+    number: int
+    label: str
+    body: bytes
+
+
+class Links:
+    """The sockets from this rank to its peers."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self._sockets = dict(sockets)
+        self._rank_of = {s.fileno(): rank for rank, s in self._sockets.items()}
+        self._input = {rank: bytearray() for rank in sockets}
+        self._output: dict[int, deque[memoryview]] = {rank: deque() for rank in sockets}
+        self._poll = select.poll()
+        self.ended: set[int] = set()
+        for s in self._sockets.values():
+            s.setblocking(False)
+            self._poll.register(s, select.POLLIN)
+
+    def send(self, rank: int, kind: Kind, number: int, label: str, body: bytes) -> None:
+        """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
+        text = label.encode()
+        frame = _HEADER.pack(kind, number, len(text), len(body)) + text + body
+        self._output[rank].append(memoryview(frame))
+        self._flush(rank)
+
+    def unsent(self, ranks: set[int]) -> set[int]:
+        """Return those ranks to which something is still to be sent."""
+        return {rank for rank in ranks if self._output[rank]}
+
+    def receive(self, timeout: float) -> list[Frame]:
+        """Wait until something can be read or written, and return the frames that are complete."""
+        frames: list[Frame] = []
+        for number, events in self._poll.poll(max(0.0, timeout) * 1000):
+            rank = self._rank_of[number]
+            if events & select.POLLOUT:
+                self._flush(rank)
+            if events & ~select.POLLOUT:
+                frames += self._read(rank)
+        return frames
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for rank in list(self._sockets):
+            self._end(rank)
+
+    def _flush(self, rank: int) -> None:
+        queue = self._output[rank]
+        try:
+            while queue and rank not in self.ended:
+                sent = self._sockets[rank].send(queue[0])
+                if sent == len(queue[0]):
+                    queue.popleft()
+                else:
+                    queue[0] = queue[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._stop_sending(rank)
+            return
+        if rank not in self.ended:
+            self._poll.modify(self._sockets[rank], select.POLLIN | (select.POLLOUT if queue else 0))
+
+    def _stop_sending(self, rank: int) -> None:
+        """The peer reads no more; what it had sent before is still to be read."""
+        self._output[rank].clear()
+        if rank not in self.ended:
+            self._poll.modify(self._sockets[rank], select.POLLIN)
+
+    def _read(self, rank: int) -> list[Frame]:
+        try:
+            data = self._sockets[rank].recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self._end(rank)
+            return []
+        buffer = self._input[rank]
+        buffer += data
+        frames = []
+        while (frame := _next_frame(rank, buffer)) is not None:
+            frames.append(frame)
+        return frames
+
+    def _end(self, rank: int) -> None:
+        if rank not in self.ended:
+            self.ended.add(rank)
+            self._output[rank].clear()
+            self._poll.unregister(self._sockets[rank])
+            self._sockets[rank].close()
+
+
+def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
+    """Take one complete frame off the front of a buffer."""
+    if len(buffer) < _HEADER.size:
+        return None
+    kind, number, text, body = _HEADER.unpack_from(buffer)
+    middle = _HEADER.size + text
+    if len(buffer) < middle + body:
+        return None
+    frame = Frame(
+        rank, Kind(kind), number, buffer[_HEADER.size : middle].decode(), bytes(buffer[middle : middle + body])
+    )
+    del buffer[: middle + body]
+    return frame
+
+
+class Listener:
+    """Where the peers of one host connect; its name exists only while a process holds it."""
+
+    def __init__(self) -> None:
+        self.name = f"shardwise-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(1024)
+
+    def connect(self, rank: int, names: Mapping[int, str], pids: Mapping[int, int], timeout: float) -> Links:
+        """Connect to every lower rank and accept every higher one; refuse processes other than the announced ones."""
+        deadline = time.monotonic() + timeout
+        sockets: dict[int, socket.socket] = {}
+        for lower in sorted(r for r in names if r < rank):
+            sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sockets[lower].connect("\0" + names[lower])
+            sockets[lower].sendall(_RANK.pack(rank))
+        while len(sockets) < len(names) - 1:
+            self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+            accepted, _ = self._socket.accept()
+            accepted.settimeout(timeout)
+            higher = _RANK.unpack(accepted.recv(_RANK.size, socket.MSG_WAITALL))[0]
+            if pids.get(higher) == _peer_pid(accepted):
+                sockets[higher] = accepted
+            else:
+                accepted.close()
+        return Links(sockets)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(data)[0]
+    return pid

@@ -1,0 +1,198 @@
+"""Ranks of one host: bytes go straight from one process's memory into another's.
+
+1. A sender tells the receiver where its bytes are (RANGES), or sends them along if they are few (DATA).
+2. The receiver copies them into place with one system call and confirms (TAKEN); the sender's memory is free then.
+3. Every call has a number and a label. An offer under another label means that the ranks made different calls.
+4. Whoever waits serves all started operations, so the order in which ranks wait does not matter. Nothing moves while
+   no rank is inside a call.
+5. A rank that gives up tells its peers why (FAILED); a process that ends closes its sockets. Both end all waits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ._faults import Accident
+from ._links import Frame, Kind, Links
+from ._offers import Collect, Move, Operation, Reduce, offer
+from ._tensors import Edges, as_bytes, reduce_runs
+from ._work import Done, Pending
+from .protocol import ReduceOp, Work
+
+_SMALL = 1 << 14
+
+
+class SameHostEngine:
+    """Moves host tensors between processes of one host."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, rank: int, ranks: tuple[int, ...], links: Links, pids: Mapping[int, int], timeout: float
+    ) -> None:
+        self._rank, self._ranks, self._links, self._pids, self._timeout = rank, ranks, links, pids, timeout
+        self._index = ranks.index(rank)
+        self._others = tuple(r for r in ranks if r != rank)
+        self._lock = threading.RLock()
+        self._started = 0
+        self._open: dict[int, Operation] = {}
+        self._early: dict[int, list[Frame]] = {}
+        self._failure: Accident | None = None
+
+    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+        """Offer what is sent; take what is received when it is offered."""
+        return self._start(Move(f"exchange {label!r}", receives, self._pids), sends)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Every rank reads every other rank's tensor."""
+        parts = out.view(len(self._ranks), -1)
+        mine = parts[self._index]
+        if mine.data_ptr() != tensor.data_ptr():
+            mine.copy_(tensor)
+        return self._share(f"all_gather {label!r}", tensor, dict(zip(self._ranks, parts, strict=True)), label)
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Every rank reads its run of all others, block by block in rank order, and reduces it."""
+        runs = list(tensor.view(len(self._ranks), -1))
+        return self._start_reduce(f"reduce_scatter {label!r}", out, runs, op, label)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
+        call = f"all_reduce {label!r}"
+        if tensor.nbytes <= _SMALL:
+            parts = tensor.new_empty((len(self._ranks), tensor.numel()))
+            parts[self._index].copy_(tensor)
+            self._share(call, tensor, dict(zip(self._ranks, parts, strict=True)), label).wait()
+            reduce_runs(tensor, list(parts), op)
+            return Done()
+        runs = list(tensor.tensor_split(len(self._ranks)))
+        self._start_reduce(call, runs[self._index], runs, op, label).wait()
+        self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True)), label).wait()
+        return Done()
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Every rank reads the source's tensor."""
+        view = [as_bytes(tensor, label=label)] if tensor.numel() else []
+        mine = self._rank == src
+        receives = {} if mine or not view else {src: view}
+        sends = dict.fromkeys(self._others, view) if mine and view else {}
+        return self._start(Move(f"broadcast {label!r} from rank {src}", receives, self._pids), sends)
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Send the bytes along with the messages."""
+        operation = Collect(f"all_gather_bytes {label!r}", self._others)
+        with self._lock:
+            number = self._register(operation)
+            for rank in self._others:
+                self._links.send(rank, Kind.DATA, number, operation.call, data)
+            self._wait(operation)
+        return [data if rank == self._rank else operation.taken[rank] for rank in self._ranks]
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """Tell all peers that this rank will not go on, and refuse further calls."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = Accident(reason, ranks, exact=True)
+            body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
+            for rank in self._others:
+                self._links.send(rank, Kind.FAILED, 0, "", body)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._links.close()
+
+    def _share(self, call: str, mine: Tensor, parts: Mapping[int, Tensor], label: str) -> Work:
+        """Send one tensor to all others and receive theirs into `parts`."""
+        edges = {r: [as_bytes(t, label=label)] for r, t in parts.items() if r != self._rank and t.numel()}
+        offered = [as_bytes(mine, label=label)]
+        sends = dict.fromkeys(self._others, offered) if mine.numel() else {}
+        return self._start(Move(call, edges, self._pids), sends)
+
+    def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp, label: str) -> Work:
+        if not any(run.numel() for run in runs):
+            return self._start(Move(call, {}, self._pids), {})
+        mine = runs[self._index]
+        sends = {r: [as_bytes(run, label=label)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
+        sources = {r: self._pids[r] for r in self._ranks}
+        return self._start(Reduce(call, self._rank, sources, out, mine, op), sends)
+
+    def _start(self, operation: Operation, sends: Edges) -> Work:
+        with self._lock:
+            number = self._register(operation)
+            for rank, tensors in sends.items():
+                kind, body = offer(tensors)
+                if kind is Kind.RANGES:
+                    operation.lend(rank, tensors)
+                self._links.send(rank, kind, number, operation.call, body)
+            operation.sent_to = set(sends)
+            for frame in self._early.pop(number, []):
+                self._dispatch(frame)
+        return Pending(partial(self._wait, operation))
+
+    def _register(self, operation: Operation) -> int:
+        self._raise_failure()
+        self._started += 1
+        self._open[self._started] = operation
+        operation.number = self._started
+        return self._started
+
+    def _wait(self, operation: Operation) -> None:
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            for frame in self._early.pop(operation.number, []):
+                self._dispatch(frame)
+            while self._unfinished(operation):
+                self._raise_failure()
+                missing = operation.awaited()
+                left = deadline - time.monotonic()
+                if missing & self._links.ended:
+                    raise Accident("its process ended", sorted(missing & self._links.ended))
+                if left <= 0:
+                    raise Accident(f"no answer within {self._timeout:g} s", sorted(missing))
+                for frame in self._links.receive(left):
+                    self._dispatch(frame)
+            self._open.pop(operation.number, None)
+
+    def _unfinished(self, operation: Operation) -> bool:
+        return bool(operation.awaited() or self._links.unsent(operation.sent_to))
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.kind is Kind.FAILED:
+            told = json.loads(frame.body)
+            self._failure = self._failure or Accident(told["reason"], told["ranks"], exact=True)
+        elif frame.kind is Kind.TAKEN:
+            if frame.number in self._open:
+                self._open[frame.number].give_back(frame.rank)
+        elif frame.number > self._started:
+            self._early.setdefault(frame.number, []).append(frame)
+        else:
+            self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        operation = self._open.get(frame.number)
+        if operation is None or frame.rank not in operation.expected or frame.label != operation.call:
+            here = operation.call if operation is not None else "another call, which has ended"
+            raise Accident(
+                f"the ranks made different calls: rank {frame.rank} offers bytes to rank {self._rank} "
+                f"in {frame.label}, but rank {self._rank} is in {here} and expects none of them",
+                (frame.rank, self._rank),
+                exact=True,
+            )
+        try:
+            confirm = operation.take(frame)
+        except OSError as error:
+            raise Accident(f"its memory cannot be read ({error.strerror or error})", (frame.rank,)) from error
+        for rank in confirm:
+            self._links.send(rank, Kind.TAKEN, frame.number, "", b"")
+        operation.sent_to |= set(confirm)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
