@@ -1,0 +1,118 @@
+"""Which comm does a sharded tensor use, and which torch group is handed back to callers that speak torch?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Comm, ProcessGroupComm, current_comm, default_comm
+
+Group: TypeAlias = dist.ProcessGroup | Comm
+_loading: ContextVar[Group | None] = ContextVar("shardwise_loading", default=None)
+
+
+def comm_for(process_group: Group | None = None) -> Comm:
+    """Return the comm of a torch process group or of a comm; without one, that of the surrounding block or the world.
+
+    >>> comm_for().ranks
+    (0,)
+    >>> from shardwise.comm import LocalComm
+    >>> comm_for(alone := LocalComm.alone()) is alone
+    True
+    """
+    group: object = process_group if process_group is not None else _loading.get()
+    if group is None:
+        return default_comm()
+    if isinstance(group, dist.ProcessGroup):
+        return ProcessGroupComm.of(group)
+    if isinstance(group, Comm):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is no member of the process group it was given; call only on the group's members")
+    raise ValueError(f"process_group is a torch ProcessGroup, a shardwise Comm or None; got {type(group).__name__}")
+
+
+def group_of(comm: Comm) -> Group:
+    """Return what functions written for torch are handed as `process_group`: the torch group, else the comm itself.
+
+    >>> group_of(comm_for())
+    LocalComm(rank=0, ranks=(0,), device='cpu')
+    """
+    return comm.process_group if comm.process_group is not None else comm
+
+
+def comm_of(value: object) -> Comm | None:
+    """Return the comm of a sharded tensor, None for anything else.
+
+    >>> comm_of(3) is None
+    True
+    """
+    comm = getattr(value, "_comm", None) if isinstance(value, Tensor) else None
+    return comm if isinstance(comm, Comm) else None
+
+
+def same_group(one: Comm, other: Comm) -> bool:
+    """Whether two comms connect the same ranks by the same means.
+
+    >>> same_group(comm_for(), comm_for())
+    True
+    """
+    if one is other:
+        return True
+    if one.process_group is None or other.process_group is None:
+        return one.process_group is other.process_group and one.ranks == other.ranks
+    return one.process_group is other.process_group
+
+
+@contextmanager
+def load_with_process_group(process_group: Group | None) -> Iterator[Group | None]:
+    """Unpickle sharded tensors onto this group inside a `with` block, instead of onto the default one.
+
+    >>> from shardwise.comm import LocalComm
+    >>> with load_with_process_group(LocalComm.alone()) as group:
+    ...     get_current_process_group() is group
+    True
+    """
+    if _loading.get() is not None:
+        raise RuntimeError(
+            'ProcessGroup already set by previous "load_with_process_group" context manager; '
+            "leave that block before entering another"
+        )
+    token = _loading.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _loading.reset(token)
+
+
+def get_current_process_group() -> Group:
+    """Return the group of the surrounding `load_with_process_group` or `use_comm`, else torch's default group.
+
+    >>> get_current_process_group()
+    Traceback (most recent call last):
+    ...
+    ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    group = loading_group()
+    if group is None:
+        raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
+    return group
+
+
+def loading_group() -> Group | None:
+    """Return the group that a tensor unpickled now belongs to, None where no world has been set up.
+
+    >>> loading_group() is None
+    True
+    """
+    if (group := _loading.get()) is not None:
+        return group
+    comm = current_comm()
+    if comm is not None:
+        return group_of(comm)
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -1,0 +1,220 @@
+"""Which function of the user's runs in place of a torch function on sharded tensors?
+
+1. `custom_sharded_op_impl(func)`: for every sharded tensor.
+2. `custom_sharding_spec_op(spec_class, func)`: for tensors laid out by that class of spec or by one derived from it.
+3. `sharded_op_impl(func)`: a default, which the two above override.
+
+The tables are keyed by the functions and classes themselves: two classes of one name do not collide. Registering a
+function again replaces the earlier implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, TypeAlias
+
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import Comm
+from shardwise.tensor.comms import Group, comm_of, same_group
+
+Op: TypeAlias = Callable[..., Any]
+Impl: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+Table: TypeAlias = dict[Op, Impl]
+Decorator: TypeAlias = Callable[[Impl], Impl]
+
+_custom: Table = {}
+_by_spec: dict[type, Table] = {}
+_default: Table = {}
+
+
+def custom_sharded_op_impl(func: Op) -> Decorator:
+    """Decorate a function that carries out a torch function whenever a sharded tensor is among its arguments.
+
+    It takes the arguments of `__torch_function__` and the process group of the tensors (the comm where the ranks are
+    threads): `(types, args, kwargs, process_group)`.
+
+    >>> import torch
+    >>> with custom_ops_scope():
+    ...     @custom_sharded_op_impl(torch.asin)
+    ...     def asin(types, args, kwargs, process_group):
+    ...         return "ours"
+    ...     find_custom_op(torch.asin) is asin
+    True
+    >>> find_custom_op(torch.asin) is None
+    True
+    """
+    return functools.partial(_register, _custom, func)
+
+
+def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
+    """Decorate a function that carries out a torch function on tensors laid out by a class of sharding specs.
+
+    >>> import torch
+    >>> from shardwise.geometry import ChunkSpec
+    >>> class Rows(ChunkSpec):
+    ...     pass
+    >>> with custom_ops_scope():
+    ...     @custom_sharding_spec_op(ChunkSpec, torch.asin)
+    ...     def asin(types, args, kwargs, process_group):
+    ...         return "ours"
+    ...     find_spec_op(Rows(0, ranks=2), torch.asin) is asin
+    True
+    """
+    if not isinstance(sharding_spec_class, type):
+        raise TypeError(
+            f"custom_sharding_spec_op takes a class of sharding specs and a torch function; got "
+            f"{sharding_spec_class!r} in place of the class"
+        )
+    return functools.partial(_register, _by_spec.setdefault(sharding_spec_class, {}), func)
+
+
+def sharded_op_impl(func: Op) -> Decorator:
+    """Decorate the default implementation of a torch function, used where no custom one is registered.
+
+    >>> import torch
+    >>> with custom_ops_scope():
+    ...     @sharded_op_impl(torch.asin)
+    ...     def asin(types, args, kwargs, process_group):
+    ...         return "the default"
+    ...     find_default_op(torch.asin) is asin
+    True
+    """
+    return functools.partial(_register, _default, func)
+
+
+def find_custom_op(func: Op) -> Impl | None:
+    """Return the implementation registered by `custom_sharded_op_impl`, or None."""
+    return _custom.get(func)
+
+
+def find_spec_op(spec: object, func: Op) -> Impl | None:
+    """Return the implementation registered for the nearest class of a spec, its bases included, or None."""
+    if not _by_spec:
+        return None
+    for cls in type(spec).__mro__:
+        table = _by_spec.get(cls)
+        if table is not None and func in table:
+            return table[func]
+    return None
+
+
+def find_default_op(func: Op) -> Impl | None:
+    """Return the implementation registered by `sharded_op_impl`, or None."""
+    return _default.get(func)
+
+
+def has_custom_op(spec: object, func: Op) -> bool:
+    """Whether a class of the spec has its own implementation of a torch function.
+
+    >>> import torch
+    >>> has_custom_op(None, torch.asin)
+    False
+    """
+    return find_spec_op(spec, func) is not None
+
+
+def dispatch_custom_op(
+    spec: object,
+    func: Op,
+    types: Iterable[type],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    process_group: Group | None,
+) -> Any:
+    """Call the implementation that a class of the spec has of a torch function.
+
+    >>> import torch
+    >>> dispatch_custom_op(None, torch.asin, (), (), {}, None)
+    Traceback (most recent call last):
+    ...
+    RuntimeError: Custom op: asin not registered for NoneType or its bases; register it with custom_sharding_spec_op
+    """
+    impl = find_spec_op(spec, func)
+    if impl is None:
+        raise RuntimeError(
+            f"Custom op: {name_of(func)} not registered for {type(spec).__qualname__} or its bases; "
+            "register it with custom_sharding_spec_op"
+        )
+    return impl(types, args, kwargs, process_group)
+
+
+@contextmanager
+def custom_ops_scope() -> Iterator[None]:
+    """Undo at the end of a `with` block all registrations made inside it.
+
+    The tables belong to the process: around `run_local`, not inside it.
+    """
+    tables = [_custom, _default, *_by_spec.values()]
+    before = [dict(table) for table in tables]
+    classes = dict(_by_spec)
+    try:
+        yield
+    finally:
+        _by_spec.clear()
+        _by_spec.update(classes)
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise unless a call has a sharded tensor among its arguments and all of them use one process group.
+
+    >>> import torch
+    >>> check_op_arguments(torch.asin, (1.0,))
+    Traceback (most recent call last):
+    ...
+    TypeError: torch function 'asin', with args: (float) and kwargs: (), called without any distributed tensor!
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    if not args and not kwargs:
+        raise ValueError(f"No input for '{name_of(func)}'! Give it at least one ShardedTensor")
+    comms = [comm for leaf in pytree.tree_leaves((args, kwargs)) if (comm := comm_of(leaf)) is not None]
+    if not comms:
+        given = ", ".join(type(a).__name__ for a in args)
+        named = ", ".join(f"{k}: {type(v).__name__}" for k, v in kwargs.items())
+        raise TypeError(
+            f"torch function '{name_of(func)}', with args: ({given}) and kwargs: ({named}), "
+            "called without any distributed tensor!"
+        )
+    _check_one_group(func, comms)
+
+
+def _check_one_group(func: Op, comms: list[Comm]) -> None:
+    for other in comms[1:]:
+        if not same_group(comms[0], other):
+            raise RuntimeError(
+                "All distributed tensors should use the same ProcessGroup if used together in an op; "
+                f"'{name_of(func)}' got tensors on {comms[0]!r} and {other!r}"
+            )
+
+
+def name_of(func: object) -> str:
+    """Return the name by which users know a torch function.
+
+    >>> import torch
+    >>> name_of(torch.Tensor.add)
+    'add'
+    """
+    return str(getattr(func, "__name__", None) or func)
+
+
+def _register(table: Table, func: Op, impl: Impl) -> Impl:
+    """Put an implementation, wrapped in the check of its arguments, into a table."""
+    if len(signature(impl).parameters) != 4:
+        raise TypeError(
+            "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
+            f"signature: {signature(impl)} for '{name_of(func)}'"
+        )
+
+    @functools.wraps(impl)
+    def checked(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        check_op_arguments(func, args, kwargs)
+        return impl(types, args, {} if kwargs is None else kwargs, process_group)
+
+    table[func] = checked
+    return checked
