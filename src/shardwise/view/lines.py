@@ -67,9 +67,9 @@ def print_lines(lines: Sequence[Line], stream: TextIO) -> None:
 
 
 def fitting(text: str, encoding: str | None) -> str:
-    """The text, with plainer characters where the encoding lacks those of the drawing."""
+    """The text, with plainer characters where the encoding lacks those of the drawing; None: a stream of any text."""
     try:
-        text.encode(encoding or "ascii")
+        text.encode(encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return text.translate(PLAINER).encode("ascii", "replace").decode("ascii")
     return text
