@@ -44,6 +44,12 @@ def register(tensor: ShardedTensor) -> None:
         raise
 
 
+def forget(tensor: ShardedTensor) -> None:
+    """Let references to a tensor's number go; a tensor that is collected is forgotten without this."""
+    if tensor._sharded_tensor_id is not None:
+        _forget(tensor._sharded_tensor_id)
+
+
 def init_rpc(tensor: ShardedTensor) -> None:
     """Send references to this rank's shards to the other ranks of the tensor's group and receive theirs."""
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
