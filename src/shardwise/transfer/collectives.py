@@ -104,13 +104,15 @@ def _kind(step: Step, group: tuple[int, ...]) -> str | None:
         return _from_one(step, routes, int(senders[0]), receivers)
     if len(receivers) == 1 and len(senders) > 1:
         return "gather"
-    if (matrix > 0).sum(axis=1).max() == 1 and (matrix > 0).sum(axis=0).max() == 1:
-        return "permute"
     held = np.array([_held(step.src, rank) for rank in group])
     off_diagonal = ~np.eye(len(group), dtype=bool)
-    if len(group) > 1 and (matrix == held[:, None])[off_diagonal].all() and (matrix[off_diagonal] > 0).any():
+    wanted = np.array([_held(step.dst, rank) for rank in group])
+    if (matrix == held[:, None])[off_diagonal].all() and (wanted == held.sum()).all():
         return "all_gather"
-    if len(senders) > 1 and (matrix.sum(axis=1) <= held).all() and _sent_once(routes):
+    sent = matrix.sum(axis=1)
+    if (matrix > 0).sum(axis=1).max() == 1 and (matrix > 0).sum(axis=0).max() == 1 and (sent == held)[sent > 0].all():
+        return "permute"
+    if len(senders) > 1 and (sent <= held).all() and _sent_once(routes):
         return "all_to_all"
     return None
 

@@ -72,7 +72,12 @@ def degree_bound(src: Layout, dst: Layout, terms: int) -> int | None:
         into *= _most_met(b.starts, b.lengths, a.starts, a.lengths)
     sends = out * dst.cells.addends * dst.cells.replicas * _most_cells(src)
     receives = into * terms * _most_cells(dst)
-    return min(sends, len(dst.ranks)) + min(receives, len(src.ranks))
+    return min(sends, _most_peers(src, dst)) + min(receives, _most_peers(dst, src))
+
+
+def _most_peers(ours: Layout, theirs: Layout) -> int:
+    """How many other ranks of the second layout a rank of the first may meet: one less if it is always one of them."""
+    return len(theirs.ranks) - bool(np.isin(ours.ranks, theirs.ranks).all())
 
 
 def _most_met(starts: IntArray, lengths: IntArray, other_starts: IntArray, other_lengths: IntArray) -> int:
