@@ -267,6 +267,22 @@ def test_a_backward_pass_may_communicate() -> None:
     assert run_local(body, 3) == [[6.0, 6.0]] * 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_threads_share_one_gpu() -> None:
+    def body(comm: Comm) -> Any:
+        got = torch.zeros(1000, device=comm.device)
+        other = (comm.rank + 1) % 3
+        with torch.cuda.stream(torch.cuda.Stream()):
+            mine = torch.full((1000,), float(comm.rank), device=comm.device)
+            comm.exchange({other: [mine]}, {(comm.rank - 1) % 3: [got]}, label="ring").wait()
+            x = got.clone().requires_grad_()
+            comm.all_reduce(got, label="total").wait()
+            x.square().sum().backward()
+        return got.unique().tolist(), x.grad is not None
+
+    assert run_local(body, 3, device="cuda") == [([3.0], True)] * 3
+
+
 def test_a_world_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="run_local with world_size=0: give at least 1 rank"):
         run_local(lambda comm: None, 0)

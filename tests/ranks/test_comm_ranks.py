@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -180,6 +181,62 @@ def over_torch_groups() -> Any:
 
 def test_comms_of_a_device_mesh_and_of_the_default_group(world: Ranks) -> None:
     assert world.run(over_torch_groups) == [(3, (0, 1, 2), True, True)] * 3
+
+
+def without_warnings(shared: bool) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gather_all_ways(shared, 2)
+        reduce_all_ways(shared, 100_003, "sum")
+        return move_every_dtype(shared) == []
+
+
+@both_transports
+def test_no_operation_warns(world: Ranks, shared: bool) -> None:
+    assert world.run(without_warnings, shared) == [True] * 3
+
+
+def with_device_tensors(shared: bool) -> list[Any]:
+    """Tensors of one GPU that all ranks share, through a gloo group."""
+    comm = ProcessGroupComm(device="cuda", timeout=20, shared_memory=shared)
+    other = {0: 1, 1: 0, 2: 2}[comm.rank]
+    got = torch.zeros(50_000, device="cuda")
+    comm.exchange({other: [torch.full_like(got, comm.rank)]}, {other: [got]}, label="swap").wait()
+    total = torch.full((50_000,), comm.rank + 1.0, device="cuda")
+    comm.all_reduce(total, label="total").wait()
+    out = torch.empty(6, dtype=torch.float8_e4m3fn, device="cuda")
+    comm.all_gather_into(out, torch.full((2,), comm.rank, device="cuda").to(out.dtype), label="gather").wait()
+    return [got.unique().tolist(), total.unique().tolist(), out.float().tolist(), comm.device.type]
+
+
+@both_transports
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_tensors_are_staged_through_host_memory(world: Ranks, shared: bool) -> None:
+    gathered = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert world.run(with_device_tensors, shared) == [[[float(r)], [6.0], gathered, "cuda"] for r in (1, 0, 2)]
+
+
+def over_nccl() -> Any:
+    if dist.get_rank() != 0:
+        return None
+    comm = ProcessGroupComm(dist.new_group([0], backend="nccl", use_local_synchronization=True))
+    x = torch.arange(4.0, device="cuda")
+    out = torch.empty(4, device="cuda")
+    comm.exchange({0: [x]}, {0: [out]}, label="self").wait()
+    comm.all_reduce(x, "avg", label="reduce").wait()
+    part = torch.empty(4, device="cuda")
+    comm.reduce_scatter_into(part, x, "max", label="scatter").wait()
+    gathered = comm.all_gather(x.to(torch.float8_e5m2), label="gather")[0].float()
+    on_host = torch.ones(2)
+    comm.broadcast(on_host, 0, label="word").wait()
+    comm.barrier(label="end")
+    texts = comm.all_gather_bytes(b"abc", label="texts")
+    return out.tolist() == x.tolist() == part.tolist(), gathered.tolist(), on_host.tolist(), texts, comm.device.type
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_group_over_nccl(world: Ranks) -> None:
+    assert world.run(over_nccl)[0] == (True, [0.0, 1.0, 2.0, 3.0], [1.0, 1.0], [b"abc"], "cuda")
 
 
 def disagree(shared: bool) -> None:

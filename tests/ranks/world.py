@@ -30,6 +30,10 @@ class Ranks:
         """Call `fn(*args)` on every rank; return how each ended."""
         return self._world.outcomes(fn, *args, limit=limit)
 
+    def restart(self) -> None:
+        """End the ranks, whose process group a fault has spoilt; the next call starts new ones."""
+        self._world.close()
+
 
 def world_fixture(nprocs: int, timeout: float = 20.0) -> Any:
     """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""

@@ -69,8 +69,9 @@ class GlooEngine:
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Exchange the runs window by window and reduce them as they arrive."""
         runs = tensor.view(len(self._ranks), -1)
+        scratch = self._scratch(out)
         for window in _windows(out):
-            self._reduce_window(out[window], [run[window] for run in runs], op, label)
+            self._reduce_window(out[window], [run[window] for run in runs], scratch, op, label)
         return Done()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
@@ -80,9 +81,10 @@ class GlooEngine:
             self.all_gather_into(as_bytes(parts, label=label), as_bytes(tensor, label=label), label=label).wait()
             reduce_runs(tensor, list(parts), op)
             return Done()
+        scratch = self._scratch(tensor)
         for window in _windows(tensor):
             runs = list(tensor[window].tensor_split(len(self._ranks)))
-            self._reduce_window(runs[self._index], runs, op, label)
+            self._reduce_window(runs[self._index], runs, scratch, op, label)
             mine = [as_bytes(runs[self._index], label=label)]
             receives = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
             self.exchange(dict.fromkeys(self._others, mine), receives, label=label).wait()
@@ -121,10 +123,14 @@ class GlooEngine:
         whole = out.numpy().tobytes()
         return [whole[i * size : (i + 1) * size] for i in range(len(self._ranks))]
 
-    def _reduce_window(self, out: Tensor, runs: list[Tensor], op: ReduceOp, label: str) -> None:
+    def _scratch(self, tensor: Tensor) -> Tensor:
+        """Return room for one window of every other rank, to be used again for each: fresh memory is slow."""
+        return tensor.new_empty((len(self._ranks), min(len(tensor), _window_length(tensor))))
+
+    def _reduce_window(self, out: Tensor, runs: list[Tensor], scratch: Tensor, op: ReduceOp, label: str) -> None:
         """Reduce this rank's run of every rank into `out`; run i of this rank goes to rank i."""
         mine = runs[self._index]
-        parts = [mine if r == self._rank else torch.empty_like(mine) for r in self._ranks]
+        parts = [mine if r == self._rank else room[: len(mine)] for r, room in zip(self._ranks, scratch, strict=True)]
         sends = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
         receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
         self.exchange(sends, receives, label=label).wait()
@@ -155,6 +161,10 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
+def _window_length(tensor: Tensor) -> int:
+    return max(1, _WINDOW // tensor.element_size())
+
+
 def _windows(tensor: Tensor) -> Iterator[slice]:
-    step = max(1, _WINDOW // tensor.element_size())
+    step = _window_length(tensor)
     return (slice(at, at + step) for at in range(0, len(tensor), step))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .protocol import ReduceOp
 
+_BLOCK = 1 << 16  # elements that stay in cache while they are reduced
 _OPS = ("sum", "avg", "min", "max", "product")
 
 
@@ -149,8 +150,10 @@ def finish(total: Tensor, op: ReduceOp, count: int) -> None:
 
 def reduce_runs(out: Tensor, runs: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce flat tensors of one length into `out`, in the order given: every rank gets the same bits."""
-    total = runs[0].clone() if len(runs) > 1 else runs[0]
-    for other in runs[1:]:
-        combine(total, other, op)
-    out.copy_(total)
-    finish(out, op, len(runs))
+    for at in range(0, len(out), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        total = runs[0][block].clone()
+        for other in runs[1:]:
+            combine(total, other[block], op)
+        finish(total, op, len(runs))
+        out[block].copy_(total)

@@ -23,6 +23,7 @@ from .current import use_comm
 from .process_group import ProcessGroupComm
 
 LOOPBACK = "127.0.0.1"
+_SLOW_START = 60.0  # ranks on a busy machine begin seconds apart, however short the time-out of later collectives
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def main(rank: int, world: World, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     store = TCPStore(LOOPBACK, world.port, is_master=False, wait_for_workers=False)
-    limit = timedelta(seconds=world.timeout)
+    limit = timedelta(seconds=max(world.timeout, _SLOW_START))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
     with use_comm(ProcessGroupComm(timeout=world.timeout)):
         while _serve(rank, pipe):
