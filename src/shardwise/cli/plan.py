@@ -11,6 +11,7 @@ import typer
 
 from shardwise.cli.units import format_seconds, parse_bytes, shortened
 from shardwise.geometry import LayoutError, TensorType, parse_layout
+from shardwise.geometry.mesh import IntArray
 from shardwise.transfer import Topology, Transfer, plan_transfer
 from shardwise.transfer.report import format_bytes
 from shardwise.transfer.transfer import edge_bytes
@@ -104,18 +105,25 @@ def _estimate(transfer: Transfer, topology: Topology) -> str:
 
 def _edge_lines(transfer: Transfer) -> list[Line]:
     """The first edges as a table: source rank, destination rank, bytes."""
-    columns = [edge_bytes(step.routes, transfer.itemsize) for step in transfer.steps]
-    pairs = np.concatenate([np.stack([s, d], axis=1) for s, d, _ in columns]) if columns else np.zeros((0, 2), np.int64)
-    edges, index = np.unique(pairs, axis=0, return_inverse=True)
-    if len(edges) == 0:
+    sources, targets, nbytes = _edges(transfer)
+    if len(nbytes) == 0:
         return []
-    totals = np.zeros(len(edges), np.int64)
-    np.add.at(totals, index.reshape(-1), np.concatenate([n for _, _, n in columns]))
-    shown = zip(edges[:SHOWN_EDGES].tolist(), totals[:SHOWN_EDGES].tolist(), strict=True)
-    rows = [(str(s), str(d), format_bytes(n)) for (s, d), n in shown]
-    table = draw_table(("from", "to", "bytes"), rows, ranks=edges[:SHOWN_EDGES, 0].tolist())
-    hidden = len(edges) - SHOWN_EDGES
+    shown = zip(*(column[:SHOWN_EDGES].tolist() for column in (sources, targets, nbytes)), strict=True)
+    rows = [(str(s), str(d), format_bytes(n)) for s, d, n in shown]
+    table = draw_table(("from", "to", "bytes"), rows, ranks=sources[:SHOWN_EDGES].tolist())
+    hidden = len(nbytes) - SHOWN_EDGES
     return [line(), *table, *([line(f"and {hidden} more edges")] if hidden > 0 else [])]
+
+
+def _edges(transfer: Transfer) -> tuple[IntArray, IntArray, IntArray]:
+    """The bytes between each two ranks over all steps, as columns: millions of edges are not worth a dictionary."""
+    columns = [edge_bytes(step.routes, transfer.itemsize) for step in transfer.steps]
+    sources, targets, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    width = int(targets.max(initial=0)) + 1
+    edges, index = np.unique(sources * width + targets, return_inverse=True)
+    totals = np.zeros(len(edges), np.int64)
+    np.add.at(totals, index, nbytes)
+    return edges // width, edges % width, totals
 
 
 def plan_to_json(source: TensorType, target: TensorType, transfer: Transfer, topology: Topology) -> dict[str, Any]:
