@@ -1,0 +1,94 @@
+"""How do gradients follow a move? By duality: the backward of A -> B is dual(B) -> dual(A).
+
+Local tensors are on the tape, not the ShardedTensor. A move is one node over this rank's local tensors. A rank that
+holds nothing takes part through an anchor, a tensor without elements, so that every rank's backward pass meets the
+same moves in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
+from shardwise.tensor.execute import execute
+from shardwise.tensor.parts import plan_for
+
+
+@lru_cache(maxsize=4096)
+def dual(layout: Layout) -> Layout:
+    """The layout of a gradient: Shard stays Shard, Replicate stays Replicate, Partial becomes Replicate."""
+    if layout.pending is None:
+        return layout
+    spec = layout.spec
+    if not isinstance(spec, MeshSpec) or layout.pending.op != "sum":
+        raise ValueError(
+            f"no gradient passes through a pending {layout.pending.op}; redistribute to Shard or Replicate under "
+            "torch.no_grad(), or use a pending sum or avg"
+        )
+    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One move between two layouts; `scale` is what the values of local tensors are multiplied with besides."""
+
+    src: Layout
+    dst: Layout
+    comm: Comm
+    dtype: torch.dtype
+    label: str
+    max_buffer_bytes: int | None = None
+    scale: tuple[int, int] = (1, 1)
+
+    def backward(self) -> Link:
+        """The move that the gradients make."""
+        over = self.dst.pending.divisor if self.dst.pending else 1
+        under = self.src.pending.divisor if self.src.pending else 1
+        label = f"{self.label} (backward)"
+        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, (over, under))
+
+
+def on_tape(
+    locals_: Sequence[Tensor], anchor: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The tensors that stand for this rank on the tape: its local tensors, or its anchor."""
+    if locals_:
+        return tuple(locals_)
+    return (anchor if anchor is not None else torch.empty(0, dtype=dtype, device=device),)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.link = link
+        held = inputs if link.src.local_shapes(link.comm.rank) else ()
+        moved = move_locals(link, tuple(t.detach() for t in held))
+        return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        moved: tuple[Tensor, ...] = _Move.apply(ctx.link.backward(), *grads)  # type: ignore[no-untyped-call]  # untyped in torch
+        return None, *moved
+
+
+def move_locals(link: Link, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Carry out a move on plain local tensors, without a tape."""
+    plan = plan_for(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
+    moved = execute(plan, locals_, link.comm, link.dtype, link.label)
+    if link.scale != (1, 1):
+        moved = tuple(t.mul_(link.scale[0] / link.scale[1]) for t in moved)
+    return moved
+
+
+def move_on_tape(link: Link, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Carry out a move with its backward recorded; `inputs` as `on_tape` gives them."""
+    outputs: tuple[Tensor, ...] = _Move.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
+    return outputs

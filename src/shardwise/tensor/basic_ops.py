@@ -1,0 +1,104 @@
+"""What every tensor can do, whatever its layout: copy, compare, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.moves import check_move, moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+Types = Sequence[type]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@handler(torch.detach, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    tensor: ShardedTensor = args[0]
+    return tensor.detach()
+
+
+@handler(torch.clone, torch.ops.aten.clone.default)
+def _clone(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    tensor: ShardedTensor = args[0]
+    return tensor.clone(**kwargs)
+
+
+@handler(torch.ops.aten._to_copy.default)
+def _convert(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    tensor: ShardedTensor = args[0]
+    known = {
+        k: v for k, v in kwargs.items() if k in ("dtype", "device", "non_blocking", "memory_format") and v is not None
+    }
+    return tensor.to(**known, copy=True)
+
+
+@handler(Tensor.copy_)
+def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds."""
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardedTensor):
+        raise UnsupportedOpError("a plain tensor cannot take the values of a ShardedTensor; use source.full()")
+    if tuple(source.shape) != tuple(target.shape):
+        raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
+    held = _aligned(source, target)
+    for local, values in zip(target._locals, held, strict=True):
+        local.copy_(values)
+    return target
+
+
+def _aligned(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
+    """Another tensor's values in the layout of `target`."""
+    if isinstance(source, ShardedTensor):
+        check_move(source, target._layout, "align")
+        return moved(source, target._layout, "align")[0]
+    own = target._layout.table.take(target._layout.rows_of(target._comm.rank))
+    blank = tuple(torch.empty(t.shape, dtype=source.dtype, device=source.device) for t in target._locals)
+    for slot, at, size, offset in zip(own.slots, own.local_offsets, own.sizes, own.offsets, strict=True):
+        place = tuple(slice(a, a + n) for a, n in zip(at.tolist(), size.tolist(), strict=True))
+        taken = tuple(slice(o, o + n) for o, n in zip(offset.tolist(), size.tolist(), strict=True))
+        blank[int(slot)][place] = source[taken]
+    return blank
+
+
+def _everywhere_true(comm: Comm, verdict: bool, label: str) -> bool:
+    return all(data == b"1" for data in comm.all_gather_bytes(b"1" if verdict else b"0", label=label))
+
+
+def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -> bool:
+    first, second = args[0], args[1]
+    if not isinstance(first, ShardedTensor):
+        first, second = second, first
+    if tuple(first.shape) != tuple(second.shape):
+        return False
+    held = _aligned(second, first) if first._layout.pending is None else None
+    if held is None:
+        raise UnsupportedOpError(f"{label} needs values, and a reduction is pending; redistribute first")
+    same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first._locals, held, strict=True))
+    return _everywhere_true(comm, same, label)
+
+
+@handler(torch.equal, Tensor.equal)
+def _equal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
+    """Whether two tensors of any layouts hold equal values; the same answer on every rank."""
+    return _compare(args, kwargs, comm, torch.equal, "equal")
+
+
+@handler(torch.allclose, Tensor.allclose)
+def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
+    """Whether two tensors of any layouts hold close values; the same answer on every rank."""
+    return _compare(args, kwargs, comm, torch.allclose, "allclose")
+
+
+@handler(torch.Tensor.contiguous)
+def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    tensor: ShardedTensor = args[0]
+    return wrap(
+        tensor._layout, tuple(t.contiguous() for t in tensor._locals), comm, dtype=tensor.dtype, anchor=tensor._anchor
+    )

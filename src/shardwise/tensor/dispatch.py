@@ -1,0 +1,78 @@
+"""Which code answers a torch function that meets a ShardedTensor?
+
+1. A user's own: `custom_sharded_op_impl`, then `custom_sharding_spec_op` of the tensor's spec.
+2. The table below, keyed by function object.
+3. Otherwise torch breaks the function down into operators, and these are looked up in the same table.
+4. What is in none of them is an error that names the function; nothing is gathered silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout
+from shardwise.tensor.custom_ops import find_custom_op, find_spec_op
+
+Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
+F = TypeVar("F", bound=Implementation)
+
+_TABLE: dict[Callable[..., Any], Implementation] = {}
+
+
+class UnsupportedOpError(RuntimeError):
+    """A function or operator that has no implementation for the layouts it met."""
+
+
+def handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
+    """Register an implementation `impl(types, args, kwargs, comm)` for torch functions or operators."""
+
+    def register(implementation: F) -> F:
+        for function in functions:
+            _TABLE[function] = implementation
+        return implementation
+
+    return register
+
+
+def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The ShardedTensors among arguments, in order."""
+    for leaf in pytree.tree_iter((args, dict(kwargs))):
+        if isinstance(getattr(leaf, "_layout", None), Layout):
+            yield leaf
+
+
+def call_function(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer a torch function."""
+    first = next(sharded_leaves(args, kwargs), None)
+    if first is not None:
+        group = first._comm.process_group or first._comm
+        own = find_custom_op(func) or find_spec_op(first._layout.spec, func)
+        if own is not None:
+            return own(types, args, kwargs, group)
+        known = _TABLE.get(func)
+        if known is not None:
+            return known(types, args, kwargs, first._comm)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def call_operator(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer an operator that a torch function was broken down into."""
+    known = _TABLE.get(func)
+    leaves = list(sharded_leaves(args, kwargs))
+    if known is not None and leaves:
+        return known(types, args, kwargs, leaves[0]._comm)
+    layouts = ", ".join(repr(leaf._layout.spec) for leaf in leaves)
+    raise UnsupportedOpError(
+        f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
+        "register an implementation with shardwise.custom_sharded_op_impl(function)"
+    )

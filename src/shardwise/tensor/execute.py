@@ -1,0 +1,204 @@
+"""How is a transfer carried out? Local copies, one exchange per round, and what arrives is put in place.
+
+1. Each step of each tensor gets fresh destination tensors.
+2. On every edge, large boxes travel on their own, straight from the source and into the destination where both lie in
+   one run of memory; small neighbours are packed into one message. Both sides cut an edge the same way, from the box
+   sizes alone.
+3. While messages travel, local copies are made. Then what arrived in buffers is unpacked, or combined by the
+   reduction in order of its terms.
+4. Several tensors share the exchanges: their messages to a rank follow each other.
+
+Sources are only read. If an exchange fails they are whole, and the destinations are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, Work
+from shardwise.geometry import Box
+from shardwise.tensor.parts import Message, rank_part
+from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
+from shardwise.transfer import Move, Step, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One tensor to move: the plan (whole, or this rank's part), this rank's source tensors, dtype and device."""
+
+    transfer: Transfer
+    sources: tuple[Tensor, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Running:
+    """Transfers under way; `wait()` completes them and gives each tensor's destination tensors."""
+
+    def __init__(self, jobs: Sequence[Job], comm: Comm, label: str) -> None:
+        self._progress = _run(jobs, comm, label)
+        self._work: Work | None = None
+        self._results: list[tuple[Tensor, ...]] | None = None
+        self._advance()
+
+    def _advance(self) -> None:
+        try:
+            self._work = next(self._progress)
+        except StopIteration as end:
+            self._results = end.value
+
+    def wait(self) -> list[tuple[Tensor, ...]]:
+        """The destination tensors of each job, in order."""
+        while self._results is None:
+            assert self._work is not None
+            self._work.wait()
+            self._advance()
+        return self._results
+
+
+def execute(
+    transfer: Transfer, sources: Sequence[Tensor], comm: Comm, dtype: torch.dtype, label: str
+) -> tuple[Tensor, ...]:
+    """Carry out one transfer on this rank and return its destination tensors."""
+    device = sources[0].device if sources else comm.device
+    return Running([Job(transfer, tuple(sources), dtype, device)], comm, label).wait()[0]
+
+
+def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    current = [job.sources for job in jobs]
+    for index in range(max((len(job.transfer.steps) for job in jobs), default=0)):
+        active = [i for i, job in enumerate(jobs) if index < len(job.transfer.steps)]
+        runs = [_StepRun(jobs[i].transfer.steps[index], comm.rank, current[i], jobs[i]) for i in active]
+        quiet = all(run.step.rounds == 0 and jobs[i].transfer.rank is None for i, run in zip(active, runs, strict=True))
+        for number in range(0 if quiet else max(1, *(run.step.rounds for run in runs))):
+            sends = _merged(run.outgoing(number) for run in runs)
+            receives = _merged(run.incoming(number) for run in runs)
+            work = comm.exchange(sends, receives, label=label)
+            if number == 0:
+                _start_locally(runs)
+            yield work
+            for run in runs:
+                run.settle()
+        if quiet:
+            _start_locally(runs)
+        for i, run in zip(active, runs, strict=True):
+            current[i] = run.finish()
+    return current
+
+
+def _start_locally(runs: Sequence[_StepRun]) -> None:
+    for run in runs:
+        run.copy_locally()
+
+
+def _merged(parts: Iterable[Mapping[int, list[Tensor]]]) -> dict[int, list[Tensor]]:
+    merged: dict[int, list[Tensor]] = {}
+    for part in parts:
+        for peer, tensors in part.items():
+            merged.setdefault(peer, []).extend(tensors)
+    return merged
+
+
+def view_of(tensor: Tensor, box: Box) -> Tensor:
+    """A box of a tensor as a view."""
+    return tensor if box.sizes == tensor.shape else tensor[box.slices]
+
+
+class _StepRun:
+    """One step of one tensor on this rank."""
+
+    def __init__(self, step: Step, rank: int, sources: tuple[Tensor, ...], job: Job) -> None:
+        self.step, self.sources, self.job = step, sources, job
+        self.part = rank_part(step, rank, job.dtype.itemsize)
+        dtype = accumulation_dtype(job.dtype) if self.part.reducing else job.dtype
+        self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
+        self.arrived: list[tuple[Tensor, Message]] = []
+
+    def outgoing(self, number: int) -> dict[int, list[Tensor]]:
+        """The messages this rank sends in a round, by peer."""
+        edges = self.part.sends.get(number, {})
+        return {peer: [self._pack(message) for message in cut] for peer, cut in edges.items()}
+
+    def _pack(self, message: Message) -> Tensor:
+        views = [view_of(self.sources[m.slot], m.box) for m in message]
+        if len(views) == 1:
+            return views[0].contiguous()
+        buffer = self._buffer(message)
+        position = 0
+        for view in views:
+            buffer[position : position + view.numel()].view(view.shape).copy_(view)
+            position += view.numel()
+        return buffer
+
+    def _buffer(self, message: Message) -> Tensor:
+        return torch.empty(sum(m.box.numel for m in message), dtype=self.job.dtype, device=self.job.device)
+
+    def incoming(self, number: int) -> dict[int, list[Tensor]]:
+        """Where this rank receives in a round, by peer: destination memory where it is one run, else buffers."""
+        places: dict[int, list[Tensor]] = {}
+        for peer, cut in self.part.receives.get(number, {}).items():
+            for message in cut:
+                place = self._place(message)
+                if place is None:
+                    place = self._buffer(message)
+                    self.arrived.append((place, message))
+                places.setdefault(peer, []).append(place)
+        return places
+
+    def _place(self, message: Message) -> Tensor | None:
+        if len(message) != 1 or self.part.reducing:
+            return None
+        view = view_of(self.targets[message[0].slot], message[0].box)
+        return view if view.is_contiguous() else None
+
+    def copy_locally(self) -> None:
+        """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
+        for slot, box in self.part.fills:
+            view_of(self.targets[slot], box).fill_(identity(self.step.op or "sum", self.job.dtype))
+        own = sum(c.dst_box.numel for c in self.part.copies)
+        if self.part.reducing and own != sum(t.numel() for t in self.targets):
+            for target in self.targets:
+                target.fill_(identity(self.step.op or "sum", target.dtype))
+            for copy in self.part.copies:
+                self._combine(
+                    view_of(self.targets[copy.dst_slot], copy.dst_box), self._source_of(copy.src_slot, copy.src_box)
+                )
+            return
+        for copy in self.part.copies:
+            view_of(self.targets[copy.dst_slot], copy.dst_box).copy_(self._source_of(copy.src_slot, copy.src_box))
+
+    def _source_of(self, slot: int, box: Box) -> Tensor:
+        return view_of(self.sources[slot], box)
+
+    def settle(self) -> None:
+        """Put in place what arrived in buffers, in order of terms."""
+        parts = [(move, part) for buffer, message in self.arrived for move, part in _cut(buffer, message)]
+        for move, part in sorted(parts, key=lambda pair: pair[0].term):
+            target = view_of(self.targets[move.slot], move.box)
+            if self.part.reducing:
+                self._combine(target, part)
+            else:
+                target.copy_(part)
+        self.arrived.clear()
+
+    def _combine(self, target: Tensor, part: Tensor) -> None:
+        combine(self.step.op or "sum", target, part)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The destination tensors, scaled and in the tensor's dtype."""
+        for target in self.targets:
+            rescale(target, self.step.scale)
+        return tuple(t.to(self.job.dtype) for t in self.targets)
+
+
+def _cut(buffer: Tensor, message: Message) -> list[tuple[Move, Tensor]]:
+    """The parts of a packed message, each in its box's shape."""
+    parts, position = [], 0
+    for move in message:
+        parts.append((move, buffer.reshape(-1)[position : position + move.box.numel].view(move.box.sizes)))
+        position += move.box.numel
+    return parts

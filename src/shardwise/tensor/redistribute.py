@@ -1,0 +1,174 @@
+"""Making and moving ShardedTensors: from a whole tensor, from local tensors, and many at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, DisagreementError, agree
+from shardwise.geometry import Layout, LayoutError, ShardingSpec
+from shardwise.tensor.comms import comm_for
+from shardwise.tensor.handles import Handle
+from shardwise.tensor.moves import everywhere, is_recorded, moved, on_one_rank, start, target_layout, text_of
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def shard(
+    tensor: Tensor | None, spec: ShardingSpec | Layout, src_rank: int | None = 0, *, comm: Any = None
+) -> ShardedTensor:
+    """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
+
+    Other ranks than the source may pass None. Differentiable: gradients go back to the source.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import GridSpec
+    >>> def body(comm):
+    ...     x = shard(torch.arange(4) if comm.rank == 1 else None, GridSpec([(1, 3)], [0, 1]), src_rank=1)
+    ...     return x.local_tensor().tolist()
+    >>> run_local(body, 2)
+    [[0], [1, 2, 3]]
+    """
+    comm = comm_for(comm)
+    given = _agreed_source(tensor, spec, src_rank, comm)
+    shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"])
+    dst = spec if isinstance(spec, Layout) else spec.layout(shape)
+    held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
+    anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if given["grad"] and not held else None
+    src = everywhere(shape, comm.ranks) if src_rank is None else on_one_rank(shape, src_rank)
+    locals_, anchor = moved(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
+    return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
+
+
+def _agreed_source(
+    tensor: Tensor | None, spec: ShardingSpec | Layout, src_rank: int | None, comm: Comm
+) -> dict[str, Any]:
+    """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
+    own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
+    if tensor is not None:
+        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        own["grad"] = tensor.requires_grad and torch.is_grad_enabled()
+        own |= _laid_out(spec, tuple(tensor.shape), comm)
+    if src_rank is not None and src_rank not in comm.ranks:
+        own["problem"] = f"src_rank {src_rank} is not among the comm's ranks {list(comm.ranks)}"
+    elif tensor is None and src_rank in (None, comm.rank):
+        own["problem"] = f"this rank has the data (src_rank={src_rank}) but passes no tensor"
+    everyone = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="shard")]
+    _check_sources(dict(zip(comm.ranks, everyone, strict=True)))
+    source = everyone[0 if src_rank is None else comm.ranks.index(src_rank)]
+    if tensor is None:
+        own |= _laid_out(spec, tuple(source["shape"]), comm)
+    return dict(source)
+
+
+def _laid_out(spec: ShardingSpec | Layout, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
+    """The layout as text, or why the spec does not lay out this shape."""
+    try:
+        layout = spec if isinstance(spec, Layout) else spec.layout(shape)
+    except ValueError as error:
+        return {"problem": str(error)}
+    outside = sorted(set(layout.ranks) - set(comm.ranks))
+    if outside:
+        return {"problem": f"the spec names ranks {outside}, which are not among the comm's ranks {list(comm.ranks)}"}
+    return {"spec": text_of(layout)}
+
+
+def _check_sources(everyone: dict[int, dict[str, Any]]) -> None:
+    problems = [f"rank {rank}: {given['problem']}" for rank, given in everyone.items() if given["problem"]]
+    if problems:
+        raise DisagreementError(f"'shard': {'; '.join(problems)}")
+    for field in ("src_rank", "shape", "dtype", "spec"):
+        values: dict[str, list[int]] = {}
+        for rank, given in everyone.items():
+            if field in given:
+                values.setdefault(str(given[field]), []).append(rank)
+        if len(values) > 1:
+            found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
+            raise DisagreementError(f"'shard': the ranks give different {field}s: {found}; give the same on every rank")
+
+
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: Layout | ShardingSpec,
+    shape: Sequence[int] | None = None,
+    *,
+    comm: Any = None,
+) -> ShardedTensor:
+    """A ShardedTensor over existing local tensors, without a copy; they stay on the tape.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from_local(torch.ones(2, 3), ChunkSpec(0, 1), (2, 3)).full().sum().item()
+    6.0
+    """
+    comm = comm_for(comm)
+    held = (local_tensors,) if isinstance(local_tensors, Tensor) else tuple(local_tensors)
+    where, problem = _local_layout(layout, shape)
+    problem = problem or _local_problem(held, where, comm)
+    known = {str(t.dtype) for t in held}
+    asked: dict[str, Any] = {"layout": text_of(where) if problem is None else None}
+    agree(comm, asked, label="from_local", problem=problem)
+    dtypes = [d.decode() for d in comm.all_gather_bytes(",".join(sorted(known)).encode(), label="from_local") if d]
+    if len(set(dtypes)) > 1:
+        raise DisagreementError(
+            f"'from_local': the ranks hold different dtypes: {sorted(set(dtypes))}; convert them first"
+        )
+    dtype = getattr(torch, dtypes[0].removeprefix("torch.")) if dtypes else torch.get_default_dtype()
+    return wrap(where, held, comm, dtype=dtype)
+
+
+def _local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
+    if isinstance(layout, Layout):
+        return layout, None
+    try:
+        if shape is None:
+            raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
+        return layout.layout(shape), None
+    except ValueError as error:
+        return on_one_rank((), 0), str(error)
+
+
+def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
+    outside = sorted(set(layout.ranks) - set(comm.ranks))
+    if outside:
+        return f"the layout names ranks {outside}, which are not among the comm's ranks {list(comm.ranks)}"
+    shapes = layout.local_shapes(comm.rank)
+    found = tuple(tuple(t.shape) for t in held)
+    if found != shapes:
+        return f"the layout gives this rank local tensors of shapes {list(shapes)}, got {list(found)}"
+    if len({(t.dtype, t.device) for t in held}) > 1:
+        return f"local tensors have one dtype and device, got {sorted({f'{t.dtype} on {t.device}' for t in held})}"
+    return None
+
+
+def redistribute_many(
+    tensors: Sequence[ShardedTensor],
+    targets: Sequence[Any],
+    *,
+    async_op: bool = False,
+    max_buffer_bytes: int | None = None,
+) -> Any:
+    """Move many tensors at once: their messages share the exchanges. Returns the new tensors, in order.
+
+    With `async_op`, a Handle whose `wait()` gives them. Where gradients are recorded the tensors move one by one.
+    """
+    label = "redistribute_many"
+    if len(tensors) != len(targets):
+        raise ValueError(f"{label}: {len(tensors)} tensors need as many targets, got {len(targets)}")
+    if not tensors:
+        return []
+    if any(t._comm is not tensors[0]._comm for t in tensors):
+        raise ValueError(f"{label}: all tensors share one comm; move those of other comms on their own")
+    dsts = [target_layout(t._layout, target) for t, target in zip(tensors, targets, strict=True)]
+    moves = [f"{t.dtype} {text_of(t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=True)]
+    agree(tensors[0]._comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label)
+    if not async_op and any(is_recorded(t) for t in tensors):
+        return [t._like(dst, *moved(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
+    running = start(tensors, dsts, label, max_buffer_bytes)
+
+    def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
+        return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
+
+    return Handle(running, finish) if async_op else finish(running.wait())

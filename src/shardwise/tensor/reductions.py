@@ -1,0 +1,74 @@
+"""The arithmetic of pending reductions on local tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION_BYTES = 2
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms are combined: float32 for floats of 2 bytes and less.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.int64)
+    (torch.float32, torch.int64)
+    """
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= LOW_PRECISION_BYTES else dtype
+
+
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that changes nothing when it is combined.
+
+    >>> identity("sum", torch.float32), identity("max", torch.int8), identity("min", torch.float64)
+    (0, -128, inf)
+    """
+    if op in ("sum", "product"):
+        return int(op == "product")
+    sign = 1 if op == "min" else -1
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return sign * (float("inf") if not _is_finite_only(dtype) else torch.finfo(dtype).max)
+    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min
+
+
+def _is_finite_only(dtype: torch.dtype) -> bool:
+    """Whether a dtype has no infinity."""
+    return dtype.itemsize == 1 and dtype != torch.float8_e5m2
+
+
+def combine(op: str, target: Tensor, part: Tensor) -> None:
+    """Combine a term into the target, in place."""
+    if part.dtype != target.dtype:
+        part = part.to(target.dtype)
+    if op == "sum":
+        target.add_(part)
+    elif op == "product":
+        target.mul_(part)
+    else:
+        (torch.minimum if op == "min" else torch.maximum)(target, part, out=target)
+
+
+def rescale(target: Tensor, scale: tuple[int, int]) -> None:
+    """Multiply by a fraction, in place; `check_reducible` has refused what it cannot do."""
+    if scale == (1, 1):
+        return
+    if scale[0] != 1:
+        target.mul_(scale[0])
+    if scale[1] != 1:
+        target.div_(scale[1])
+
+
+def check_reducible(op: str, divisor: int, dtype: torch.dtype) -> None:
+    """Raise unless this kind of reduction can be done on this dtype."""
+    if dtype == torch.bool and op in ("sum", "product"):
+        raise ValueError(
+            f"a pending {op} of bool values is not defined; use Partial('max') for any, Partial('min') for all"
+        )
+    if dtype.is_complex and op in ("min", "max"):
+        raise ValueError(f"a pending {op} of complex values ({dtype}) is not defined; use Partial('sum')")
+    if divisor != 1 and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(
+            f"a pending average of {dtype} values does not stay in {dtype}; convert to a floating dtype first"
+        )

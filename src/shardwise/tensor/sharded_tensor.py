@@ -1,0 +1,490 @@
+"""The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
+
+The ShardedTensor is not on the autograd tape: its local tensors are. `requires_grad`, `grad`, `is_leaf` and
+`backward` are answered from them. What moves data is in `moves.py`; this file offers it as methods.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Box, Layout, Placement, ShardingSpec, format_layout
+from shardwise.tensor import pickling, rrefs
+from shardwise.tensor.allocate import allocate
+from shardwise.tensor.autograd import dual, on_tape
+from shardwise.tensor.comms import comm_for
+from shardwise.tensor.dispatch import call_function, call_operator
+from shardwise.tensor.execute import view_of
+from shardwise.tensor.handles import Handle
+from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout
+from shardwise.tensor.placement_specs import metadata_of, spec_on_device
+from shardwise.tensor.shard import Shard
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def flat_size(size: Sequence[Any]) -> tuple[int, ...]:
+    """A size given as numbers or as one sequence of numbers."""
+    numbers = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    for number in numbers:
+        if not isinstance(number, int):
+            raise TypeError(f"size has to be a sequence of ints, found: {list(numbers)}")
+    return numbers
+
+
+def wrap(
+    layout: Layout,
+    locals_: tuple[Tensor, ...],
+    comm: Comm,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    anchor: Tensor | None = None,
+) -> ShardedTensor:
+    """A ShardedTensor over these local tensors, unchecked; dtype and device count where this rank has none."""
+    known = locals_[0] if locals_ else None
+    tensor: ShardedTensor = Tensor._make_wrapper_subclass(
+        ShardedTensor,
+        layout.shape,
+        dtype=dtype if known is None else known.dtype,
+        device=(device or comm.device) if known is None else known.device,
+    )
+    tensor._layout = layout
+    tensor._locals = locals_
+    tensor._comm = comm
+    tensor._anchor = anchor
+    return tensor
+
+
+class ShardedTensor(Tensor):
+    """A tensor whose pieces lie on many ranks.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor import shard
+    >>> def body(comm):
+    ...     x = shard(torch.arange(6.0).reshape(3, 2), ChunkSpec(0, 2))
+    ...     return x.redistribute(ChunkSpec(1, 2)).local_tensor().tolist()
+    >>> run_local(body, 2)
+    [[[0.0], [2.0], [4.0]], [[1.0], [3.0], [5.0]]]
+    """
+
+    _layout: Layout
+    _locals: tuple[Tensor, ...]
+    _comm: Comm
+    _anchor: Tensor | None
+    _init_rrefs: bool = False
+    _sharded_tensor_id: int | None = None
+    _remote_shards: dict[int, list[Any]]
+
+    ProcessGroupState = pickling.ProcessGroupState
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedTensor],
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: dist.ProcessGroup | Comm | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        if not isinstance(sharding_spec, ShardingSpec):
+            raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
+        if layout != torch.strided:
+            raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
+        if memory_format != torch.contiguous_format:
+            raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, got {memory_format}")
+        comm = comm_for(process_group)
+        dtype = dtype or torch.get_default_dtype()
+        where = sharding_spec.layout(flat_size(size))
+        _check_ranks(where, comm)
+        tensor = wrap(where, allocate(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype)
+        tensor.requires_grad_(requires_grad)
+        return tensor._with_rrefs(init_rrefs)
+
+    def _with_rrefs(self, init_rrefs: bool) -> ShardedTensor:
+        self._init_rrefs = init_rrefs
+        if init_rrefs:
+            rrefs.register(self)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    # What is where
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]  # the native answer; torch's is always strided
+        """Which rank holds which boxes."""
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...] | None:
+        """What each mesh axis does, or None for layouts without a mesh."""
+        return getattr(self._layout.spec, "placements", None) if hasattr(self._layout.spec, "mesh") else None
+
+    @property
+    def comm(self) -> Comm:
+        """Through what this tensor's ranks talk."""
+        return self._comm
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec that this tensor was laid out by."""
+        return self._layout.spec
+
+    def local_tensors(self) -> tuple[Tensor, ...]:
+        """This rank's local tensors, on the tape: none, one or many."""
+        return self._locals
+
+    def local_tensor(self) -> Tensor:
+        """This rank's only local tensor."""
+        if len(self._locals) != 1:
+            raise NotImplementedError(
+                f"Only single local shard is supported by local_tensor(). Number of shards: {len(self._locals)}; "
+                "use local_tensors() or local_shards()"
+            )
+        return self._locals[0]
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's pieces with their metadata; the tensors are views of the local tensors."""
+        if "_shards" not in self.__dict__:
+            self.__dict__["_shards"] = self._make_shards()
+        shards: list[Shard] = self.__dict__["_shards"]
+        return shards
+
+    def _make_shards(self) -> list[Shard]:
+        rows = self._layout.rows_of(self._comm.rank)
+        own = self._layout.table.take(rows)
+        described = self.metadata().shards_metadata
+        boxes = [Box(tuple(o), tuple(s)) for o, s in zip(own.local_offsets.tolist(), own.sizes.tolist(), strict=True)]
+        tensors = [view_of(self._locals[slot], box) for slot, box in zip(own.slots.tolist(), boxes, strict=True)]
+        return [Shard(t, described[row]) for t, row in zip(tensors, rows.tolist(), strict=True)]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """The metadata of all pieces on all ranks."""
+        if "_described" not in self.__dict__:
+            properties = TensorProperties(
+                dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned()
+            )
+            self.__dict__["_described"] = metadata_of(self._layout, properties, self.device)
+        described: ShardedTensorMetadata = self.__dict__["_described"]
+        return described
+
+    def shard_size(self) -> torch.Size:
+        """The global shape."""
+        return self.shape
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """RRefs to the shards of other ranks, by RPC rank; needs `init_rrefs=True`."""
+        return rrefs.remote_shards(self)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether the local tensors lie in pinned memory."""
+        return bool(self._locals) and all(t.is_pinned() for t in self._locals)
+
+    @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        return self.metadata()
+
+    @property
+    def _local_shards(self) -> list[Shard]:
+        return self.local_shards()
+
+    @property
+    def _sharding_spec(self) -> ShardingSpec:
+        return self.sharding_spec()
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return self._comm.process_group
+
+    def _get_preferred_device(self) -> torch.device:
+        return self._comm.device
+
+    # Moving
+
+    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> ShardedTensor:
+        return wrap(layout, locals_, self._comm, dtype=self.dtype, device=self.device, anchor=anchor)
+
+    def redistribute(
+        self, target: Any, *, async_op: bool = False, max_buffer_bytes: int | None = None, label: str = "redistribute"
+    ) -> Any:
+        """The same values in another layout, as a new tensor; differentiable.
+
+        `target` is a spec, a Layout, placements on this tensor's mesh, or such placements in notation ("S(0), R"). With
+        `async_op`, a Handle whose `wait()` gives the tensor (outside of autograd).
+        """
+        problem = dst = None
+        try:
+            dst = target_layout(self._layout, target)
+        except ValueError as error:
+            problem = str(error)
+        check_move(self, dst or self._layout, label, {"max_buffer_bytes": max_buffer_bytes}, problem)
+        assert dst is not None
+        if async_op:
+            running = start([self], [dst], label, max_buffer_bytes)
+            return Handle(running, lambda results: self._like(dst, results[0]))
+        return self._like(dst, *moved(self, dst, label, max_buffer_bytes))
+
+    def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
+        """The whole tensor, on every rank of the comm; differentiable."""
+        dst = everywhere(tuple(self.shape), self._comm.ranks)
+        check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
+        return moved(self, dst, "full", max_buffer_bytes)[0][0]
+
+    def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        max_buffer_bytes: int | None = None,
+    ) -> Tensor | None:
+        """The whole tensor on rank `dst` (a global rank), exact in every dtype; `out` is filled if it is given.
+
+        Other ranks get None; where gradients are recorded they get a tensor without elements that is on the tape, so
+        that every rank can call backward.
+        """
+        if enforce_dtype:
+            warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
+        problem = self._gather_problem(dst, out)
+        layout = on_one_rank(tuple(self.shape), dst if problem is None else self._comm.ranks[0])
+        asked = {"dst": dst, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
+        check_move(self, layout, "gather", asked, problem)
+        locals_, anchor = moved(self, layout, "gather", max_buffer_bytes)
+        if self._comm.rank != dst:
+            return anchor
+        result = locals_[0] if dtype is None else locals_[0].to(dtype)
+        return result if out is None else out.copy_(result)
+
+    def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
+        if dst not in self._comm.ranks:
+            return f"gather to rank {dst}, which is not among the comm's ranks {list(self._comm.ranks)}"
+        if out is None:
+            return None
+        if self._comm.rank != dst:
+            return f"Argument ``out`` must NOT be specified on non-destination ranks; dst is {dst}"
+        if tuple(out.shape) != tuple(self.shape):
+            return f"Argument ``out`` has size {tuple(out.shape)}, but should be {tuple(self.shape)}"
+        return None
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """This very tensor, moved to another spec in place; `redistribute` gives a new tensor instead."""
+        if not isinstance(resharding_spec, ShardingSpec):
+            raise ValueError(f"reshard takes a ShardingSpec, got {type(resharding_spec)}")
+        with torch.no_grad():
+            new: ShardedTensor = self.redistribute(resharding_spec, label="reshard")
+        keep = self.requires_grad
+        self._layout, self._locals, self._anchor = new._layout, tuple(t.detach() for t in new._locals), None
+        self._forget()
+        self.requires_grad_(keep)
+        return self
+
+    def _forget(self) -> None:
+        """Drop what was derived from the local tensors."""
+        self.__dict__.pop("_shards", None)
+        self.__dict__.pop("_described", None)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable."""
+        group = kwargs.pop("process_group", None)
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        moved_probe = probe.to(*args, **kwargs)
+        same = moved_probe.dtype == self.dtype and moved_probe.device == self.device and not kwargs.get("copy", False)
+        if same and group is None:
+            return self
+        locals_ = tuple(t.to(*args, **kwargs) for t in self._locals)
+        anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
+        comm = self._comm if group is None else comm_for(group)
+        where = spec_on_device(self._layout.spec, moved_probe.device).layout(self._layout.shape)
+        return wrap(where, locals_, comm, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor)
+
+    def cpu(
+        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
+    ) -> ShardedTensor:
+        """This tensor with its local tensors in CPU memory."""
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> ShardedTensor:
+        """This tensor with its local tensors on this rank's current GPU."""
+        place = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        return self.to(place, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+
+    # Gradients
+
+    def _on_tape(self) -> tuple[Tensor, ...]:
+        return on_tape(self._locals, self._anchor, self.dtype, self.device)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on this tensor are recorded."""
+        return any(t.requires_grad for t in self._on_tape())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """Record operations on this tensor, or stop doing so; in place."""
+        if not self._locals and requires_grad and self._anchor is None:
+            self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
+        for tensor in self._on_tape():
+            tensor.requires_grad_(requires_grad)
+        self._forget()
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # answered from the local tensors
+        """Whether this tensor was not computed from others on the tape."""
+        return all(t.is_leaf for t in self._on_tape())
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # answered from the local tensors
+        """The tape's node of the first local tensor."""
+        return self._on_tape()[0].grad_fn
+
+    @property  # type: ignore[override]  # a ShardedTensor, not just a Tensor
+    def grad(self) -> ShardedTensor | None:
+        """The gradient, a ShardedTensor in the dual layout (a pending sum has a replicated gradient), or None."""
+        grads = tuple(t.grad for t in self._on_tape())
+        if any(g is None for g in grads):
+            return None
+        return self._like(dual(self._layout), tuple(g for g in grads if g is not None) if self._locals else ())
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            for tensor in self._on_tape():
+                tensor.grad = None
+            return
+        if not isinstance(value, ShardedTensor) or value._layout != dual(self._layout):
+            found = format_layout(value._layout) if isinstance(value, ShardedTensor) else type(value).__name__
+            raise ValueError(
+                f"the gradient has the layout {format_layout(dual(self._layout))}, got {found}; redistribute it"
+            )
+        for tensor, grad in zip(self._locals, value._locals, strict=True):
+            tensor.grad = grad
+
+    def backward(  # type: ignore[override]  # fewer arguments than torch's: no inputs
+        self,
+        gradient: ShardedTensor | Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
+        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph)
+
+    def _seed(self, gradient: ShardedTensor | Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of the local tensors that a gradient of the whole means."""
+        divisor = self._layout.pending.divisor if self._layout.pending else 1
+        if gradient is None:
+            if self.numel() != 1:
+                raise RuntimeError(
+                    f"grad can be implicitly created only for scalar outputs; this has shape {tuple(self.shape)}"
+                )
+            return tuple(torch.full_like(t, 1.0 / divisor) for t in self._on_tape())
+        if not isinstance(gradient, ShardedTensor):
+            gradient = wrap(everywhere(tuple(self.shape), self._comm.ranks), (gradient,), self._comm)
+        held = gradient.redistribute(dual(self._layout), label="backward")._locals
+        return tuple(t / divisor for t in held) if self._locals else tuple(torch.zeros_like(t) for t in self._on_tape())
+
+    def register_hook(self, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> Any:
+        """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
+        tape = self._on_tape()
+        if len(tape) != 1:
+            raise NotImplementedError(
+                f"register_hook needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
+            )
+
+        def on_local(grad: Tensor) -> Tensor | None:
+            changed = hook(self._like(dual(self._layout), (grad,) if self._locals else ()))
+            return changed._locals[0] if changed is not None and self._locals else None
+
+        return tape[0].register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def retain_grad(self) -> None:
+        """Keep the gradient although this is not a leaf."""
+        for tensor in self._on_tape():
+            tensor.retain_grad()
+
+    def detach(self) -> ShardedTensor:
+        """The same values off the tape; the local tensors share their memory."""
+        return self._like(self._layout, tuple(t.detach() for t in self._locals))
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:  # type: ignore[override]  # ours
+        """A copy; differentiable."""
+        anchor = None if self._anchor is None else self._anchor.clone()
+        return self._like(self._layout, tuple(t.clone(memory_format=memory_format) for t in self._locals), anchor)
+
+    # Being a tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return call_function(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return call_operator(func, types, args, kwargs or {})
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # data is never printed
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        held = ", ".join(str(tuple(t.shape)) for t in self._locals) or "nothing"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"ShardedTensor({dtype}, {self._layout!r}, rank {self._comm.rank} holds {held}{grad})"
+
+    def __copy__(self) -> ShardedTensor:
+        return pickling.shallow_copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        return pickling.deep_copy(self, memo)
+
+    def __getstate__(self) -> Any:
+        return pickling.get_state(self)
+
+    def __setstate__(self, state: Any) -> None:
+        pickling.set_state(self, state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pickling.reduce(self)
+
+
+def _check_ranks(layout: Layout, comm: Comm) -> None:
+    outside = sorted(set(layout.ranks) - set(comm.ranks))
+    if outside:
+        raise ValueError(
+            f"Global rank {outside[0]} does not exist in input process group: it has the ranks {list(comm.ranks)}"
+        )
