@@ -37,6 +37,9 @@ def _candidates(shape: tuple[int, ...], table: PieceTable) -> list[ShardingSpec]
     if grid is None:
         return []
     sizes, owners = grid
+    copies = np.sort(owners, axis=-1)
+    if (copies[..., 1:] == copies[..., :-1]).any():
+        return []
     found: list[ShardingSpec] = []
     cut = [d for d, s in enumerate(sizes) if len(s) > 1]
     if owners.shape[-1] == 1:
