@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
@@ -23,6 +22,7 @@ from shardwise.geometry.layout import check_shape, checked_columns
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.pieces import PieceTable, table_from_boxes
 from shardwise.geometry.splits import chunk_sizes
+from shardwise.tensor.comms import Group
 from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.tensor.metadata_checks import check_no_overlap, check_same_ndim, check_tiles, columns_of
 from shardwise.tensor.remote_devices import on_device, rank_of
@@ -58,7 +58,7 @@ class PlacementShardingSpec(ShardingSpec):
         """Return all shards of a tensor of this size."""
 
     @abstractmethod
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
 
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -76,7 +76,7 @@ class PlacementShardingSpec(ShardingSpec):
 class Scatter:
     """How `spec.shard` makes a ShardedTensor: filled by the module that defines it, which imports this one."""
 
-    run: Callable[[torch.Tensor, ShardingSpec, int, dist.ProcessGroup | None], Any]
+    run: Callable[[torch.Tensor, ShardingSpec, int, Group | None], Any]
 
 
 def table_of(shards: Sequence[ShardMetadata], shape: tuple[int, ...]) -> PieceTable:
@@ -154,7 +154,7 @@ class ChunkShardingSpec(PlacementShardingSpec):
             start += length
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
         return Scatter.run(tensor, self, src_rank, process_group)
 
@@ -184,7 +184,7 @@ class EnumerableShardingSpec(PlacementShardingSpec):
         check_tiles(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
         return Scatter.run(tensor, self, src_rank, process_group)
 

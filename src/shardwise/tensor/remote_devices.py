@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.remote_device import _remote_device
 
@@ -43,3 +46,21 @@ def on_device(placement: _remote_device | None, device: torch.device | str) -> _
     """
     name = placement.worker_name() if placement is not None else None
     return _remote_device(f"{name}/{device}" if name is not None else f"rank:{rank_of(placement)}/{device}")
+
+
+def rank_and_device(process_group: Any, placement: _remote_device | None) -> tuple[int | None, torch.device]:
+    """Return the rank and device of a placement, checked to be in a process group of which this rank is a member.
+
+    >>> rank_and_device(None, _remote_device("rank:3/cpu"))
+    (3, device(type='cpu'))
+    """
+    if placement is None:
+        raise ValueError("remote device is None; give each shard a placement such as 'rank:0/cpu'")
+    if placement.worker_name() is not None:
+        return rank_of(placement), placement.device()
+    rank = placement.rank()
+    if rank is not None and dist.is_initialized() and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+        members = dist.get_process_group_ranks(process_group)
+        if rank not in members:
+            raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
+    return rank, placement.device()

@@ -1,0 +1,14 @@
+"""The names of `torch.distributed._shard`, module by module."""
+
+from shardwise.compat._shard import sharded_tensor as sharded_tensor
+from shardwise.compat._shard import sharding_spec as sharding_spec
+from shardwise.compat._shard.api import _shard_tensor, load_with_process_group, shard_module, shard_parameter
+
+__all__ = [
+    "_shard_tensor",
+    "load_with_process_group",
+    "shard_module",
+    "shard_parameter",
+    "sharded_tensor",
+    "sharding_spec",
+]

@@ -1,0 +1,5 @@
+"""The names of `torch.distributed._shard.metadata`."""
+
+from shardwise.tensor.metadata import ShardMetadata
+
+__all__ = ["ShardMetadata"]

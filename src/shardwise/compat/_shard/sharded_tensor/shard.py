@@ -1,0 +1,5 @@
+"""The names of `torch.distributed._shard.sharded_tensor.shard`."""
+
+from shardwise.tensor.shard import Shard
+
+__all__ = ["Shard"]

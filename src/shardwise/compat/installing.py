@@ -1,0 +1,172 @@
+"""Put `shardwise.compat._shard` in the place of `torch.distributed._shard`, for code that imports torch's path.
+
+1. `sys.modules` gets our modules under torch's names, so that later imports find them; torch's own are set aside.
+2. Modules that imported torch's classes and functions before hold them under names of their own. Every attribute of a
+   module of the chosen packages that *is* such an object is set to ours of the same name.
+3. Every change is written down and undone by `uninstall()`. Modules that were first imported in between hold our
+   objects: those are set to torch's then.
+
+torch's package is looked up in `sys.modules`, never imported, except to give it back to modules of step 3.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any
+
+TORCH = "torch.distributed._shard"
+OURS = "shardwise.compat._shard"
+PACKAGES = ("torch", "torchrec")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One name that was set anew, and what it was before."""
+
+    names: MutableMapping[str, Any]
+    name: str
+    before: object
+
+    def undo(self) -> None:
+        if self.before is _ABSENT:
+            self.names.pop(self.name, None)
+        else:
+            self.names[self.name] = self.before
+
+
+@dataclass
+class _Patch:
+    """All changes of one installation."""
+
+    packages: tuple[str, ...]
+    changes: list[_Change] = field(default_factory=list)
+
+    def set(self, names: MutableMapping[str, Any], name: str, value: object) -> None:
+        self.changes.append(_Change(names, name, names.get(name, _ABSENT)))
+        names[name] = value
+
+    def remove(self, names: MutableMapping[str, Any], name: str) -> None:
+        self.changes.append(_Change(names, name, names.pop(name, _ABSENT)))
+
+    def undo(self) -> None:
+        for change in reversed(self.changes):
+            change.undo()
+        self.changes.clear()
+
+
+_installed: list[_Patch] = []
+
+
+class Installation:
+    """What `install()` returns: leave it alone, or use it in a `with` block that undoes it at the end."""
+
+    def __init__(self, owns: bool) -> None:
+        self._owns = owns
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._owns:
+            uninstall()
+
+
+def install(packages: Sequence[str] = PACKAGES) -> Installation:
+    """Let code that imports `torch.distributed._shard` get Shardwise: FSDP, torch.distributed.checkpoint, TorchRec.
+
+    `packages` are those whose loaded modules are searched for names that were imported before. A second call does
+    nothing. Tensors made before stay what they are.
+
+    >>> import importlib
+    >>> with install():
+    ...     importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor.__module__
+    'shardwise.tensor.sharded_tensor'
+    """
+    if _installed:
+        return Installation(owns=False)
+    patch = _Patch(tuple(packages))
+    mirrors = mirror_modules()
+    torchs = {name: module for name, module in sys.modules.items() if _inside(name, TORCH)}
+    swaps = {id(theirs): ours for theirs, ours in _pairs(torchs, mirrors)}
+    for names, name, value in _attributes(patch.packages):
+        if id(value) in swaps:
+            patch.set(names, name, swaps[id(value)])
+    for name in torchs:
+        patch.remove(sys.modules, name)
+    for name, module in mirrors.items():
+        patch.set(sys.modules, name, module)
+    parent, _, last = TORCH.rpartition(".")
+    patch.set(vars(importlib.import_module(parent)), last, mirrors[TORCH])
+    _installed.append(patch)
+    return Installation(owns=True)
+
+
+def uninstall() -> None:
+    """Undo `install()`; without one, do nothing.
+
+    >>> uninstall()
+    """
+    if not _installed:
+        return
+    patch = _installed.pop()
+    patch.undo()
+    _give_back(patch.packages)
+
+
+def mirror_modules() -> dict[str, ModuleType]:
+    """Return our modules by the names of torch's that they stand for."""
+    root = importlib.import_module(OURS)
+    found = [info.name for info in pkgutil.walk_packages(root.__path__, OURS + ".")]
+    modules = {name: importlib.import_module(name) for name in (OURS, *found)}
+    return {TORCH + name.removeprefix(OURS): module for name, module in modules.items()}
+
+
+def _pairs(torchs: Mapping[str, ModuleType], mirrors: Mapping[str, ModuleType]) -> Iterator[tuple[object, object]]:
+    """Yield torch's modules, classes and functions, each with ours."""
+    for name, module in torchs.items():
+        if name in mirrors:
+            yield module, mirrors[name]
+            for attribute, ours in _public(mirrors[name]):
+                theirs = vars(module).get(attribute)
+                if isinstance(theirs, type | FunctionType) and _inside(theirs.__module__, TORCH):
+                    yield theirs, ours
+
+
+def _public(module: ModuleType) -> list[tuple[str, object]]:
+    return [(name, getattr(module, name)) for name in module.__all__]
+
+
+def _attributes(packages: Sequence[str]) -> list[tuple[dict[str, Any], str, object]]:
+    """Return the attributes of all loaded modules of some packages, torch's own shard package left out."""
+    modules = {
+        id(module): module
+        for name, module in list(sys.modules.items())
+        if hasattr(module, "__dict__") and any(_inside(name, p) for p in packages) and not _inside(name, TORCH)
+    }
+    return [(vars(module), name, value) for module in modules.values() for name, value in list(vars(module).items())]
+
+
+def _give_back(packages: Sequence[str]) -> None:
+    """Set to torch's what modules that were imported in between hold of ours."""
+    origins: dict[int, list[tuple[str, str | None]]] = {}
+    for name, module in mirror_modules().items():
+        origins.setdefault(id(module), []).append((name, None))
+        for attribute, ours in _public(module):
+            if isinstance(ours, type | FunctionType):
+                origins.setdefault(id(ours), []).append((name, attribute))
+    for names, name, value in _attributes(packages):
+        if id(value) in origins:
+            places = origins[id(value)]
+            place, part = next((p for p in places if p[1] == name), places[0])
+            theirs = importlib.import_module(place)
+            names[name] = theirs if part is None else getattr(theirs, part)
+
+
+def _inside(name: str | None, package: str) -> bool:
+    return name is not None and (name == package or name.startswith(package + "."))

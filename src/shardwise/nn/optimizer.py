@@ -1,0 +1,187 @@
+"""An optimizer over the local tensors of sharded parameters, whose state is saved and loaded by parameter name.
+
+State that has its parameter's shape (momenta, averages) is itself a ShardedTensor of the parameter's layout: it is
+checkpointed and laid out anew like the parameter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+Options: TypeAlias = dict[str, Any]
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, nn.Parameter | ShardedTensor]]:
+    """Yield the parameters of a module and the ShardedTensors among its plain attributes, each once, by name.
+
+    >>> [name for name, _ in named_params_with_sharded_tensor(nn.Linear(2, 1))]
+    ['weight', 'bias']
+    """
+    seen: set[int] = set()
+    for path, part in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in vars(part).items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{path}.{name}" if path else name, value
+    for name, parameter in module.named_parameters(prefix=prefix, recurse=recurse):
+        if id(parameter) not in seen:
+            yield name, parameter
+
+
+def local_tensors(parameter: Tensor) -> list[Tensor]:
+    """Return what an optimizer on this rank works on: the local tensors of a sharded parameter, or the parameter."""
+    return list(parameter._locals) if isinstance(parameter, ShardedTensor) else [parameter]
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """Any torch optimizer, on the local tensors of sharded and plain parameters.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> optimizer = ShardedOptimizer({"weight": weight}, optim.SGD, lr=0.5)
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> weight.tolist(), optimizer.state_dict()["param_groups"][0]["params"]
+    ([0.5, 0.5], ['weight'])
+    """
+
+    named_params: Mapping[str, Tensor]
+
+    def __init__(
+        self,
+        named_params: Mapping[str, Tensor | ShardedTensor],
+        optimizer_class: Callable[..., optim.Optimizer],
+        *optimizer_args: Any,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.named_params = named_params
+        self._groups: list[list[str]] = [list(named_params)]
+        tensors = [local for value in named_params.values() for local in local_tensors(value)]
+        self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
+        self._share()
+
+    def _share(self) -> None:
+        """Hold the very state, groups and hooks of the wrapped optimizer, so that schedulers see one optimizer."""
+        self.__dict__.update(vars(self._optim))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or set to zero) all gradients."""
+        self._optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step, on local tensors only; return what the closure returned."""
+        return self._optim.step(closure) if closure is not None else self._optim.step()
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Add parameters with their own options; `params` maps names to parameters (or lists such pairs)."""
+        named = _named(param_group["params"])
+        twice = sorted(named.keys() & self.named_params.keys())
+        if twice:
+            raise ValueError(f"the parameters {twice} are in another group already; give each parameter once")
+        locals_ = [local for value in named.values() for local in local_tensors(value)]
+        self._optim.add_param_group({**param_group, "params": locals_})
+        self.named_params = {**self.named_params, **named}
+        self._groups.append(list(named))
+        self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter name; called on every rank when a rank holds no part of some parameter."""
+        groups = zip(self._optim.param_groups, self._groups, strict=True)
+        options = [{**_options(group), "params": list(names)} for group, names in groups]
+        return {
+            "state": {n: s for n, p in self.named_params.items() if (s := self._state_of(p))},
+            "param_groups": options,
+        }
+
+    def _state_of(self, parameter: Tensor) -> Options:
+        """Return the state of one parameter; tensors of the shape of the local tensors become sharded like it."""
+        locals_ = local_tensors(parameter)
+        states = [self._optim.state.get(local, {}) for local in locals_]
+        if not isinstance(parameter, ShardedTensor):
+            return dict(states[0])
+        found: Options = {}
+        for key, value in (states[0] if states else {}).items():
+            parts = tuple(state[key] for state in states)
+            alike = all(isinstance(p, Tensor) and p.shape == t.shape for p, t in zip(parts, locals_, strict=True))
+            found[key] = wrap(parameter._layout, parts, parameter._comm) if alike else value
+        return found | _state_held_elsewhere(parameter, found)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over state and options from `state_dict()`, laid out anew where the layouts differ."""
+        names = [list(group["params"]) for group in state_dict["param_groups"]]
+        if names != self._groups:
+            raise ValueError(
+                f"the state has the parameter groups {names}, this optimizer has {self._groups}; "
+                "they must hold the same names in the same order"
+            )
+        state: dict[int, Options] = {}
+        groups, index = [], 0
+        for group in state_dict["param_groups"]:
+            first = index
+            for name in group["params"]:
+                for local_state in self._states_for(name, state_dict["state"].get(name, {})):
+                    state |= {index: local_state} if local_state else {}
+                    index += 1
+            groups.append({**_options(group), "params": list(range(first, index))})
+        self._optim.load_state_dict({"state": state, "param_groups": groups})
+        self._share()
+
+    def _states_for(self, name: str, state: Mapping[str, Any]) -> list[Options]:
+        """Return the state of each local tensor of a parameter."""
+        parameter = self.named_params[name]
+        if not isinstance(parameter, ShardedTensor):
+            return [dict(state)]
+        laid_out = {key: _like_parameter(name, key, value, parameter) for key, value in state.items()}
+        return [{key: _slot(value, i) for key, value in laid_out.items()} for i in range(len(parameter._locals))]
+
+
+def _named(params: object) -> dict[str, Tensor]:
+    named = dict(params) if isinstance(params, Mapping | Iterable) and not isinstance(params, Tensor) else {}
+    if not named or not all(isinstance(name, str) for name in named):
+        raise ValueError("a param group's `params` maps names to parameters, such as {'layer.weight': weight}")
+    return named
+
+
+def _options(group: Mapping[str, Any]) -> Options:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _state_held_elsewhere(parameter: ShardedTensor, found: Mapping[str, Any]) -> Options:
+    """Return the sharded state of which this rank holds nothing, so that every rank has the same names."""
+    comm, layout = parameter._comm, parameter._layout
+    if set(comm.ranks) <= set(layout.ranks):
+        return {}
+    mine = {key: str(value.dtype) for key, value in found.items() if isinstance(value, ShardedTensor)}
+    everyone = comm.all_gather_bytes(json.dumps(mine).encode(), label="optimizer state")
+    names: dict[str, str] = {key: dtype for data in everyone for key, dtype in json.loads(data).items()}
+    return {
+        key: wrap(layout, (), comm, dtype=getattr(torch, dtype.removeprefix("torch.")), device=comm.device)
+        for key, dtype in names.items()
+        if key not in found
+    }
+
+
+def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
+    """Return state laid out as its parameter is."""
+    if isinstance(value, ShardedTensor):
+        return value if value._layout == parameter._layout else value.redistribute(parameter._layout)
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+        raise ValueError(
+            f"state {key!r} of {name!r} is a whole tensor of shape {tuple(value.shape)}; shard it like the parameter "
+            "first: shard(value, parameter.sharding_spec())"
+        )
+    return value
+
+
+def _slot(value: Any, slot: int) -> Any:
+    if isinstance(value, ShardedTensor):
+        return value._locals[slot]
+    return value.clone() if isinstance(value, Tensor) else value
