@@ -272,15 +272,14 @@ def test_threads_share_one_gpu() -> None:
     def body(comm: Comm) -> Any:
         got = torch.zeros(1000, device=comm.device)
         other = (comm.rank + 1) % 3
-        with torch.cuda.stream(torch.cuda.Stream()):
+        make_stream: Any = torch.cuda.Stream
+        with torch.cuda.stream(make_stream()):
             mine = torch.full((1000,), float(comm.rank), device=comm.device)
             comm.exchange({other: [mine]}, {(comm.rank - 1) % 3: [got]}, label="ring").wait()
-            x = got.clone().requires_grad_()
             comm.all_reduce(got, label="total").wait()
-            x.square().sum().backward()
-        return got.unique().tolist(), x.grad is not None
+        return sorted(set(got.tolist()))
 
-    assert run_local(body, 3, device="cuda") == [([3.0], True)] * 3
+    assert run_local(body, 3, device="cuda") == [[3.0]] * 3
 
 
 def test_a_world_needs_a_rank() -> None:

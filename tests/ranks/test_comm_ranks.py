@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from typing import Any
 
@@ -18,6 +19,7 @@ DTYPES = [
     torch.uint32, torch.int32, torch.uint64, torch.int64,
 ]  # fmt: skip
 
+COMBINE = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 world = world_fixture(3)
 both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 _comms: dict[bool, ProcessGroupComm] = {}
@@ -36,6 +38,10 @@ def filled(dtype: torch.dtype, seed: int, count: int) -> torch.Tensor:
     if dtype == torch.bool:
         return torch.arange(count).add(seed).remainder(3).eq(0)
     return torch.arange(count * size).mul(7).add(seed * 31).remainder(251).to(torch.uint8).view(dtype)
+
+
+def distinct(tensor: torch.Tensor) -> list[Any]:
+    return sorted(set(tensor.flatten().tolist()))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -84,7 +90,7 @@ def test_large_and_many_tensors_in_two_exchanges_at_once(world: Ranks, shared: b
 def reduce_all_ways(shared: bool, count: int, op: Any) -> tuple[bool, bool, bytes]:
     comm = comm_for(shared)
     inputs = [torch.linspace(0.5, 2.5, 3 * count, dtype=torch.float32) * (r + 1) for r in comm.ranks]
-    combine = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}[op]
+    combine: Any = COMBINE[op]
     expected = combine(combine(inputs[0], inputs[1]), inputs[2])
     expected = expected / 3 if op == "avg" else expected
     whole = inputs[comm.rank].clone()
@@ -132,19 +138,19 @@ def gather_all_ways(shared: bool, count: int) -> list[Any]:
     in_place = torch.empty(3, count, dtype=torch.float8_e5m2)
     in_place[comm.rank] = comm.rank
     comm.all_gather_into(in_place, in_place[comm.rank], label="in place").wait()
-    listed = [int(t.unique()) for t in comm.all_gather(mine, label="list")]
+    listed = [distinct(t) for t in comm.all_gather(mine, label="list")]
     word = torch.full((count,), comm.rank)
     comm.broadcast(word, 1, label="word").wait()
     texts = comm.all_gather_bytes(bytes([comm.rank]) * (comm.rank * 300), label="texts")
     comm.barrier(label="end")
     return [out.view(3, -1).float().mean(1).tolist(), in_place.float().mean(1).tolist(), listed,
-            int(word.unique()), [len(t) for t in texts], texts[2][:2]]  # fmt: skip
+            distinct(word), [len(t) for t in texts], texts[2][:2]]  # fmt: skip
 
 
 @both_transports
 @pytest.mark.parametrize("count", [2, 40_000])
 def test_gathers_broadcast_and_bytes(world: Ranks, shared: bool, count: int) -> None:
-    expected = [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [0, 1, 2], 1, [0, 300, 600], b"\2\2"]
+    expected = [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [[0], [1], [2]], [1], [0, 300, 600], b"\2\2"]
     assert world.run(gather_all_ways, shared, count) == [expected] * 3
 
 
@@ -206,7 +212,7 @@ def with_device_tensors(shared: bool) -> list[Any]:
     comm.all_reduce(total, label="total").wait()
     out = torch.empty(6, dtype=torch.float8_e4m3fn, device="cuda")
     comm.all_gather_into(out, torch.full((2,), comm.rank, device="cuda").to(out.dtype), label="gather").wait()
-    return [got.unique().tolist(), total.unique().tolist(), out.float().tolist(), comm.device.type]
+    return [distinct(got), distinct(total), out.float().tolist(), comm.device.type]
 
 
 @both_transports
@@ -264,6 +270,24 @@ def rank_times(factor: int) -> int:
 
 def test_launch_returns_results_in_rank_order() -> None:
     assert launch(rank_times, 2, 10) == [0, 10]
+
+
+def test_launch_under_torchrun_uses_the_given_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**given, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(alone_in_a_given_world, 4) == [("ProcessGroupComm", (0,), 5.0, [b"x"])]
+    assert not dist.is_initialized()
+
+
+def alone_in_a_given_world() -> Any:
+    comm = default_comm()
+    x = torch.tensor([5.0], device=comm.device)
+    comm.all_reduce(x, label="alone").wait()
+    return type(comm).__name__, comm.ranks, x.item(), comm.all_gather_bytes(b"x", label="alone")
 
 
 def test_launch_explains_what_cannot_be_sent() -> None:

@@ -60,7 +60,7 @@ def main(rank: int, world: World, pipe: Connection) -> None:
     store = TCPStore(LOOPBACK, world.port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=max(world.timeout, _SLOW_START))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
-    with use_comm(ProcessGroupComm(timeout=world.timeout)):
+    with use_comm(ProcessGroupComm.of(timeout=world.timeout)):
         while _serve(rank, pipe):
             pass
     dist.destroy_process_group()

@@ -61,12 +61,12 @@ class ProcessGroupComm:
         self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> ProcessGroupComm:
-        """Return the comm of a group with default settings, the same one each time."""
+    def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> ProcessGroupComm:
+        """Return the comm of a group, the same one each time; the first call sets its time-out."""
         resolved = _resolve(group)
         known = _known.get(group_name(resolved))
         if known is None or known.process_group is not resolved:
-            known = _known[group_name(resolved)] = cls(resolved)
+            known = _known[group_name(resolved)] = cls(resolved, timeout=timeout)
         return known
 
     def __repr__(self) -> str:
