@@ -199,6 +199,16 @@ def test_average_divides_and_multiplies() -> None:
         )
 
 
+@pytest.mark.parametrize("dst", [tp(S0), tp(R), chunk(5), chunk(3, 1, dim=1)], ids=str)
+def test_addends_are_combined_in_order(dst: Layout) -> None:
+    """Floating-point sums are the same on every rank and for every target: first addend to last."""
+    random = np.random.default_rng(1)
+    addends = [random.normal(size=SHAPE).astype(np.float32) for _ in range(4)]
+    got = simulate(plan_transfer(tp(P), dst, itemsize=4), {rank: [array] for rank, array in enumerate(addends)})
+    expected = ((addends[0] + addends[1]) + addends[2]) + addends[3]
+    assert np.array_equal(assemble(dst, got), expected)
+
+
 def test_a_wrong_plan_is_seen() -> None:
     """The oracle can fail: local arrays of another layout, and replicas that differ."""
     src, dst = tp(S0), tp(R)

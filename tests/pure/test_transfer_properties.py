@@ -38,10 +38,10 @@ def pairs_with_pending_target(draw: st.DrawFn) -> Pair:
 topologies = st.one_of(st.none(), st.builds(Topology, ranks_per_host=st.integers(1, 3)))
 
 
-def held(layout: Layout, addend: int | None = None) -> dict[int, set[tuple[int, ...]]]:
-    """The global indices each rank holds: of any addend, or of one."""
+def held(layout: Layout, addend: int | None = None) -> dict[int, set[int]]:
+    """The elements, numbered in row-major order, that each rank holds: of any addend, or of one."""
     index = np.arange(layout.numel).reshape(layout.shape)
-    found: dict[int, set[tuple[int, ...]]] = {rank: set() for rank in layout.ranks}
+    found: dict[int, set[int]] = {rank: set() for rank in layout.ranks}
     for row, piece in enumerate(layout.pieces):
         if addend is None or layout.table.addends[row] == addend:
             found[piece.rank] |= set(index[piece.box.slices].reshape(-1).tolist())
@@ -247,14 +247,14 @@ def test_senders_on_the_same_host_are_preferred(pair: Pair, ranks_per_host: int)
     for rank, wanted in held(src).items():
         for index in wanted:
             holders.setdefault(index, set()).add(rank // ranks_per_host)
-    index = np.arange(src.numel).reshape(src.shape)
+    numbers = np.arange(src.numel).reshape(src.shape)
     routes = transfer.steps[0].routes
     for row in range(len(routes)):
         box = tuple(
             slice(o, o + s) for o, s in zip(routes.starts[row].tolist(), routes.sizes[row].tolist(), strict=True)
         )
         home = int(routes.dst_ranks[row]) // ranks_per_host
-        if all(home in holders[int(i)] for i in index[box].reshape(-1)):
+        if all(home in holders[int(i)] for i in numbers[box].reshape(-1)):
             assert int(routes.src_ranks[row]) // ranks_per_host == home
 
 

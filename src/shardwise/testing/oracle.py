@@ -30,18 +30,20 @@ REDUCERS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": n
 def global_values(shape: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Array:
     """An array whose values 1, 2, 3... tell where each element belongs; they start again where the dtype runs out.
 
+    Of booleans every third is true.
+
     >>> global_values((2, 3))
     array([[1, 2, 3],
            [4, 5, 6]])
     """
     index = np.arange(np.prod(shape, dtype=np.int64)).reshape(tuple(shape))
+    if np.dtype(dtype).kind == "b":
+        return np.asarray(index % 3 == 0)
     return np.asarray(index % _distinct(np.dtype(dtype)) + 1).astype(dtype)
 
 
 def _distinct(dtype: np.dtype[Any]) -> int:
     """How many of the numbers 1, 2, 3... a dtype holds exactly."""
-    if dtype.kind == "b":
-        return 2
     if dtype.kind in "iu":
         return int(np.iinfo(dtype).max)
     return int(2 ** (np.finfo(dtype).nmant + 1))

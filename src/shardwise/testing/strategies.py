@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -73,11 +74,20 @@ def meshes(draw: st.DrawFn, ranks: Ranks = 4, max_axes: int = 3) -> Mesh:
     >>> print(find(meshes(ranks=4), lambda mesh: mesh.shape == (2, 2)))
     a=2,b=2
     """
-    order = draw(rank_lists(ranks))
-    sizes: list[int] = []
-    for _ in range(draw(st.integers(1, max_axes))):
-        sizes.append(draw(st.integers(1, len(order) // math.prod(sizes))))
+    pool = _pool(ranks)
+    sizes = draw(st.sampled_from(_mesh_shapes(len(pool), max_axes)))
+    order = draw(st.permutations(pool))
     return Mesh(_AXES[: len(sizes)], np.array(order[: math.prod(sizes)]).reshape(sizes))
+
+
+@cache
+def _mesh_shapes(count: int, max_axes: int) -> list[Shape]:
+    """Mesh shapes of at most `count` ranks with at most one axis of a single rank, the simplest first."""
+    found: list[Shape] = [()]
+    for _ in range(max_axes):
+        longest = [s for s in found if len(s) == len(found[-1])]
+        found += [(*s, n) for s in longest for n in range(1, count // math.prod(s) + 1) if n > 1 or 1 not in s]
+    return found[1:]
 
 
 @st.composite
