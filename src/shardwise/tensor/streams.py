@@ -1,0 +1,140 @@
+"""Which numbers does the next random tensor get? Those of a `Stream`: a seed, and how many tensors were drawn before.
+
+1. The seed is torch's own, as `torch.manual_seed` set it, that of a `generator=`, or that of `shardwise.manual_seed`.
+2. The count is kept for each seed, by the comm (or the generator). Seeding again starts it again, and so does seeding a
+   generator again with the seed it has: the first stream taken after seeding leaves a mark, one number drawn from it.
+3. Ranks may have been seeded differently, or not at all (torch then picks a seed for each process). So the first rank's
+   seed and count hold for all: one small exchange, which also finds ranks that ask for different things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardwise.comm import Comm, agree
+from shardwise.tensor.comms import Group, comm_for
+
+_WORDS = struct.Struct("<QQ")
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Names the numbers of one tensor.
+
+    >>> Stream(seed=-1, count=3)
+    Stream(seed=18446744073709551615, count=3)
+    """
+
+    seed: int
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", int(self.seed) & _MASK)
+
+
+@dataclass(slots=True)
+class _Book:
+    """How many streams were taken for each seed; `pinned` is our own seed, and torch's at the time it was given."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    pinned: tuple[int, int] | None = None
+
+
+_Books: TypeAlias = "WeakKeyDictionary[Comm | torch.Generator, _Book]"
+_books: _Books = WeakKeyDictionary()
+
+
+def manual_seed(seed: int, process_group: Group | None = None) -> None:
+    """Start the random numbers of sharded tensors anew; torch's generator for plain tensors stays as it is.
+
+    It holds for the tensors of this comm until torch itself is given another seed.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor.creation import rand
+    >>> manual_seed(7)
+    >>> first = rand(ChunkSpec(0, ranks=1), 3)
+    >>> manual_seed(7)
+    >>> torch.equal(first.local_tensor(), rand(ChunkSpec(0, ranks=1), 3).local_tensor())
+    True
+    """
+    comm = comm_for(process_group)
+    book = _books.setdefault(comm, _Book())
+    torch_seed = torch.initial_seed()
+    if _alone_in_process(comm):
+        _take_mark(torch.default_generator)
+    book.pinned = (int(seed) & _MASK, torch_seed)
+    book.counts[int(seed) & _MASK] = 0
+
+
+def next_stream(
+    comm: Comm,
+    *,
+    fields: Mapping[str, object],
+    label: str,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    problem: str | None = None,
+) -> Stream:
+    """The stream of the next random tensor, the same on every rank; `fields` are what all ranks must ask alike.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     generator = torch.Generator().manual_seed(comm.rank)
+    ...     streams = [next_stream(comm, fields={"shape": (4,)}, label="rand", generator=generator) for _ in range(2)]
+    ...     return [(s.seed, s.count) for s in streams]
+    >>> run_local(body, 2)
+    [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
+    """
+    fields = {**fields, "seed": seed}
+    own = Stream(seed) if seed is not None else _peek(comm, generator)
+    stream = _first_ranks(comm, own, fields, label, problem)
+    if seed is None:
+        book = _books.setdefault(comm if generator is None else generator, _Book())
+        book.counts[own.seed] = stream.count + 1
+    return stream
+
+
+def _first_ranks(comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | None) -> Stream:
+    """The first rank's stream, once all ranks are seen to ask for the same."""
+    text = repr(sorted((name, repr(value)) for name, value in fields.items()))
+    digest = hashlib.blake2b(b"" if problem else text.encode(), digest_size=16).digest()
+    told = comm.all_gather_bytes(digest + _WORDS.pack(own.seed, own.count), label=label)
+    if problem is not None or {message[:16] for message in told} != {digest}:
+        agree(comm, fields, label=label, problem=problem)
+    return Stream(*_WORDS.unpack(told[0][16:]))
+
+
+def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
+    """This rank's idea of the next stream."""
+    book = _books.setdefault(comm if generator is None else generator, _Book())
+    source = torch.default_generator if generator is None else generator
+    torch_seed = source.initial_seed()
+    if (generator is not None or _alone_in_process(comm)) and _take_mark(source):
+        book.counts.pop(torch_seed & _MASK, None)
+        book.pinned = None
+    if book.pinned is not None and book.pinned[1] == torch_seed:
+        return Stream(book.pinned[0], book.counts.get(book.pinned[0], 0))
+    book.pinned = None
+    return Stream(torch_seed, book.counts.get(torch_seed & _MASK, 0))
+
+
+def _alone_in_process(comm: Comm) -> bool:
+    """Whether torch's default generator belongs to this rank; ranks that are threads of one process share it."""
+    return comm.process_group is not None or comm.world_size == 1
+
+
+def _take_mark(generator: torch.Generator) -> bool:
+    """Whether a generator was seeded and nothing was drawn since; one number is drawn then, so that it is seen once."""
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    if not torch.equal(generator.get_state(), fresh.get_state()):
+        return False
+    torch.empty(1, device=generator.device).uniform_(generator=generator)
+    return True
