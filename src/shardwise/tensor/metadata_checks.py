@@ -102,7 +102,7 @@ def _sweep(starts: IntArray, ends: IntArray) -> tuple[int, int] | None:
     return None
 
 
-def check_tiles(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
+def check_tiles(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
     """Raise a ValueError unless shards that do not overlap lie in a tensor of this shape and cover all of it.
 
     >>> check_tiles([ShardMetadata([0], [3])], (4,))
@@ -110,6 +110,7 @@ def check_tiles(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
     ...
     ValueError: Total volume of shards: 3 does not match tensor volume: 4, in other words all the individual shards ...
     """
+    shards, shape = shards_metadata, tensor_dims
     check_same_ndim(shards)
     offsets, sizes = columns_of(shards, shape)
     if not shards or offsets.shape[1] != len(shape):

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.remote_device import _remote_device
 
+from shardwise.tensor.comms import comm_for
+
 
 def rank_of(placement: _remote_device | None) -> int:
     """Return the global rank of a placement; a worker's name is looked up in the RPC world.
@@ -48,19 +50,20 @@ def on_device(placement: _remote_device | None, device: torch.device | str) -> _
     return _remote_device(f"{name}/{device}" if name is not None else f"rank:{rank_of(placement)}/{device}")
 
 
-def rank_and_device(process_group: Any, placement: _remote_device | None) -> tuple[int | None, torch.device]:
+def rank_and_device(pg: Any, remote_device: _remote_device | None) -> tuple[int | None, torch.device]:
     """Return the rank and device of a placement, checked to be in a process group of which this rank is a member.
 
     >>> rank_and_device(None, _remote_device("rank:3/cpu"))
     (3, device(type='cpu'))
     """
-    if placement is None:
+    if remote_device is None:
         raise ValueError("remote device is None; give each shard a placement such as 'rank:0/cpu'")
-    if placement.worker_name() is not None:
-        return rank_of(placement), placement.device()
-    rank = placement.rank()
-    if rank is not None and dist.is_initialized() and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
-        members = dist.get_process_group_ranks(process_group)
+    if remote_device.worker_name() is not None:
+        return rank_of(remote_device), remote_device.device()
+    rank = remote_device.rank()
+    known = pg is not None or dist.is_initialized()
+    if rank is not None and known and pg is not dist.GroupMember.NON_GROUP_MEMBER:
+        members = comm_for(pg).ranks
         if rank not in members:
-            raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
-    return rank, placement.device()
+            raise ValueError(f"Global rank {rank} does not exist in input process group: {list(members)}")
+    return rank, remote_device.device()

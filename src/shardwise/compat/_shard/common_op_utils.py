@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor.custom_ops import Decorator, Op
-from shardwise.tensor.custom_ops import check_op_arguments as _basic_validation
+from shardwise.tensor.custom_ops import Decorator, Op, check_op_arguments
+
+
+def _basic_validation(op: Op, args: Any = (), kwargs: Any = None) -> None:
+    check_op_arguments(op, args, kwargs)
 
 
 def _register_default_op(op: Op, decorator: Callable[[Op], Decorator]) -> None:

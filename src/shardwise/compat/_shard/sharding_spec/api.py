@@ -1,9 +1,10 @@
 """The names of `torch.distributed._shard.sharding_spec.api`."""
 
+from typing import Any
+
 from shardwise.compat._shard.metadata import ShardMetadata
-from shardwise.tensor.custom_ops import custom_sharding_spec_op
-from shardwise.tensor.custom_ops import dispatch_custom_op as _dispatch_custom_op
-from shardwise.tensor.custom_ops import has_custom_op as _has_custom_op
+from shardwise.tensor.comms import Group
+from shardwise.tensor.custom_ops import Op, custom_sharding_spec_op, dispatch_custom_op, has_custom_op
 from shardwise.tensor.placement_specs import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -12,6 +13,17 @@ from shardwise.tensor.placement_specs import (
 )
 from shardwise.tensor.placement_specs import PlacementShardingSpec as ShardingSpec
 from shardwise.tensor.placement_specs import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
+
+
+def _has_custom_op(sharding_spec: object, op: Op) -> bool:
+    return has_custom_op(sharding_spec, op)
+
+
+def _dispatch_custom_op(
+    sharding_spec: object, op: Op, types: Any, args: Any, kwargs: Any, process_group: Group | None
+) -> Any:
+    return dispatch_custom_op(sharding_spec, op, types, args, kwargs, process_group)
+
 
 __all__ = [
     "ChunkShardingSpec",
