@@ -82,7 +82,7 @@ class GlooEngine:
             reduce_runs(tensor, list(parts), op)
             return Done()
         scratch = self._scratch(tensor)
-        for window in _windows(tensor):
+        for window in _windows(tensor, len(self._ranks)):
             runs = list(tensor[window].tensor_split(len(self._ranks)))
             self._reduce_window(runs[self._index], runs, scratch, op, label)
             mine = [as_bytes(runs[self._index], label=label)]
@@ -165,6 +165,7 @@ def _window_length(tensor: Tensor) -> int:
     return max(1, _WINDOW // tensor.element_size())
 
 
-def _windows(tensor: Tensor) -> Iterator[slice]:
-    step = _window_length(tensor)
+def _windows(tensor: Tensor, runs: int = 1) -> Iterator[slice]:
+    """Cut a flat tensor in slices that hold one window for each of some runs."""
+    step = _window_length(tensor) * runs
     return (slice(at, at + step) for at in range(0, len(tensor), step))
