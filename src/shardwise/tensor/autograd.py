@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +18,11 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.execute import execute
 from shardwise.tensor.parts import plan_for
+from shardwise.tensor.per_layout import per_layout
+from shardwise.tensor.reductions import rescale
 
 
-@lru_cache(maxsize=4096)
+@per_layout
 def dual(layout: Layout) -> Layout:
     """The layout of a gradient: Shard stays Shard, Replicate stays Replicate, Partial becomes Replicate."""
     if layout.pending is None:
@@ -53,7 +54,8 @@ class Link:
         over = self.dst.pending.divisor if self.dst.pending else 1
         under = self.src.pending.divisor if self.src.pending else 1
         label = f"{self.label} (backward)"
-        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, (over, under))
+        scale = (self.scale[0] * over, self.scale[1] * under)
+        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale)
 
 
 def on_tape(
@@ -83,8 +85,8 @@ def move_locals(link: Link, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move on plain local tensors, without a tape."""
     plan = plan_for(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
     moved = execute(plan, locals_, link.comm, link.dtype, link.label)
-    if link.scale != (1, 1):
-        moved = tuple(t.mul_(link.scale[0] / link.scale[1]) for t in moved)
+    for tensor in moved:
+        rescale(tensor, link.scale)
     return moved
 
 

@@ -21,7 +21,15 @@ from shardwise.tensor.custom_ops import find_custom_op, find_spec_op
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
 
+Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
+
 _TABLE: dict[Callable[..., Any], Implementation] = {}
+_ENGINE: list[Operator] = []
+
+
+def set_engine(engine: Operator) -> None:
+    """Set what computes operators that are not in the table."""
+    _ENGINE[:] = [engine]
 
 
 class UnsupportedOpError(RuntimeError):
@@ -71,6 +79,8 @@ def call_operator(
     leaves = list(sharded_leaves(args, kwargs))
     if known is not None and leaves:
         return known(types, args, kwargs, leaves[0]._comm)
+    if _ENGINE and leaves:
+        return _ENGINE[0](func, types, args, kwargs)
     layouts = ", ".join(repr(leaf._layout.spec) for leaf in leaves)
     raise UnsupportedOpError(
         f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "

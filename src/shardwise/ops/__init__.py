@@ -1,0 +1,24 @@
+"""L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
+
+from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops.engine import call_op
+from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
+from shardwise.ops.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
+from shardwise.ops.watch import HiddenCommunicationError, explain, no_communication
+from shardwise.tensor.dispatch import set_engine
+
+set_engine(call_op)
+
+__all__ = [
+    "HiddenCommunicationError",
+    "MixedTensorsError",
+    "Strategy",
+    "TensorMeta",
+    "explain",
+    "no_communication",
+    "plain_as_replicated",
+    "register_sharding",
+    "remove_sharding",
+    "replicate",
+    "sharding_rule",
+]

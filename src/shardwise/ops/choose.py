@@ -1,0 +1,95 @@
+"""Which strategy on which axis? The cheapest by bytes moved; ties go to the one listed first.
+
+Axes are decided one after the other, each by the sum of what its inputs' changes of placement cost. All ranks decide from
+layouts alone, so they decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Shard
+from shardwise.ops.placing import change_cost, same_kind
+from shardwise.ops.rules import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor of a call, seen on the call's mesh."""
+
+    spec: MeshSpec
+    shape: tuple[int, ...]
+    nbytes: int
+    written: bool
+
+
+def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
+    """One strategy for each axis, or None if an axis has no possible one."""
+    chosen = []
+    for axis in range(mesh.ndim):
+        best: tuple[float, Strategy] | None = None
+        for strategy in strategies:
+            cost = _cost(strategy, operands, axis, mesh.shape[axis])
+            if cost is not None and (best is None or cost < best[0]):
+                best = (cost, strategy)
+        if best is None:
+            return None
+        chosen.append(best[1])
+    return chosen
+
+
+def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
+    total = 0.0
+    for operand, then in zip(operands, strategy.inputs, strict=True):
+        now = operand.spec.placements[axis]
+        if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
+            return None
+        if operand.written and not _keeps(now, then):
+            return None
+        total += change_cost(now, then, operand.nbytes, ranks)
+    return total
+
+
+def _keeps(now: Placement, then: Placement) -> bool:
+    return same_kind(now, then)
+
+
+def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
+    """For each axis how its dim is cut and the length of that dim: as in the largest tensor that is cut already."""
+    found: list[tuple[Shard, int] | None] = []
+    for axis, strategy in enumerate(chosen):
+        best: tuple[int, Shard, int] | None = None
+        for operand, then in zip(operands, strategy.inputs, strict=True):
+            now = operand.spec.placements[axis]
+            if isinstance(now, Shard) and isinstance(then, Shard) and now.dim == then.dim:
+                weight = operand.nbytes + (1 << 60 if operand.written else 0)
+                if best is None or weight > best[0]:
+                    best = (weight, now, operand.shape[now.dim])
+        found.append(None if best is None else (best[1], best[2]))
+    return found
+
+
+def cut_like(placement: Placement | None, lead: tuple[Shard, int] | None, shape: Sequence[int]) -> Placement | None:
+    """A Shard cut as the lead is, if its dim has the lead's length; anything else as it is."""
+    if not isinstance(placement, Shard) or placement.sizes or placement.groups or placement.block or lead is None:
+        return placement
+    cut, length = lead
+    if not 0 <= placement.dim < len(shape) or shape[placement.dim] != length:
+        return placement
+    return Shard(placement.dim, cut.sizes, cut.groups, cut.block)
+
+
+def split_order(operands: Sequence[Operand], mesh: Mesh) -> tuple[str, ...]:
+    """The order in which axes split a dim: that of the largest tensor with an order of its own."""
+    own = [o for o in operands if not o.spec.splits_in_mesh_order]
+    return max(own, key=lambda o: o.nbytes).spec.order if own else mesh.axes
+
+
+def input_layout(
+    operand: Operand, index: int, chosen: Sequence[Strategy], cuts: Sequence[tuple[Shard, int] | None], order: Sequence[str]
+) -> Layout:
+    """The layout in which the strategies want one tensor."""
+    placements = [cut_like(s.inputs[index], cut, operand.shape) for s, cut in zip(chosen, cuts, strict=True)]
+    assert all(p is not None for p in placements)
+    return MeshSpec(operand.spec.mesh, [p for p in placements if p is not None], order).layout(operand.shape)

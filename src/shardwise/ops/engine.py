@@ -1,0 +1,263 @@
+"""How is an operator computed on ShardedTensors?
+
+1. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
+2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in which the
+   inputs are wanted and which replicated inputs vary.
+3. Move inputs that lie otherwise, pass varying ones through `vary`, and call the operator on the local tensors, recorded.
+4. The outputs' layouts follow from the strategies; the local results are checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_layout
+from shardwise.ops.choose import Operand, choose, cut_like, input_layout, leads, split_order
+from shardwise.ops.local_tape import recording
+from shardwise.ops.mixed import as_sharded
+from shardwise.ops.placing import mesh_view
+from shardwise.ops.pointwise import irregular_pointwise, pointwise_rule
+from shardwise.ops.rules import Strategy, TensorMeta, find_rule, generation, normalised
+from shardwise.ops.schema import Call, Slot, take_apart, written_slots
+from shardwise.ops.vary import varied
+from shardwise.ops.watch import Entry, brief, forbid, is_watched, record, user_line
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.moves import moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(slots=True)
+class Decision:
+    """What was decided for a call: wanted layouts, varying axes and strategies; outputs' layouts once they are known."""
+
+    inputs: tuple[Layout, ...]
+    vary: tuple[tuple[int, ...], ...]
+    chosen: tuple[Strategy, ...]
+    cuts: tuple[tuple[Shard, int] | None, ...]
+    order: tuple[str, ...]
+    mesh: Mesh
+    outputs: tuple[Layout | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """What a strategy's `local` function may ask: this rank, and where its local tensors begin in the global ones."""
+
+    rank: int
+    layouts: tuple[Layout, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def interval(self, tensor: int, dim: int) -> tuple[int, int]:
+        """The rows of a dim that this rank's local tensor holds; they must be one run."""
+        layout = self.layouts[tensor]
+        own = layout.table.take(layout.rows_of(self.rank))
+        starts = sorted({(int(o), int(o + s)) for o, s in zip(own.offsets[:, dim], own.sizes[:, dim], strict=True)})
+        if len(starts) != 1:
+            raise UnsupportedOpError(f"dim {dim} is held in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})")
+        return starts[0]
+
+
+_decisions: dict[Hashable, Decision] = {}
+_known_generation = [0]
+_MOST = 16384
+
+
+def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator on ShardedTensors."""
+    call = take_apart(op, args, kwargs)
+    tensors = as_sharded(call)
+    comm = next(t for t in tensors if isinstance(t, ShardedTensor))._comm
+    if any(mesh_view(t._layout) is None for t in tensors):
+        return irregular_pointwise(call, tensors, comm)
+    return _run(call, tensors, comm, _decision(call, tensors))
+
+
+def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
+    if _known_generation[0] != generation() or len(_decisions) > _MOST:
+        _decisions.clear()
+        _known_generation[0] = generation()
+    key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors))
+    known = _decisions.get(key)
+    if known is None:
+        known = _decisions[key] = _decide(call, tensors)
+    return known
+
+
+def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
+    specs = [view for t in tensors if (view := mesh_view(t._layout)) is not None]
+    mesh = _common_mesh(call, tensors, specs)
+    specs = [s if s.mesh == mesh else MeshSpec(mesh, [Replicate()] * mesh.ndim) for s in specs]
+    operands = _operands(call, tensors, specs)
+    strategies = _strategies(call, tensors, specs)
+    chosen = choose(strategies, operands, mesh)
+    if chosen is None:
+        raise UnsupportedOpError(f"{_describe(call, tensors)}: no strategy of its rule fits; redistribute the tensors first")
+    cuts, order = leads(chosen, operands), split_order(operands, mesh)
+    wanted = tuple(_wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
+    for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
+        if operand.written and tensor._layout != layout:
+            raise UnsupportedOpError(
+                f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others to fit it"
+            )
+    vary = tuple(_varying(i, chosen) for i in range(len(tensors)))
+    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh)
+
+
+def _wanted(
+    tensor: ShardedTensor,
+    index: int,
+    operand: Operand,
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: Sequence[str],
+) -> Layout:
+    """The wanted layout; the tensor's own object where it means the same on the same mesh."""
+    wanted = input_layout(operand, index, chosen, cuts, order)
+    own = tensor._layout
+    return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
+
+
+def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
+    meshes = {s.mesh for s, t in zip(specs, tensors, strict=True) if not t.__dict__.get("_plain", False)}
+    if len(meshes) > 1:
+        raise UnsupportedOpError(
+            f"{_describe(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "
+            "redistribute them to one mesh"
+        )
+    return meshes.pop()
+
+
+def _operands(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
+    written = _written(call)
+    return [
+        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written)
+        for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
+    ]
+
+
+def _written(call: Call) -> set[int]:
+    """The numbers of the tensors that the operator writes to."""
+    names = written_slots(call.op)
+    if not names:
+        return set()
+    schema = call.op._schema  # type: ignore[attr-defined]  # operators have one
+    by_name = dict(zip([a.name for a in schema.arguments], call.args, strict=False)) | dict(call.kwargs)
+    found: set[int] = set()
+    for name in names:
+        value = by_name.get(name)
+        found |= {v.index for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Slot)}
+    return found
+
+
+def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
+    rule = find_rule(call.op)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t._layout, s.placements) for t, s in zip(tensors, specs, strict=True)]
+    args, kwargs = call.filled(metas)
+    if rule is None:
+        strategies = pointwise_rule(call.op, metas)
+        if strategies is None:
+            raise UnsupportedOpError(
+                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find one with "
+                "shardwise.discover_sharding, or compute on local_tensor()"
+            )
+        return strategies
+    return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
+
+
+def _varying(index: int, chosen: Sequence[Strategy]) -> tuple[int, ...]:
+    """The axes along which this tensor is replicated while something else is not."""
+    axes = []
+    for axis, strategy in enumerate(chosen):
+        differs = any(isinstance(p, Shard | Partial) for p in (*strategy.inputs, *strategy.outputs))
+        if isinstance(strategy.inputs[index], Replicate) and differs:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
+    name = str(call.op)
+    aligned = [_aligned(t, wanted, name) for t, wanted in zip(tensors, decision.inputs, strict=True)]
+    if not aligned[0]._locals and comm.rank not in decision.mesh.ranks:
+        raise UnsupportedOpError(f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks")
+    with recording():
+        values = [varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)]
+        args, kwargs = call.filled(values)
+        local = next((s.local for s in decision.chosen if s.local is not None), None)
+        if local is None:
+            result = call.op(*args, **kwargs)
+        else:
+            shapes = tuple(tuple(t.shape) for t in tensors)
+            result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+    if is_watched():
+        _record(name, tensors, decision)
+    return _wrapped(call, tensors, comm, decision, result)
+
+
+def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
+    if tensor._layout is wanted:
+        return tensor
+    if tensor._layout == wanted:
+        return wrap(wanted, tensor._locals, tensor._comm, dtype=tensor.dtype, anchor=tensor._anchor)
+    forbid(name, tensor._layout, wanted)
+    locals_, anchor = moved(tensor, wanted, name)
+    return wrap(wanted, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
+
+
+def _record(name: str, tensors: Sequence[ShardedTensor], decision: Decision) -> None:
+    record(Entry(name, tuple(brief(t._layout) for t in tensors), (), 0, (), user_line()))
+
+
+def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:
+    """The local results as ShardedTensors; a tensor that was written to is given back itself."""
+    written = _written(call)
+    if written:
+        for index in written:
+            tensors[index].__dict__.pop("_varied", None)
+        kept = [tensors[i] for i in sorted(written)]
+        return kept[0] if len(kept) == 1 else (None if result is None else tuple(kept))
+    flat = list(result) if isinstance(result, list | tuple) else [result]
+    if decision.outputs is None:
+        decision.outputs = tuple(_output_layout(call, decision, i, value) for i, value in enumerate(flat))
+        _check_results(call, decision.outputs, flat, comm.rank)
+    wrapped = [
+        value if layout is None else wrap(layout, (value,), comm)
+        for value, layout in zip(flat, decision.outputs, strict=True)
+    ]
+    if isinstance(result, list | tuple):
+        return type(result)(wrapped) if type(result) in (list, tuple) else tuple(wrapped)
+    return wrapped[0]
+
+
+def _check_results(call: Call, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
+    """Raise if a local result has not the shape that the strategies say: then the rule is wrong."""
+    for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
+        if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
+            raise LayoutError(
+                f"the rule of {call.op} says output {number} is {format_layout(layout)}, so rank {rank} should hold "
+                f"{layout.local_shapes(rank)[0]}, but its local result has shape {tuple(value.shape)}; the rule is wrong"
+            )
+
+
+def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> Layout | None:
+    """The layout of an output: local lengths where a dim is whole, the cut's length where it is sharded."""
+    if not isinstance(value, Tensor):
+        return None
+    given = [s.outputs[min(index, len(s.outputs) - 1)] for s in decision.chosen]
+    shape = list(value.shape)
+    for placement, lead in zip(given, decision.cuts, strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim % max(1, len(shape))
+            shape[dim] = sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
+    placements = [cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)]
+    if -1 in shape:
+        raise LayoutError(f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes")
+    return MeshSpec(decision.mesh, placements, decision.order).layout(shape)
+
+
+def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:
+    return f"{call.op} of {', '.join(format_layout(t._layout) for t in tensors)}"

@@ -1,0 +1,108 @@
+"""Pointwise operators: any dim may be sharded, as long as all operands are cut alike. Known by torch's own tag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm import Comm
+from shardwise.geometry import Partial, Placement, Replicate, Shard
+from shardwise.ops.local_tape import recording
+from shardwise.ops.rules import Strategy, TensorMeta
+from shardwise.ops.schema import Call
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.moves import moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+
+# Operators through which a pending sum stays pending, and which of their operands are pending together.
+ALL_PENDING = {"aten::add", "aten::sub", "aten::add_", "aten::sub_"}
+ONE_PENDING = {"aten::mul", "aten::mul_"}
+FIRST_PENDING = {
+    "aten::neg",
+    "aten::neg_",
+    "aten::div",
+    "aten::div_",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::positive",
+    "aten::real",
+    "aten::imag",
+    "aten::conj",
+}
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether torch tags the operator as pointwise and it draws no random numbers."""
+    tags = getattr(op, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | None:
+    """The strategies of a pointwise operator, or None if it is not one."""
+    return pointwise_strategies(metas, op._schema.name) if is_pointwise(op) else None
+
+
+def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
+    """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them."""
+    shape = torch.broadcast_shapes(*(m.shape for m in metas))
+    replicated: tuple[Placement, ...] = (Replicate(),) * len(metas)
+    found = [Strategy((Replicate(),), replicated)]
+    for dim, length in enumerate(shape):
+        inputs = tuple(_aligned_dim(m, dim, len(shape), length) for m in metas)
+        if any(isinstance(p, Shard) for p in inputs):
+            found.append(Strategy((Shard(dim),), inputs))
+    return found + _pending(metas, name)
+
+
+def _aligned_dim(meta: TensorMeta, dim: int, ndim: int, length: int) -> Placement:
+    own = dim - (ndim - meta.ndim)
+    return Shard(own) if own >= 0 and (meta.shape[own] == length and length != 1) else Replicate()
+
+
+def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
+    kinds = sorted({p.op for m in metas for p in m.placements if isinstance(p, Partial)})
+    found = []
+    for kind in (k for k in kinds if k in ("sum", "avg")):
+        partial = Partial(kind)
+        if name in ALL_PENDING:
+            found.append(Strategy((partial,), (partial,) * len(metas)))
+        if name in FIRST_PENDING or name in ONE_PENDING:
+            found.append(Strategy((partial,), (partial, *(Replicate() for _ in metas[1:]))))
+        if name in ONE_PENDING and len(metas) == 2:
+            found.append(Strategy((partial,), (Replicate(), partial)))
+    return found
+
+
+def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm) -> Any:
+    """A pointwise operator on layouts without a mesh: piece by piece, all operands in the layout of the largest."""
+    lead = max(tensors, key=lambda t: (mesh_free(t), t.numel()))
+    same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
+    if not is_pointwise(call.op) or not same_shape:
+        raise UnsupportedOpError(
+            f"{call.op}: tensors in irregular pieces ({lead._layout.spec!r}) support pointwise operators on equal shapes, "
+            "copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for anything else"
+        )
+    held = [_pieces(t, lead) for t in tensors]
+    results = []
+    with recording():
+        for slot in range(len(lead._locals)):
+            args, kwargs = call.filled([pieces[slot] for pieces in held])
+            results.append(call.op(*args, **kwargs))
+    if results and results[0] is held[0][0] and not torch.is_grad_enabled():
+        return tensors[0]
+    return wrap(lead._layout, tuple(results), comm, dtype=lead.dtype)
+
+
+def mesh_free(tensor: ShardedTensor) -> bool:
+    """Whether the tensor's layout has no product form with one local tensor per rank."""
+    return not tensor._layout.is_regular
+
+
+def _pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
+    if tensor.shape != lead.shape:
+        return [tensor._locals[0]] * len(lead._locals)
+    return moved(tensor, lead._layout, "pointwise")[0]

@@ -1,0 +1,87 @@
+"""An operator call taken apart: its tensors in order, and a key of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator: `args` and `kwargs` with tensors replaced by `Slot(i)`, and the tensors."""
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+    key: Hashable
+
+    def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other values in place of the tensors."""
+        return tuple(_fill(a, values) for a in self.args), {k: _fill(v, values) for k, v in self.kwargs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for tensor number `index` of a call."""
+
+    index: int
+
+
+def take_apart(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Separate the tensors of a call, also those in lists, from everything else."""
+    tensors: list[Tensor] = []
+    new_args = tuple(_strip(a, tensors) for a in args)
+    new_kwargs = {name: _strip(value, tensors) for name, value in kwargs.items()}
+    key = (op, tuple(_hashable(a) for a in new_args), tuple((k, _hashable(v)) for k, v in new_kwargs.items()))
+    return Call(op, new_args, new_kwargs, tuple(tensors), key)
+
+
+def _strip(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+    if isinstance(value, list | tuple):
+        return type(value)(_strip(v, tensors) for v in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def _hashable(value: Any) -> Hashable:
+    """A key for any argument: its type counts, so that 1, 1.0 and True differ."""
+    if isinstance(value, list | tuple):
+        return (list, *(_hashable(v) for v in value))
+    if isinstance(value, dict):
+        return (dict, *((k, _hashable(v)) for k, v in value.items()))
+    if isinstance(value, torch.Generator):
+        return (torch.Generator, id(value))
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), repr(value))
+    return (type(value), value)
+
+
+def _fill(value: Any, values: Sequence[Any]) -> Any:
+    if isinstance(value, Slot):
+        return values[value.index]
+    if type(value) in (list, tuple):
+        return type(value)(_fill(v, values) for v in value)
+    return value
+
+
+@lru_cache(maxsize=None)
+def written_slots(op: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operator writes to.
+
+    >>> written_slots(torch.ops.aten.add_.Tensor), written_slots(torch.ops.aten.add.out)
+    (('self',), ('out',))
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)

@@ -1,0 +1,54 @@
+"""Replicated values in varying computations: identity forward, one reduction backward.
+
+Where an operation differs from rank to rank along an axis, the gradients that its replicated inputs get are addends. `vary`
+passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor and its axes,
+however often the tensor is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Layout, MeshSpec, Partial
+from shardwise.tensor.autograd import Link, dual, move_on_tape
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+
+class _Vary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, tensor: Tensor) -> Tensor:
+        ctx.link = link
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, move_on_tape(ctx.link, (grads[0].contiguous(),))[0]
+
+
+def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
+    """The local tensor of a tensor that is replicated along these axes, its gradient summed over them."""
+    local = tensor._locals[0]
+    if not axes or not local.requires_grad or not torch.is_grad_enabled():
+        return local
+    cache: dict[tuple[int, ...], tuple[Tensor, Tensor]] = tensor.__dict__.setdefault("_varied", {})
+    key = tuple(axes)
+    known = cache.get(key)
+    if known is None or known[0] is not local:
+        link = _gradient_link(tensor, layout, key)
+        out: Tensor = _Vary.apply(link, local)  # type: ignore[no-untyped-call]  # untyped in torch
+        known = cache[key] = (local, out)
+    return known[1]
+
+
+def _gradient_link(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> Link:
+    """The move from local gradients, pending along the axes, to the gradient's layout."""
+    gradient = dual(layout)
+    spec = gradient.spec
+    assert isinstance(spec, MeshSpec)
+    pending = [Partial("sum") if a in axes else p for a, p in enumerate(spec.placements)]
+    src = MeshSpec(spec.mesh, pending, spec.order).layout(layout.shape)
+    return Link(src, gradient, tensor._comm, tensor.dtype, "gradient of a replicated tensor")

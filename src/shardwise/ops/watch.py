@@ -1,0 +1,110 @@
+"""Who communicates, where, and how much? Recording what operations do, and forbidding that they communicate."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import shardwise
+from shardwise.geometry import Layout, format_layout
+from shardwise.transfer.report import format_bytes
+
+_PACKAGE = str(Path(shardwise.__file__).parent)
+
+
+class HiddenCommunicationError(RuntimeError):
+    """An operation would have communicated inside `no_communication()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation: what it was, which layouts it met and chose, what it moved, and the user's line."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    moved_bytes: int
+    moves: tuple[str, ...]
+    line: str
+
+
+@dataclass
+class Log:
+    """What `explain()` recorded; prints as a table."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(entry.moved_bytes for entry in self.entries)
+
+    def __str__(self) -> str:
+        rows = [("op", "inputs", "outputs", "moved", "line")]
+        for e in self.entries:
+            moves = "".join(f"; {m}" for m in e.moves)
+            rows.append((e.name, " ".join(e.inputs), " ".join(e.outputs), format_bytes(e.moved_bytes) + moves, e.line))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+_log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
+_forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
+
+
+@contextmanager
+def explain() -> Iterator[Log]:
+    """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
+    log = Log()
+    token = _log.set(log)
+    try:
+        yield log
+    finally:
+        _log.reset(token)
+
+
+@contextmanager
+def no_communication() -> Iterator[None]:
+    """Turn any communication of operations in a `with` block into an error that names it."""
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether operations are recorded or communication is forbidden."""
+    return _forbidden.get() or _log.get() is not None
+
+
+def brief(layout: Layout) -> str:
+    """A layout for a table."""
+    return format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ") if len(layout.table) < 65 else repr(layout.spec)
+
+
+def forbid(name: str, src: Layout, dst: Layout) -> None:
+    """Raise if communication is forbidden."""
+    if _forbidden.get():
+        raise HiddenCommunicationError(
+            f"{name} at {user_line()} would move {brief(src)} to {brief(dst)}, and communication is forbidden here; "
+            "redistribute before the block, or choose layouts that fit"
+        )
+
+
+def record(entry: Entry) -> None:
+    log = _log.get()
+    if log is not None:
+        log.entries.append(entry)
+
+
+def user_line() -> str:
+    """The innermost line of the user's own code on the stack."""
+    for frame in reversed(traceback.extract_stack()):
+        inside = frame.filename.startswith(_PACKAGE) or f"{'/torch/'}" in frame.filename or frame.filename.startswith("<")
+        if not inside:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "unknown line"
