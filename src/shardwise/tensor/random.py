@@ -274,18 +274,10 @@ def fill_locals(layout: Layout, rank: int, locals_: Sequence[Tensor], stream: St
         fill_box(locals_[slot][inside], layout.shape, Box(tuple(offsets), tuple(sizes)), stream, values)
 
 
-def pending_problem(layout: Layout, what: str) -> str | None:
-    """Why random values cannot be written to a layout, or None."""
-    if layout.pending is None:
-        return None
-    return (
-        f"{what} on a tensor with a pending {layout.pending}: its local tensors are addends, which have no random "
-        "value of their own; use Shard or Replicate instead of Partial, or redistribute the tensor first"
-    )
-
-
 def check_not_pending(layout: Layout, what: str) -> None:
     """Raise unless every local tensor of a layout holds values."""
-    problem = pending_problem(layout, what)
-    if problem is not None:
-        raise LayoutError(problem)
+    if layout.pending is not None:
+        raise LayoutError(
+            f"{what} on a tensor with a pending {layout.pending}: its local tensors are addends, which have no random "
+            "value of their own; use Shard or Replicate instead of Partial, or redistribute the tensor first"
+        )

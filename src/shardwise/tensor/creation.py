@@ -1,0 +1,420 @@
+"""Making ShardedTensors: filled with one value, with random values, or from what each rank already holds.
+
+Every rank calls these functions alike. Random values are the same whatever the spec and the number of ranks; see
+`shardwise.tensor.random`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import LayoutError, ShardingSpec
+from shardwise.tensor.allocate import allocate
+from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.distributions import Distribution, normal, uniform
+from shardwise.tensor.from_shards import Parts, parts_from_metadata, parts_from_shards, parts_from_tensor
+from shardwise.tensor.inplace import draw_into, fill_with
+from shardwise.tensor.metadata import ShardedTensorMetadata
+from shardwise.tensor.shard import Shard
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def empty(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+) -> ShardedTensor:
+    """A tensor whose values are not set. Local tensors lie on the device the spec names, else on `device`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> empty(ChunkSpec(0, ranks=1), 3, 2, dtype=torch.int64).local_tensor().shape
+    torch.Size([3, 2])
+    """
+    tensor = ShardedTensor(
+        sharding_spec,
+        *size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory and device is None,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs and device is None,
+    )
+    if device is None:
+        return tensor
+    return _on_device(tensor, torch.device(device), pin_memory)._with_rrefs(init_rrefs)
+
+
+def _on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = False) -> ShardedTensor:
+    """An empty tensor like this one, on a device."""
+    named = {d for d in tensor._layout.table.devices or () if d is not None and torch.device(d) != device}
+    if named:
+        raise LayoutError(
+            f"device={str(device)!r} was asked for, and the spec {tensor._layout.spec!r} places shards on "
+            f"{sorted(named)}; leave one of them out"
+        )
+    locals_ = allocate(tensor._layout, tensor._comm, tensor.dtype, device=device, pin_memory=pin_memory)
+    made = wrap(tensor._layout, locals_, tensor._comm, dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def full(
+    sharding_spec: ShardingSpec,
+    size: Any,
+    fill_value: complex,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+) -> ShardedTensor:
+    """A tensor filled with one value; the dtype is the default one unless it is given.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> full(ChunkSpec(0, ranks=1), (2,), 7).local_tensor()
+    tensor([7., 7.])
+    """
+    sizes = size if isinstance(size, Sequence) else (size,)
+    tensor = empty(
+        sharding_spec,
+        *sizes,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+        device=device,
+    )
+    with torch.no_grad():
+        return fill_with(tensor, fill_value)
+
+
+def zeros(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+) -> ShardedTensor:
+    """A tensor of zeros.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> zeros(ChunkSpec(0, ranks=1), 2).local_tensor()
+    tensor([0., 0.])
+    """
+    return full(
+        sharding_spec,
+        size,
+        0,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+        device=device,
+    )
+
+
+def ones(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+) -> ShardedTensor:
+    """A tensor of ones.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> ones(ChunkSpec(0, ranks=1), 2, dtype=torch.int64).local_tensor()
+    tensor([1, 1])
+    """
+    return full(
+        sharding_spec,
+        size,
+        1,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+        device=device,
+    )
+
+
+def rand(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> ShardedTensor:
+    """A tensor of uniform random numbers in [0, 1), the same for every spec and number of ranks.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import ChunkSpec
+    >>> def whole(comm, dim):
+    ...     return rand(ChunkSpec(dim, ranks=comm.world_size), 4, 6, seed=3).full()
+    >>> torch.equal(run_local(whole, 3, 0)[0], run_local(whole, 2, 1)[0])
+    True
+    """
+    tensor = empty(
+        sharding_spec,
+        *size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+        device=device,
+    )
+    return _drawn("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
+
+
+def randn(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> ShardedTensor:
+    """A tensor of normal random numbers (mean 0, variance 1), the same for every spec and number of ranks.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> values = randn(ChunkSpec(0, ranks=1), 10000, seed=3).local_tensor()
+    >>> round(values.std().item(), 1)
+    1.0
+    """
+    tensor = empty(
+        sharding_spec,
+        *size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+        device=device,
+    )
+    return _drawn("randn", tensor, lambda: normal(0, 1, tensor.dtype), generator, seed)
+
+
+def _drawn(
+    label: str,
+    tensor: ShardedTensor,
+    values: Callable[[], Distribution],
+    generator: torch.Generator | None,
+    seed: int | None,
+) -> ShardedTensor:
+    with torch.no_grad():
+        return draw_into(tensor, values, label=label, generator=generator, seed=seed)
+
+
+def empty_like(
+    tensor: ShardedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+) -> ShardedTensor:
+    """A tensor in the layout of another, its values not set.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> empty_like(ones(ChunkSpec(0, ranks=1), 2), dtype=torch.int8).dtype
+    torch.int8
+    """
+    dtype, place = dtype or tensor.dtype, torch.device(device) if device is not None else tensor.device
+    locals_ = tuple(
+        torch.empty(t.shape, dtype=dtype, device=t.device if device is None else place, pin_memory=pin_memory)
+        for t in tensor._locals
+    )
+    made = wrap(tensor._layout, locals_, tensor._comm, dtype=dtype, device=place)
+    return made.requires_grad_(requires_grad)
+
+
+def full_like(tensor: ShardedTensor, fill_value: complex, **options: Any) -> ShardedTensor:
+    """A tensor in the layout of another, filled with one value; options as for `empty_like`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> full_like(ones(ChunkSpec(0, ranks=1), 2), 5).local_tensor()
+    tensor([5., 5.])
+    """
+    with torch.no_grad():
+        return fill_with(empty_like(tensor, **options), fill_value)
+
+
+def zeros_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+    """A tensor of zeros in the layout of another; options as for `empty_like`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> zeros_like(ones(ChunkSpec(0, ranks=1), 2)).local_tensor()
+    tensor([0., 0.])
+    """
+    return full_like(tensor, 0, **options)
+
+
+def ones_like(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+    """A tensor of ones in the layout of another; options as for `empty_like`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> ones_like(zeros(ChunkSpec(0, ranks=1), 2)).local_tensor()
+    tensor([1., 1.])
+    """
+    return full_like(tensor, 1, **options)
+
+
+def rand_like(
+    tensor: ShardedTensor, *, generator: torch.Generator | None = None, seed: int | None = None, **options: Any
+) -> ShardedTensor:
+    """A tensor of uniform random numbers in the layout of another; options as for `empty_like`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> x = zeros(ChunkSpec(0, ranks=1), 2)
+    >>> torch.equal(rand_like(x, seed=1).local_tensor(), rand(ChunkSpec(0, ranks=1), 2, seed=1).local_tensor())
+    True
+    """
+    made = empty_like(tensor, **options)
+    return _drawn("rand_like", made, lambda: uniform(0, 1, made.dtype), generator, seed)
+
+
+def randn_like(
+    tensor: ShardedTensor, *, generator: torch.Generator | None = None, seed: int | None = None, **options: Any
+) -> ShardedTensor:
+    """A tensor of normal random numbers in the layout of another; options as for `empty_like`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> x = zeros(ChunkSpec(0, ranks=1), 2)
+    >>> torch.equal(randn_like(x, seed=1).local_tensor(), randn(ChunkSpec(0, ranks=1), 2, seed=1).local_tensor())
+    True
+    """
+    made = empty_like(tensor, **options)
+    return _drawn("randn_like", made, lambda: normal(0, 1, made.dtype), generator, seed)
+
+
+_LIKE: dict[Callable[..., Any], Callable[..., ShardedTensor]] = {
+    torch.empty_like: empty_like,
+    torch.zeros_like: zeros_like,
+    torch.ones_like: ones_like,
+    torch.full_like: full_like,
+    torch.rand_like: rand_like,
+    torch.randn_like: randn_like,
+}
+
+
+def _register(function: Callable[..., Any], native: Callable[..., ShardedTensor]) -> None:
+    """Let torch's function answer with ours; memory is always contiguous and strided."""
+
+    @handler(function)
+    def like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
+        named = {"tensor" if name == "input" else name: value for name, value in kwargs.items()}
+        return native(*args, **{name: v for name, v in named.items() if name not in ("layout", "memory_format")})
+
+
+for _function, _native in _LIKE.items():
+    _register(_function, _native)
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard], *global_size: Any, process_group: Group | None = None, init_rrefs: bool = False
+) -> ShardedTensor:
+    """The tensor that all ranks' local shards make together; the ranks tell each other theirs in one small exchange.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     own = Shard.from_tensor_and_offsets(torch.full((2,), comm.rank), [2 * comm.rank], comm.rank)
+    ...     return init_from_local_shards([own], 4).full().tolist()
+    >>> run_local(body, 2)
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+    comm = comm_for(process_group)
+    return _wrapped(parts_from_shards(local_shards, global_size, comm), process_group, init_rrefs)
+
+
+def init_from_local_shards_and_global_metadata(
+    local_shards: Sequence[Shard],
+    sharded_tensor_metadata: ShardedTensorMetadata,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+    sharding_spec: ShardingSpec | None = None,
+) -> ShardedTensor:
+    """The tensor that the metadata describes, the same on every rank; nothing is sent.
+
+    >>> own = Shard.from_tensor_and_offsets(torch.zeros(2), [0], rank=0)
+    >>> init_from_local_shards_and_global_metadata([own], ShardedTensorMetadata([own.metadata], torch.Size([2]))).shape
+    torch.Size([2])
+    """
+    parts = parts_from_metadata(local_shards, sharded_tensor_metadata, comm_for(process_group), sharding_spec)
+    return _wrapped(parts, process_group, init_rrefs)
+
+
+def init_from_local_tensor(
+    local_tensor: Tensor,
+    sharding_spec: ShardingSpec,
+    *global_size: Any,
+    process_group: Group | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """The tensor of this spec and size of which each rank holds one local tensor.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> init_from_local_tensor(torch.zeros(2, 3), ChunkSpec(0, ranks=1), [2, 3]).shape
+    torch.Size([2, 3])
+    """
+    parts = parts_from_tensor(local_tensor, sharding_spec, global_size, comm_for(process_group))
+    return _wrapped(parts, process_group, init_rrefs)
+
+
+def _wrapped(parts: Parts, process_group: Group | None, init_rrefs: bool) -> ShardedTensor:
+    made = wrap(parts.layout, parts.locals, comm_for(process_group), dtype=parts.dtype)
+    return made._with_rrefs(init_rrefs)

@@ -1,0 +1,227 @@
+"""What tensor do these local shards make? The layout that they form together, found by one small exchange.
+
+1. Each rank checks its own shards and packs what it knows into a few numbers: size, dtype, flags, offsets and sizes. A
+   rank with a mistake sends its text instead.
+2. All ranks read what all said, so each one finds the same layout, or raises the same error.
+
+Nothing here knows `ShardedTensor`: the results are the parts it is wrapped from.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, agree
+from shardwise.geometry import Layout, ShardingSpec
+from shardwise.tensor.local_metadata import flatten_size, global_metadata, metadata_from_local_shards
+from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.tensor.moves import text_of
+from shardwise.tensor.placement_specs import infer_sharding_spec
+from shardwise.tensor.remote_devices import rank_of
+from shardwise.tensor.shard import Shard
+
+_HEAD = struct.Struct("<BBBHIH")
+_PROBLEM, _SHARDS, _NOTHING = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a ShardedTensor is wrapped from."""
+
+    layout: Layout
+    locals: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+
+def pack(metadata: ShardedTensorMetadata) -> bytes:
+    """A rank's shards as bytes.
+
+    >>> properties = TensorProperties(dtype=torch.int32)
+    >>> packed = pack(ShardedTensorMetadata([ShardMetadata([4], [2], "rank:1/cpu")], torch.Size([6]), properties))
+    >>> unpack(packed).shards_metadata, len(packed)
+    ([ShardMetadata(shard_offsets=[4], shard_sizes=[2], placement=rank:1/cpu)], 59)
+    """
+    shards, properties = metadata.shards_metadata, metadata.tensor_properties
+    places = list(dict.fromkeys(str(shard.placement) for shard in shards))
+    texts = "\n".join([str(properties.dtype).removeprefix("torch."), *places]).encode()
+    rows = [[*s.shard_offsets, *s.shard_sizes, places.index(str(s.placement))] for s in shards]
+    head = _HEAD.pack(
+        _SHARDS, properties.requires_grad, properties.pin_memory, len(metadata.size), len(shards), len(texts)
+    )
+    return head + texts + np.array([*metadata.size, *(n for row in rows for n in row)], "<i8").tobytes()
+
+
+def unpack(data: bytes) -> ShardedTensorMetadata:
+    """The shards that `pack` wrote."""
+    _, requires_grad, pin_memory, ndim, count, length = _HEAD.unpack_from(data)
+    dtype, *places = data[_HEAD.size : _HEAD.size + length].decode().split("\n")
+    numbers = np.frombuffer(data, "<i8", offset=_HEAD.size + length)
+    rows = numbers[ndim:].reshape(count, -1).tolist()
+    width = (len(rows[0]) - 1) // 2 if rows else ndim
+    properties = TensorProperties(
+        dtype=getattr(torch, dtype), requires_grad=bool(requires_grad), pin_memory=bool(pin_memory)
+    )
+    shards = [ShardMetadata(row[:width], row[width:-1], places[row[-1]]) for row in rows]
+    return ShardedTensorMetadata(shards, torch.Size(numbers[:ndim].tolist()), properties)
+
+
+def parts_from_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> Parts:
+    """Find the tensor that all ranks' shards make; a size of None is found from the shards, stacked along dim 0."""
+    stacked = any(dim is None for dim in global_size)
+    told = comm.all_gather_bytes(_message(local_shards, global_size, comm), label="init_from_local_shards")
+    _raise_problems(told, comm)
+    whole = global_metadata([unpack(data) if data[0] == _SHARDS else None for data in told], stacked)
+    if stacked:
+        _check_one_each(whole, comm)
+    layout = infer_sharding_spec(whole.shards_metadata).layout(whole.size)
+    return Parts(layout, tuple(shard.tensor for shard in local_shards), whole.tensor_properties.dtype)
+
+
+def _message(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:
+    """What this rank knows, or what is wrong with it."""
+    try:
+        size = flatten_size([0 if dim is None else dim for dim in global_size])
+        if not local_shards:
+            return bytes([_NOTHING])
+        for shard in local_shards:
+            _check_ndim(shard, size)
+        return pack(metadata_from_local_shards(local_shards, size, comm.rank, comm.process_group))
+    except (ValueError, TypeError, RuntimeError) as error:
+        return bytes([_PROBLEM]) + f"{type(error).__name__}\n{error}".encode()
+
+
+def _check_ndim(shard: Shard, size: torch.Size) -> None:
+    if len(shard.metadata.shard_offsets) != len(size):
+        raise ValueError(
+            f"Rank of tensor is {len(size)}, but shards rank is {len(shard.metadata.shard_offsets)}: "
+            f"{shard.metadata} of a tensor of size {list(size)}"
+        )
+
+
+def _raise_problems(told: Sequence[bytes], comm: Comm) -> None:
+    """Raise what the ranks found wrong, on all of them, as the first of them found it."""
+    wrong = [(rank, data[1:].decode()) for rank, data in zip(comm.ranks, told, strict=True) if data[0] == _PROBLEM]
+    if not wrong:
+        return
+    kinds = {"TypeError": TypeError, "RuntimeError": RuntimeError}
+    texts = [(rank, text.partition("\n")) for rank, text in wrong]
+    raise kinds.get(texts[0][1][0], ValueError)("; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in texts))
+
+
+def _check_one_each(whole: ShardedTensorMetadata, comm: Comm) -> None:
+    ranks = sorted(rank_of(shard.placement) for shard in whole.shards_metadata)
+    if ranks != sorted(comm.ranks):
+        raise ValueError(
+            f"a global size with None is found from exactly one shard on each of the ranks {list(comm.ranks)}; "
+            f"the shards are on ranks {ranks}"
+        )
+
+
+def parts_from_metadata(
+    local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, comm: Comm, spec: ShardingSpec | None = None
+) -> Parts:
+    """The tensor that this metadata describes, which every rank gives alike: only this rank's shards are checked."""
+    own = [shard for shard in metadata.shards_metadata if rank_of(shard.placement) == comm.rank]
+    if len(local_shards) != len(own):
+        raise RuntimeError(
+            f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata in "
+            f"sharded_tensor_metadata ({len(own)}) on rank ({comm.rank}) "
+        )
+    if not metadata.shards_metadata:
+        raise ValueError("shards_metadata must not be empty!")
+    if metadata.tensor_properties.layout != torch.strided:
+        raise ValueError("Only torch.strided layout is currently supported")
+    for shard in local_shards:
+        _check_against(shard, metadata.tensor_properties, comm.rank)
+    layout = (infer_sharding_spec(metadata.shards_metadata) if spec is None else spec).layout(metadata.size)
+    return Parts(layout, _in_order(local_shards, layout, comm.rank), metadata.tensor_properties.dtype)
+
+
+def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> None:
+    assert shard.metadata.placement is not None, "Must specify placement for `Shard`!"
+    if not shard.tensor.is_contiguous():
+        raise ValueError("Only torch.contiguous_format memory_format is currently supported")
+    described = (shard.metadata.shard_sizes, shard.metadata.placement.device())
+    for name, expected, actual in zip(
+        ("size", "device"), described, (list(shard.tensor.size()), shard.tensor.device), strict=True
+    ):
+        _raise_unlike("local ShardMetadata", name, expected, actual, rank)
+    for name in ("layout", "pin_memory", "dtype", "requires_grad"):
+        actual = getattr(TensorProperties.create_from_tensor(shard.tensor), name)
+        _raise_unlike("tensor property", name, getattr(properties, name), actual, rank)
+
+
+def _raise_unlike(source: str, name: str, expected: object, actual: object, rank: int) -> None:
+    if expected != actual:
+        raise ValueError(
+            f"Local shards' tensor {name} property is incompatible with {source} on rank {rank}: {source} "
+            f"{name}={expected}, local shard tensor {name}={actual}."
+        )
+
+
+def _in_order(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
+    """The local tensors in the order in which a layout numbers them."""
+    pieces = [(list(p.box.offsets), list(p.box.sizes)) for p in layout.pieces_of(rank)]
+    left = list(local_shards)
+    ordered = []
+    for offsets, sizes in pieces:
+        empty = 0 in sizes
+        found = [s for s in left if s.metadata.shard_sizes == sizes and (empty or s.metadata.shard_offsets == offsets)]
+        if not found:
+            held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in local_shards]
+            raise ValueError(
+                f"the sharding spec gives rank {rank} the shard with offsets {offsets} and sizes {sizes}, and its "
+                f"local shards are {held}; give a spec and shards that agree"
+            )
+        left = [shard for shard in left if shard is not found[0]]
+        ordered.append(found[0].tensor)
+    return tuple(ordered)
+
+
+def parts_from_tensor(local_tensor: Tensor, spec: ShardingSpec, global_size: Sequence[Any], comm: Comm) -> Parts:
+    """The tensor of this spec and size of which every rank holds one local tensor; all ranks agree on it first."""
+    layout, problem = None, None
+    try:
+        layout = spec.layout(flatten_size(global_size))
+        problem = _tensor_problem(local_tensor, layout, comm)
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    fields = {
+        "layout": None if layout is None else text_of(layout),
+        "dtype": local_tensor.dtype,
+        "requires_grad": local_tensor.requires_grad,
+    }
+    agree(comm, fields, label="init_from_local_tensor", problem=problem)
+    assert layout is not None
+    locals_ = (local_tensor,) if layout.local_shapes(comm.rank) else ()
+    return Parts(layout, locals_, local_tensor.dtype)
+
+
+def _tensor_problem(tensor: Tensor, layout: Layout, comm: Comm) -> str | None:
+    shapes = layout.local_shapes(comm.rank)
+    outside = sorted(set(layout.ranks) - set(comm.ranks))
+    if outside:
+        return f"Global rank {outside[0]} does not exist in input process group: {list(comm.ranks)}"
+    if not tensor.is_contiguous():
+        return "local_tensor is not a contiguous Tensor."
+    if len(shapes) > 1:
+        return f"the spec gives this rank {len(shapes)} local tensors; use init_from_local_shards or from_local"
+    if shapes and tuple(tensor.shape) != shapes[0]:
+        return (
+            "Shard tensor size does not match with metadata.shard_lengths! "
+            f"Found shard tensor size: {list(tensor.shape)}, metadata.shard_lengths: {list(shapes[0])}"
+        )
+    named = layout.pieces_of(comm.rank)[0].device if shapes else None
+    if named is not None and torch.device(named) != tensor.device:
+        return (
+            "Local shard tensor device does not match with local Shard's placement! Found local shard tensor device: "
+            f"{tensor.device}, local shard metadata placement device: {named}"
+        )
+    return None

@@ -1,0 +1,78 @@
+"""Writing values into a ShardedTensor in place: the local tensors keep their memory, and autograd sees the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import DisagreementError
+from shardwise.geometry import Layout, LayoutError
+from shardwise.tensor.distributions import Distribution
+from shardwise.tensor.moves import text_of
+from shardwise.tensor.random import check_not_pending, fill_locals
+from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.streams import next_stream
+
+
+def draw_into(
+    tensor: ShardedTensor,
+    values: Callable[[], Distribution],
+    *,
+    label: str,
+    fields: Mapping[str, object] | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> ShardedTensor:
+    """Overwrite a tensor with the next random values, which its layout has no influence on.
+
+    A mistake in the arguments is raised as it is on the rank that made it, and with its number on the others.
+    """
+    asked = {"layout": text_of(tensor._layout), "dtype": tensor.dtype, **(fields or {})}
+    distribution, problem = None, None
+    try:
+        check_not_pending(tensor._layout, label)
+        distribution = values()
+    except (ValueError, RuntimeError) as error:
+        problem = error
+    text = None if problem is None else str(problem)
+    try:
+        stream = next_stream(tensor._comm, fields=asked, label=label, generator=generator, seed=seed, problem=text)
+    except DisagreementError:
+        if problem is not None:
+            raise problem from None
+        raise
+    assert distribution is not None
+    fill_locals(tensor._layout, tensor._comm.rank, tensor._locals, stream, distribution)
+    return tensor
+
+
+def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
+    """Overwrite a tensor with one value."""
+    check_fill(tensor._layout, value)
+    for local in tensor._locals:
+        local.fill_(value)
+    return tensor
+
+
+def check_fill(layout: Layout, value: complex | Tensor) -> None:
+    """Raise unless local tensors that hold the value reduce to it.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial
+    >>> check_fill(MeshSpec(Mesh.of(dp=2), (Partial("max"),)).layout((3,)), 4)
+    >>> check_fill(MeshSpec(Mesh.of(dp=2), (Partial("sum"),)).layout((3,)), 4)
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.errors.LayoutError: filling a tensor with a pending sum of 2 addends with 4 would make it 8; ...
+    """
+    pending = layout.pending
+    if pending is None or pending.op in ("min", "max"):
+        return
+    addends = int(layout.table.addends.max(initial=0)) + 1
+    result = value**addends if pending.op == "product" else value * addends / pending.divisor
+    if bool(result != value):
+        raise LayoutError(
+            f"filling a tensor with a pending {pending} of {addends} addends with {value} would make it {result:g}; "
+            "redistribute it first, or use Shard or Replicate instead of Partial"
+        )
