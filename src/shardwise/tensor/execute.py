@@ -37,10 +37,13 @@ class Job:
 
 
 class Running:
-    """Transfers under way; `wait()` completes them and gives each tensor's destination tensors."""
+    """Transfers under way; the jobs of a batch share exchanges, and batches follow each other.
 
-    def __init__(self, jobs: Sequence[Job], comm: Comm, label: str) -> None:
-        self._progress = _run(jobs, comm, label)
+    `wait()` completes them and gives each tensor's destination tensors.
+    """
+
+    def __init__(self, batches: Sequence[Sequence[Job]], comm: Comm, label: str) -> None:
+        self._progress = _run_batches(batches, comm, label)
         self._work: Work | None = None
         self._results: list[tuple[Tensor, ...]] | None = None
         self._advance()
@@ -65,7 +68,16 @@ def execute(
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
     device = sources[0].device if sources else comm.device
-    return Running([Job(transfer, tuple(sources), dtype, device)], comm, label).wait()[0]
+    return Running([[Job(transfer, tuple(sources), dtype, device)]], comm, label).wait()[0]
+
+
+def _run_batches(
+    batches: Sequence[Sequence[Job]], comm: Comm, label: str
+) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    results: list[tuple[Tensor, ...]] = []
+    for jobs in batches:
+        results += yield from _run(jobs, comm, label)
+    return results
 
 
 def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:

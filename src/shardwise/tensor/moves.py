@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,27 +80,44 @@ def on_one_rank(shape: tuple[int, ...], rank: int) -> Layout:
 
 def text_of(layout: Layout) -> str:
     """A layout for messages and for comparison between ranks."""
-    return format_layout(layout) if len(layout.table) <= 64 else f"{layout!r} {hash(layout)}"
+    return format_layout(layout) if len(layout.table) <= 64 else f"{layout!r} {layout._meaning.hex()}"
 
 
 def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:
     """The limit to plan with: none where everything a rank sends and receives fits in it anyway."""
     limit = DEFAULT_BUFFER_BYTES if wanted is None else wanted
-    most = max(src.elements_per_rank().values(), default=0) + max(dst.elements_per_rank().values(), default=0)
-    return None if most * itemsize <= limit else limit
+    return None if most_in_flight(src, dst) * itemsize <= limit else limit
+
+
+@lru_cache(maxsize=4096)
+def most_in_flight(src: Layout, dst: Layout) -> int:
+    """An upper bound of the elements that a rank sends and receives in one step, however it is planned.
+
+    A rank sends what it holds (or has reduced) once to each copy in the destination; it receives what it needs (or
+    reduces) once for each addend in the source.
+    """
+    held = max(src.elements_per_rank().values(), default=0)
+    needed = max(dst.elements_per_rank().values(), default=0)
+    addends = int(src.table.addends.max(initial=0)) + 1
+    copies = int(np.bincount(dst.table.cells).max(initial=1))
+    return held * copies + (max(held, needed) if addends > 1 else needed) * addends
 
 
 def check_move(
     held: Held, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
 ) -> None:
     """Raise on every rank unless all ask for the same move and it can be done."""
-    outside = sorted(set(dst.ranks) - set(held._comm.ranks))
-    if problem is None and outside:
-        problem = f"the layout names ranks {outside}, which are not among the comm's ranks {list(held._comm.ranks)}"
-    if problem is None:
-        problem = _reduction_problem(held._layout, dst, held.dtype)
+    problem = problem or move_problem(held, dst)
     asked = {"from": text_of(held._layout), "to": text_of(dst), "dtype": str(held.dtype), **(fields or {})}
     agree(held._comm, asked, label=label, problem=problem)
+
+
+def move_problem(held: Held, dst: Layout) -> str | None:
+    """Why a tensor cannot be moved to a layout, or None."""
+    outside = sorted(set(dst.ranks) - set(held._comm.ranks))
+    if outside:
+        return f"the layout names ranks {outside}, which are not among the comm's ranks {list(held._comm.ranks)}"
+    return _reduction_problem(held._layout, dst, held.dtype)
 
 
 def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | None:
@@ -134,10 +152,17 @@ def moved(
 
 
 def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> Running:
-    """Start moving several tensors in shared exchanges, without a tape."""
-    jobs = []
+    """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
+    room = 0
+    batches: list[list[Job]] = []
     for one, dst in zip(held, dsts, strict=True):
         limit = buffer_limit(one._layout, dst, one.dtype.itemsize, max_buffer_bytes)
         plan = plan_for(one._layout, dst, one.dtype.itemsize, limit, one._comm.rank)
-        jobs.append(Job(plan, tuple(t.detach() for t in one._locals), one.dtype, one.device))
-    return Running(jobs, held[0]._comm, label)
+        job = Job(plan, tuple(t.detach() for t in one._locals), one.dtype, one.device)
+        size = most_in_flight(one._layout, dst) * one.dtype.itemsize
+        if size > room:
+            batches.append([])
+            room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
+        batches[-1].append(job)
+        room -= size
+    return Running(batches, held[0]._comm, label)

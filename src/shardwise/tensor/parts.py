@@ -30,12 +30,15 @@ class RankPart:
     reducing: bool
 
 
-@lru_cache(maxsize=4096)
 def plan_for(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int) -> Transfer:
     """The plan from which a rank works: the whole one in small worlds, else this rank's part of it."""
     small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
-    part = None if small else rank
-    return plan_transfer(src, dst, itemsize=itemsize, max_buffer_bytes=max_buffer_bytes, rank=part)
+    return _plan(src, dst, itemsize, max_buffer_bytes, None if small else rank)
+
+
+@lru_cache(maxsize=4096)
+def _plan(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int | None) -> Transfer:
+    return plan_transfer(src, dst, itemsize=itemsize, max_buffer_bytes=max_buffer_bytes, rank=rank)
 
 
 @lru_cache(maxsize=4096)

@@ -12,8 +12,18 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError, agree
 from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.tensor.comms import comm_for
+from shardwise.tensor.execute import Running
 from shardwise.tensor.handles import Handle
-from shardwise.tensor.moves import everywhere, is_recorded, moved, on_one_rank, start, target_layout, text_of
+from shardwise.tensor.moves import (
+    everywhere,
+    is_recorded,
+    move_problem,
+    moved,
+    on_one_rank,
+    start,
+    target_layout,
+    text_of,
+)
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -155,15 +165,13 @@ def redistribute_many(
     With `async_op`, a Handle whose `wait()` gives them. Where gradients are recorded the tensors move one by one.
     """
     label = "redistribute_many"
-    if len(tensors) != len(targets):
-        raise ValueError(f"{label}: {len(tensors)} tensors need as many targets, got {len(targets)}")
-    if not tensors:
-        return []
-    if any(t._comm is not tensors[0]._comm for t in tensors):
-        raise ValueError(f"{label}: all tensors share one comm; move those of other comms on their own")
-    dsts = [target_layout(t._layout, target) for t, target in zip(tensors, targets, strict=True)]
-    moves = [f"{t.dtype} {text_of(t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=True)]
-    agree(tensors[0]._comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label)
+    if not tensors and not targets:
+        return Handle(Running([], comm_for(), label), lambda results: []) if async_op else []
+    if not tensors or any(t._comm is not tensors[0]._comm for t in tensors):
+        raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
+    dsts, problem = _many_layouts(tensors, targets)
+    moves = [f"{t.dtype} {text_of(t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
+    agree(tensors[0]._comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
     if not async_op and any(is_recorded(t) for t in tensors):
         return [t._like(dst, *moved(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
     running = start(tensors, dsts, label, max_buffer_bytes)
@@ -172,3 +180,15 @@ def redistribute_many(
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
     return Handle(running, finish) if async_op else finish(running.wait())
+
+
+def _many_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> tuple[list[Layout], str | None]:
+    """The layouts asked for, or why there are none."""
+    if len(tensors) != len(targets):
+        return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
+    try:
+        dsts = [target_layout(t._layout, target) for t, target in zip(tensors, targets, strict=True)]
+    except ValueError as error:
+        return [], str(error)
+    problems = [problem for t, dst in zip(tensors, dsts, strict=True) if (problem := move_problem(t, dst))]
+    return dsts, "; ".join(problems) or None

@@ -51,13 +51,16 @@ def combine(op: str, target: Tensor, part: Tensor) -> None:
 
 
 def rescale(target: Tensor, scale: tuple[int, int]) -> None:
-    """Multiply by a fraction, in place; `check_reducible` has refused what it cannot do."""
+    """Multiply by a fraction, in place and with one rounding; `check_reducible` has refused what it cannot do."""
     if scale == (1, 1):
         return
+    wide = target.to(accumulation_dtype(target.dtype))
     if scale[0] != 1:
-        target.mul_(scale[0])
+        wide.mul_(scale[0])
     if scale[1] != 1:
-        target.div_(scale[1])
+        wide.div_(scale[1])
+    if wide is not target:
+        target.copy_(wide)
 
 
 def check_reducible(op: str, divisor: int, dtype: torch.dtype) -> None:
