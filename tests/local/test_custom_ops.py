@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._shard.sharding_spec.api as torch_specs
+from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.comm import Comm, LocalComm, run_local
 from shardwise.geometry import ChunkSpec, EnumerableSpec, GridSpec, ShardingSpec
@@ -104,6 +106,19 @@ def test_two_classes_of_one_name_do_not_collide() -> None:
     custom_sharding_spec_op(theirs, torch.asin)(say("theirs"))
     assert torch.asin(ones(ours(0, 1))) == "ours"
     assert torch.asin(ones(theirs(0, 1))) == "theirs"
+
+
+def test_torchs_own_table_is_keyed_by_the_name_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the two tests above ask for, asked of torch: a subclass has no ops, and twins share theirs."""
+    monkeypatch.setattr(torch_specs, "_CUSTOM_SHARDING_SPEC_OPS", {})
+    base: type[Any] = torch_specs.EnumerableShardingSpec
+    heir, twin, other = type("Heir", (base,), {}), type("Twin", (base,), {}), type("Twin", (base,), {})
+    register: Any = torch_specs.custom_sharding_spec_op
+    register(base, torch.asin)(say("base"))
+    register(twin, torch.asin)(say("twin"))
+    has: Any = torch_specs._has_custom_op
+    shards = [ShardMetadata([0], [2], "rank:0/cpu")]
+    assert [has(cls(shards), torch.asin) for cls in (base, heir, twin, other)] == [True, False, True, True]
 
 
 def test_registering_again_replaces() -> None:

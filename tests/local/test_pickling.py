@@ -98,6 +98,20 @@ def test_copies_own_their_memory_only_when_deep() -> None:
     assert run_local(body, 2) == [(True, False)] * 2
 
 
+def test_a_deep_copy_keeps_the_gradient_and_needs_a_leaf() -> None:
+    def body(comm: Comm) -> list[float]:
+        tensor = numbered(ChunkSpec(0, ranks=2), comm, requires_grad=True)
+        torch.autograd.backward(tensor.local_tensor().sum())
+        copied = copy.deepcopy(tensor)
+        assert tensor.grad is not None and copied.grad is not None
+        tensor.grad.local_tensor().zero_()
+        with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+            copy.deepcopy(tensor.clone())
+        return copied.grad.local_tensor().unique().tolist()  # type: ignore[no-any-return, no-untyped-call]  # torch's
+
+    assert run_local(body, 2) == [[1.0], [1.0]]
+
+
 @pytest.mark.parametrize("way", [through_pickle, through_torch, copy.deepcopy], ids=lambda f: f.__name__)
 def test_a_parameter_stays_one_and_a_tied_one_stays_tied(way: Any) -> None:
     def body(comm: Comm) -> bool:
@@ -158,6 +172,9 @@ def test_a_sub_group_is_restored_with_load_with_process_group() -> None:
         with load_with_process_group(part):
             assert get_current_process_group() is part and comm_for() is part
             assert_same(tensor, pickle.loads(data))
+        for copied in (copy.copy(tensor), copy.deepcopy(tensor)):
+            assert_same(tensor, copied)
+            assert copied.comm is tensor.comm
         with pytest.raises(RuntimeError, match="Local rank at save time was"):
             pickle.loads(data)
         return "checked"

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._shard.sharded_tensor as torch_shards
+import torch.distributed._shard.sharded_tensor.api as torch_tensors
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import ChunkSpec
@@ -88,6 +92,20 @@ def test_a_prefix_is_kept_without_a_second_dot() -> None:
         return set(hooked(Tree(1.0)).state_dict(prefix="model."))
 
     assert run_local(body, 2) == [{f"model.{key}" for key in ALL_KEYS}] * 2
+
+
+def test_torchs_own_hook_adds_a_dot_below_the_root() -> None:
+    """A hook of torch's on a module below the root, which it reaches with a prefix."""
+    spec = EnumerableShardingSpec([ShardMetadata([0], [2], "rank:0/cpu")])
+    properties = {"dtype": torch.float32, "layout": torch.strided, "pin_memory": False, "requires_grad": False}
+    module: Any = nn.ModuleDict({"left": nn.Module()})
+    module["left"].rows = torch_tensors.ShardedTensorBase.__new__(torch_tensors.ShardedTensor, spec, 2, **properties)
+    module["left"]._register_state_dict_hook(torch_shards.state_dict_hook)
+    assert list(module.state_dict()) == ["left..rows"]
+    ours: Any = nn.ModuleDict({"left": nn.Module()})
+    ours["left"].rows = ShardedTensor(ChunkSpec(0, ranks=1), 2)
+    ours["left"]._register_state_dict_hook(state_dict_hook)
+    assert list(ours.state_dict()) == ["left.rows"]
 
 
 def test_hooks_on_modules_below_give_the_same_keys() -> None:
