@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
-from shardwise.tensor.moves import check_move, moved
+from shardwise.tensor.moves import check_move, everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Types = Sequence[type]
@@ -58,13 +58,9 @@ def _aligned(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
     if isinstance(source, ShardedTensor):
         check_move(source, target._layout, "align")
         return moved(source, target._layout, "align")[0]
-    own = target._layout.table.take(target._layout.rows_of(target._comm.rank))
-    blank = tuple(torch.empty(t.shape, dtype=source.dtype, device=source.device) for t in target._locals)
-    for slot, at, size, offset in zip(own.slots, own.local_offsets, own.sizes, own.offsets, strict=True):
-        place = tuple(slice(a, a + n) for a, n in zip(at.tolist(), size.tolist(), strict=True))
-        taken = tuple(slice(o, o + n) for o, n in zip(offset.tolist(), size.tolist(), strict=True))
-        blank[int(slot)][place] = source[taken]
-    return blank
+    comm = target._comm
+    held = wrap(everywhere(tuple(source.shape), comm.ranks), (source,), comm)
+    return moved(held, target._layout, "align")[0]
 
 
 def _everywhere_true(comm: Comm, verdict: bool, label: str) -> bool:

@@ -47,7 +47,8 @@ def shard(
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"])
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
     held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
-    anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if given["grad"] and not held else None
+    unheld = given["requires_grad"] and not held
+    anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if unheld else None
     src = everywhere(shape, comm.ranks) if src_rank is None else on_one_rank(shape, src_rank)
     locals_, anchor = moved(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
     return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
@@ -60,18 +61,19 @@ def _agreed_source(
     own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
     if tensor is not None:
         own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        own["grad"] = tensor.requires_grad and torch.is_grad_enabled()
+        own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
         own |= _laid_out(spec, tuple(tensor.shape), comm)
     if src_rank is not None and src_rank not in comm.ranks:
         own["problem"] = f"src_rank {src_rank} is not among the comm's ranks {list(comm.ranks)}"
     elif tensor is None and src_rank in (None, comm.rank):
         own["problem"] = f"this rank has the data (src_rank={src_rank}) but passes no tensor"
     everyone = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="shard")]
-    _check_sources(dict(zip(comm.ranks, everyone, strict=True)))
-    source = everyone[0 if src_rank is None else comm.ranks.index(src_rank)]
-    if tensor is None:
-        own |= _laid_out(spec, tuple(source["shape"]), comm)
-    return dict(source)
+    _check_sources(dict(zip(comm.ranks, everyone, strict=True)), src_rank)
+    source: dict[str, Any] = everyone[0 if src_rank is None else comm.ranks.index(src_rank)]
+    if not all(given["has"] for given in everyone):
+        laid_out = _laid_out(spec, tuple(source["shape"]), comm)
+        agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
+    return source
 
 
 def _laid_out(spec: ShardingSpec | Layout, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
@@ -86,11 +88,11 @@ def _laid_out(spec: ShardingSpec | Layout, shape: tuple[int, ...], comm: Comm) -
     return {"spec": text_of(layout)}
 
 
-def _check_sources(everyone: dict[int, dict[str, Any]]) -> None:
+def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
     problems = [f"rank {rank}: {given['problem']}" for rank, given in everyone.items() if given["problem"]]
     if problems:
         raise DisagreementError(f"'shard': {'; '.join(problems)}")
-    for field in ("src_rank", "shape", "dtype", "spec"):
+    for field in ("src_rank", "shape", "dtype", "spec", *(["requires_grad"] if src_rank is None else [])):
         values: dict[str, list[int]] = {}
         for rank, given in everyone.items():
             if field in given:
@@ -117,16 +119,27 @@ def from_local(
     held = (local_tensors,) if isinstance(local_tensors, Tensor) else tuple(local_tensors)
     where, problem = _local_layout(layout, shape)
     problem = problem or _local_problem(held, where, comm)
-    known = {str(t.dtype) for t in held}
     asked: dict[str, Any] = {"layout": text_of(where) if problem is None else None}
     agree(comm, asked, label="from_local", problem=problem)
-    dtypes = [d.decode() for d in comm.all_gather_bytes(",".join(sorted(known)).encode(), label="from_local") if d]
-    if len(set(dtypes)) > 1:
+    dtype, grad = _agreed_kind(held, comm)
+    anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
+    return wrap(where, held, comm, dtype=dtype, anchor=anchor)
+
+
+def _agreed_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]:
+    """The dtype of the local tensors of all ranks, and whether they are on the tape; raises unless all are the same."""
+    own = f"{held[0].dtype} {any(t.requires_grad for t in held)}" if held else ""
+    kinds = {kind.decode() for kind in comm.all_gather_bytes(own.encode(), label="from_local") if kind}
+    dtypes, grads = {kind.split()[0] for kind in kinds}, {kind.split()[1] for kind in kinds}
+    if len(dtypes) > 1:
+        raise DisagreementError(f"'from_local': the ranks hold different dtypes: {sorted(dtypes)}; convert them first")
+    if len(grads) > 1:
         raise DisagreementError(
-            f"'from_local': the ranks hold different dtypes: {sorted(set(dtypes))}; convert them first"
+            "'from_local': local tensors require gradients on some ranks and not on others; every rank takes part in "
+            "the backward pass, so give tensors of one kind"
         )
-    dtype = getattr(torch, dtypes[0].removeprefix("torch.")) if dtypes else torch.get_default_dtype()
-    return wrap(where, held, comm, dtype=dtype)
+    dtype = getattr(torch, dtypes.pop().removeprefix("torch.")) if dtypes else torch.get_default_dtype()
+    return dtype, grads == {"True"}
 
 
 def _local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:

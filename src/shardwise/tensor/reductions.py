@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.geometry import Reduction
+
 LOW_PRECISION_BYTES = 2
 
 
@@ -75,3 +77,18 @@ def check_reducible(op: str, divisor: int, dtype: torch.dtype) -> None:
         raise ValueError(
             f"a pending average of {dtype} values does not stay in {dtype}; convert to a floating dtype first"
         )
+
+
+def check_conversion(pending: Reduction | None, old: torch.dtype, new: torch.dtype) -> None:
+    """Raise if converting addends is not converting the value: rounding to whole numbers, or losing a part.
+
+    >>> check_conversion(Reduction("max"), torch.float32, torch.int64)
+    >>> check_conversion(None, torch.float32, torch.int64)
+    """
+    fractions = (old.is_floating_point or old.is_complex) and not (new.is_floating_point or new.is_complex)
+    if pending is None or pending.op in ("min", "max") or not (fractions or new == torch.bool):
+        return
+    raise ValueError(
+        f"addends of a pending {pending} converted from {old} to {new} do not give the converted value; "
+        "redistribute to Shard or Replicate first"
+    )
