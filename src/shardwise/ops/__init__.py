@@ -4,10 +4,11 @@ from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registe
 from shardwise.ops.engine import call_op
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
+from shardwise.ops.shortcuts import call_through, note_special
 from shardwise.ops.watch import HiddenCommunicationError, explain, no_communication
 from shardwise.tensor.dispatch import set_engine
 
-set_engine(call_op)
+set_engine(call_op, call_through, note_special)
 
 __all__ = [
     "HiddenCommunicationError",

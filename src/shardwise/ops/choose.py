@@ -1,7 +1,7 @@
 """Which strategy on which axis? The cheapest by bytes moved; ties go to the one listed first.
 
-Axes are decided one after the other, each by the sum of what its inputs' changes of placement cost. All ranks decide from
-layouts alone, so they decide the same.
+Axes are decided one after the other, each by the sum of what its inputs' changes of placement cost. All ranks decide
+from layouts alone, so they decide the same.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ def split_order(operands: Sequence[Operand], mesh: Mesh) -> tuple[str, ...]:
 
 
 def input_layout(
-    operand: Operand, index: int, chosen: Sequence[Strategy], cuts: Sequence[tuple[Shard, int] | None], order: Sequence[str]
+    operand: Operand,
+    index: int,
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: Sequence[str],
 ) -> Layout:
     """The layout in which the strategies want one tensor."""
     placements = [cut_like(s.inputs[index], cut, operand.shape) for s, cut in zip(chosen, cuts, strict=True)]

@@ -1,9 +1,10 @@
 """How is an operator computed on ShardedTensors?
 
 1. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
-2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in which the
-   inputs are wanted and which replicated inputs vary.
-3. Move inputs that lie otherwise, pass varying ones through `vary`, and call the operator on the local tensors, recorded.
+2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in
+   which the inputs are wanted and which replicated inputs vary.
+3. Move inputs that lie otherwise, pass varying ones through `vary`, and call the operator on the local tensors,
+   recorded.
 4. The outputs' layouts follow from the strategies; the local results are checked against them.
 """
 
@@ -22,10 +23,12 @@ from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.pointwise import irregular_pointwise, pointwise_rule
-from shardwise.ops.rules import Strategy, TensorMeta, find_rule, generation, normalised
+from shardwise.ops.rules import Strategy, TensorMeta, find_rule, normalised
 from shardwise.ops.schema import Call, Slot, take_apart, written_slots
+from shardwise.ops.shortcuts import note_operator
 from shardwise.ops.vary import varied
 from shardwise.ops.watch import Entry, brief, forbid, is_watched, record, user_line
+from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -33,7 +36,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided for a call: wanted layouts, varying axes and strategies; outputs' layouts once they are known."""
+    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
 
     inputs: tuple[Layout, ...]
     vary: tuple[tuple[int, ...], ...]
@@ -58,7 +61,9 @@ class LocalView:
         own = layout.table.take(layout.rows_of(self.rank))
         starts = sorted({(int(o), int(o + s)) for o, s in zip(own.offsets[:, dim], own.sizes[:, dim], strict=True)})
         if len(starts) != 1:
-            raise UnsupportedOpError(f"dim {dim} is held in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})")
+            raise UnsupportedOpError(
+                f"dim {dim} is held in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})"
+            )
         return starts[0]
 
 
@@ -71,16 +76,16 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     """Compute an operator on ShardedTensors."""
     call = take_apart(op, args, kwargs)
     tensors = as_sharded(call)
-    comm = next(t for t in tensors if isinstance(t, ShardedTensor))._comm
+    comm = tensors[0]._comm
     if any(mesh_view(t._layout) is None for t in tensors):
         return irregular_pointwise(call, tensors, comm)
     return _run(call, tensors, comm, _decision(call, tensors))
 
 
 def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
-    if _known_generation[0] != generation() or len(_decisions) > _MOST:
+    if _known_generation[0] != generation.current() or len(_decisions) > _MOST:
         _decisions.clear()
-        _known_generation[0] = generation()
+        _known_generation[0] = generation.current()
     key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors))
     known = _decisions.get(key)
     if known is None:
@@ -96,13 +101,17 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     strategies = _strategies(call, tensors, specs)
     chosen = choose(strategies, operands, mesh)
     if chosen is None:
-        raise UnsupportedOpError(f"{_describe(call, tensors)}: no strategy of its rule fits; redistribute the tensors first")
+        raise UnsupportedOpError(
+            f"{_describe(call, tensors)}: no strategy of its rule fits; redistribute the tensors first"
+        )
     cuts, order = leads(chosen, operands), split_order(operands, mesh)
-    wanted = tuple(_wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
+    wanted = tuple(
+        _wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True))
+    )
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
         if operand.written and tensor._layout != layout:
             raise UnsupportedOpError(
-                f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others to fit it"
+                f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
             )
     vary = tuple(_varying(i, chosen) for i in range(len(tensors)))
     return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh)
@@ -162,8 +171,8 @@ def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[Me
         strategies = pointwise_rule(call.op, metas)
         if strategies is None:
             raise UnsupportedOpError(
-                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find one with "
-                "shardwise.discover_sharding, or compute on local_tensor()"
+                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find one "
+                "with shardwise.discover_sharding, or compute on local_tensor()"
             )
         return strategies
     return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
@@ -183,9 +192,13 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
     name = str(call.op)
     aligned = [_aligned(t, wanted, name) for t, wanted in zip(tensors, decision.inputs, strict=True)]
     if not aligned[0]._locals and comm.rank not in decision.mesh.ranks:
-        raise UnsupportedOpError(f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks")
+        raise UnsupportedOpError(
+            f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
+        )
     with recording():
-        values = [varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)]
+        values = [
+            varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)
+        ]
         args, kwargs = call.filled(values)
         local = next((s.local for s in decision.chosen if s.local is not None), None)
         if local is None:
@@ -193,9 +206,17 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
         else:
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+    note_operator(plain=_is_plain(call, tensors, decision, local))
     if is_watched():
         _record(name, tensors, decision)
     return _wrapped(call, tensors, comm, decision, result)
+
+
+def _is_plain(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, local: Any) -> bool:
+    """Whether the operator ran on the tensors' own local tensors, with its own arguments, and wrote to none."""
+    moved_none = all(t._layout is wanted for t, wanted in zip(tensors, decision.inputs, strict=True))
+    given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
+    return moved_none and given and local is None and not written_slots(call.op)
 
 
 def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
@@ -239,7 +260,7 @@ def _check_results(call: Call, layouts: Sequence[Layout | None], values: Sequenc
         if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
             raise LayoutError(
                 f"the rule of {call.op} says output {number} is {format_layout(layout)}, so rank {rank} should hold "
-                f"{layout.local_shapes(rank)[0]}, but its local result has shape {tuple(value.shape)}; the rule is wrong"
+                f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
             )
 
 
@@ -253,9 +274,13 @@ def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> La
         if isinstance(placement, Shard):
             dim = placement.dim % max(1, len(shape))
             shape[dim] = sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
-    placements = [cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)]
+    placements = [
+        cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)
+    ]
     if -1 in shape:
-        raise LayoutError(f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes")
+        raise LayoutError(
+            f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes"
+        )
     return MeshSpec(decision.mesh, placements, decision.order).layout(shape)
 
 

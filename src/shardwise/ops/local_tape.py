@@ -1,7 +1,8 @@
 """Recording local operations from inside `__torch_dispatch__`.
 
-There torch excludes the autograd keys, since it takes the wrapper to be on the tape already. Ours is not: its local tensors
-are. So the thread's normal dispatch keys are put back for the local call. This is the only place that makes this private call.
+There torch excludes the autograd keys, since it takes the wrapper to be on the tape already. Ours is not: its local
+tensors are. So the thread's normal dispatch keys are put back for the local call. This is the only place that makes
+this private call.
 """
 
 from __future__ import annotations

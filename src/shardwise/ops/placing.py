@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.geometry import ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.tensor.per_layout import per_layout
 
 
@@ -68,12 +68,15 @@ def same_kind(one: Placement, other: Placement) -> bool:
 
 
 def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> float:
-    """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes."""
+    """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
+
+    A change that moves nothing costs a fraction of a byte, so that of two free ways the one without changes is taken.
+    """
     share = nbytes * (ranks - 1) / ranks
     if same_kind(now, then):
         return 0.0
     if isinstance(now, Replicate):
-        return 0.0 if isinstance(then, Shard) else 0.5
+        return 0.25 if isinstance(then, Shard) else 0.5
     if isinstance(now, Shard):
-        return share / ranks if isinstance(then, Shard) else share
-    return share if isinstance(then, Shard) else 2 * share
+        return 0.5 + (share / ranks if isinstance(then, Shard) else share)
+    return 0.5 + (share if isinstance(then, Shard) else 2 * share)

@@ -48,7 +48,7 @@ def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | Non
 
 def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
     """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them."""
-    shape = torch.broadcast_shapes(*(m.shape for m in metas))
+    shape = torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]  # untyped in torch
     replicated: tuple[Placement, ...] = (Replicate(),) * len(metas)
     found = [Strategy((Replicate(),), replicated)]
     for dim, length in enumerate(shape):
@@ -83,8 +83,8 @@ def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm
     same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
     if not is_pointwise(call.op) or not same_shape:
         raise UnsupportedOpError(
-            f"{call.op}: tensors in irregular pieces ({lead._layout.spec!r}) support pointwise operators on equal shapes, "
-            "copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for anything else"
+            f"{call.op}: tensors in irregular pieces ({lead._layout.spec!r}) support pointwise operators on equal "
+            "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for anything else"
         )
     held = [_pieces(t, lead) for t in tensors]
     results = []

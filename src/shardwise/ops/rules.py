@@ -1,7 +1,8 @@
 """Rules: how an operator may be computed on one mesh axis. Built-in ones and users' own use the same decorator.
 
-A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns acceptable strategies: pairs of output
-placements and input placements, for one axis of the mesh. The engine makes the choice for each axis of the mesh.
+A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns acceptable strategies: pairs
+of output placements and input placements, for one axis of the mesh. The engine makes the choice for each axis of the
+mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from shardwise.geometry import Layout, LayoutError, Placement, Replicate
 from shardwise.ops.placing import native
 from shardwise.ops.schema import Slot
+from shardwise.tensor import generation
 
 Rule: TypeAlias = Callable[..., Sequence[Any]]
 R = TypeVar("R", bound=Rule)
@@ -57,8 +59,8 @@ _rules: dict[Any, Rule] = {}
 def register_sharding(op: Any, *, override: bool = False) -> Callable[[R], R]:
     """Register the rule of an operator, or of several; torch's contract, for ShardedTensor.
 
-    The decorated function takes the operator's arguments and returns a sequence of `(output placements, input placements)`
-    for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
+    The decorated function takes the operator's arguments and returns a sequence of `(output placements, input
+    placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
     """
     ops = tuple(op) if isinstance(op, list | tuple) else (op,)
 
@@ -68,18 +70,10 @@ def register_sharding(op: Any, *, override: bool = False) -> Callable[[R], R]:
                 raise ValueError(f"{one} has a rule already; pass override=True to replace it")
         for one in ops:
             _rules[one] = rule
-        _generation[0] += 1
+        generation.advance()
         return rule
 
     return register
-
-
-_generation = [0]
-
-
-def generation() -> int:
-    """A number that grows whenever rules change, so that what was derived from them can be dropped."""
-    return _generation[0]
 
 
 def find_rule(op: Any) -> Rule | None:
@@ -97,7 +91,7 @@ def sharding_rule(op: Any, rule: Rule) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
     before = _rules.get(op)
     _rules[op] = rule
-    _generation[0] += 1
+    generation.advance()
     try:
         yield
     finally:
@@ -105,14 +99,14 @@ def sharding_rule(op: Any, rule: Rule) -> Iterator[None]:
             _rules.pop(op, None)
         else:
             _rules[op] = before
-        _generation[0] += 1
+        generation.advance()
 
 
 def remove_sharding(op: Any) -> None:
     """Remove the rule of an operator."""
     if _rules.pop(op, None) is None:
         raise ValueError(f"{op} has no rule to remove")
-    _generation[0] += 1
+    generation.advance()
 
 
 def normalised(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
@@ -145,7 +139,11 @@ def _spread(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> It
         return
     padded = [*inputs, *([None] * (len(arguments) - len(inputs)))]
     for placement, argument in zip(padded, arguments, strict=False):
-        slots = [leaf for leaf in _flat(argument if isinstance(argument, list | tuple) else [argument]) if isinstance(leaf, Slot)]
+        slots = [
+            leaf
+            for leaf in _flat(argument if isinstance(argument, list | tuple) else [argument])
+            if isinstance(leaf, Slot)
+        ]
         listed = list(_flat(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
         if len(listed) != len(slots):
             raise LayoutError(f"a rule gives {len(listed)} placements for an argument with {len(slots)} tensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def _fill(value: Any, values: Sequence[Any]) -> Any:
     return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def written_slots(op: Any) -> tuple[str, ...]:
     """The names of the arguments that an operator writes to.
 

@@ -1,8 +1,8 @@
 """Replicated values in varying computations: identity forward, one reduction backward.
 
-Where an operation differs from rank to rank along an axis, the gradients that its replicated inputs get are addends. `vary`
-passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor and its axes,
-however often the tensor is used.
+Where an operation differs from rank to rank along an axis, the gradients that its replicated inputs get are addends.
+`vary` passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor
+and its axes, however often the tensor is used.
 """
 
 from __future__ import annotations

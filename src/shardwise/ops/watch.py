@@ -9,11 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import shardwise
 from shardwise.geometry import Layout, format_layout
 from shardwise.transfer.report import format_bytes
 
-_PACKAGE = str(Path(shardwise.__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
 class HiddenCommunicationError(RuntimeError):
@@ -53,6 +52,7 @@ class Log:
 
 _log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
 _forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
+_active = [0]
 
 
 @contextmanager
@@ -60,9 +60,11 @@ def explain() -> Iterator[Log]:
     """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
     log = Log()
     token = _log.set(log)
+    _active[0] += 1
     try:
         yield log
     finally:
+        _active[0] -= 1
         _log.reset(token)
 
 
@@ -70,20 +72,26 @@ def explain() -> Iterator[Log]:
 def no_communication() -> Iterator[None]:
     """Turn any communication of operations in a `with` block into an error that names it."""
     token = _forbidden.set(True)
+    _active[0] += 1
     try:
         yield
     finally:
+        _active[0] -= 1
         _forbidden.reset(token)
 
 
 def is_watched() -> bool:
     """Whether operations are recorded or communication is forbidden."""
-    return _forbidden.get() or _log.get() is not None
+    return _active[0] > 0 and (_forbidden.get() or _log.get() is not None)
 
 
 def brief(layout: Layout) -> str:
     """A layout for a table."""
-    return format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ") if len(layout.table) < 65 else repr(layout.spec)
+    return (
+        format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ")
+        if len(layout.table) < 65
+        else repr(layout.spec)
+    )
 
 
 def forbid(name: str, src: Layout, dst: Layout) -> None:
@@ -104,7 +112,9 @@ def record(entry: Entry) -> None:
 def user_line() -> str:
     """The innermost line of the user's own code on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        inside = frame.filename.startswith(_PACKAGE) or f"{'/torch/'}" in frame.filename or frame.filename.startswith("<")
+        inside = (
+            frame.filename.startswith(_PACKAGE) or f"{'/torch/'}" in frame.filename or frame.filename.startswith("<")
+        )
         if not inside:
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return "unknown line"

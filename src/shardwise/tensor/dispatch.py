@@ -16,20 +16,26 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.custom_ops import find_custom_op, find_spec_op
+from shardwise.tensor.custom_ops import find_custom_op, find_default_op, find_spec_op
 
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
 
 Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
+Function: TypeAlias = Callable[[Callable[..., Any], Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
 _TABLE: dict[Callable[..., Any], Implementation] = {}
 _ENGINE: list[Operator] = []
+_FUNCTION: list[Function] = []
+_NOTES: list[Callable[[], None]] = []
 
 
-def set_engine(engine: Operator) -> None:
-    """Set what computes operators that are not in the table."""
-    _ENGINE[:] = [engine]
+def set_engine(operator: Operator, function: Function, note: Callable[[], None]) -> None:
+    """Set what computes operators that are not in the table, what is asked first for functions, and what is told when
+    an operator of the table runs."""
+    _ENGINE[:] = [operator]
+    _FUNCTION[:] = [function]
+    _NOTES[:] = [note]
 
 
 class UnsupportedOpError(RuntimeError):
@@ -54,6 +60,14 @@ def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[A
             yield leaf
 
 
+def enter_function(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer a torch function, by the engine's shortcuts where there is an engine."""
+    answer = _FUNCTION[0] if _FUNCTION else call_function
+    return answer(func, types, args, kwargs)
+
+
 def call_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -61,7 +75,7 @@ def call_function(
     first = next(sharded_leaves(args, kwargs), None)
     if first is not None:
         group = first._comm.process_group or first._comm
-        own = find_custom_op(func) or find_spec_op(first._layout.spec, func)
+        own = find_custom_op(func) or find_spec_op(first._layout.spec, func) or find_default_op(func)
         if own is not None:
             return own(types, args, kwargs, group)
         known = _TABLE.get(func)
@@ -78,6 +92,8 @@ def call_operator(
     known = _TABLE.get(func)
     leaves = list(sharded_leaves(args, kwargs))
     if known is not None and leaves:
+        for note in _NOTES:
+            note()
         return known(types, args, kwargs, leaves[0]._comm)
     if _ENGINE and leaves:
         return _ENGINE[0](func, types, args, kwargs)

@@ -19,12 +19,13 @@ from shardwise.tensor import pickling, rrefs
 from shardwise.tensor.allocate import allocate
 from shardwise.tensor.autograd import dual, on_tape
 from shardwise.tensor.comms import comm_for
-from shardwise.tensor.dispatch import call_function, call_operator
+from shardwise.tensor.dispatch import call_operator, enter_function
 from shardwise.tensor.execute import view_of
 from shardwise.tensor.handles import Handle
 from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
+from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shard import Shard
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ class ShardedTensor(Tensor):
         same = moved_probe.dtype == self.dtype and moved_probe.device == self.device and not kwargs.get("copy", False)
         if same and group is None:
             return self
+        check_conversion(self._layout.pending, self.dtype, moved_probe.dtype)
         locals_ = tuple(t.to(*args, **kwargs) for t in self._locals)
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
         comm = self._comm if group is None else comm_for(group)
@@ -362,7 +364,7 @@ class ShardedTensor(Tensor):
         """The tape's node of the first local tensor."""
         return self._on_tape()[0].grad_fn
 
-    @property  # type: ignore[override]  # a ShardedTensor, not just a Tensor
+    @property
     def grad(self) -> ShardedTensor | None:
         """The gradient, a ShardedTensor in the dual layout (a pending sum has a replicated gradient), or None."""
         grads = tuple(t.grad for t in self._on_tape())
@@ -381,6 +383,8 @@ class ShardedTensor(Tensor):
             raise ValueError(
                 f"the gradient has the layout {format_layout(dual(self._layout))}, got {found}; redistribute it"
             )
+        if self._anchor is not None:
+            self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self._locals, value._locals, strict=True):
             tensor.grad = grad
 
@@ -445,7 +449,7 @@ class ShardedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return call_function(func, types, args, kwargs or {})
+        return enter_function(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped

@@ -1,0 +1,223 @@
+"""The fast way: a function that is known to need no communication runs on the local tensors as it is.
+
+1. The first call of a function with given layouts and arguments goes through torch, which breaks it down into
+   operators. These are watched.
+2. If all of them ran on local tensors with unchanged arguments, and, where there were several, the function itself
+   gives the same local result, then a shortcut is kept: the layouts of the outputs, and which replicated inputs vary.
+3. Later calls cost one look-up, one local call and one wrap.
+
+Functions that draw random numbers, move data, rewrite arguments or write to tensors have no shortcut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Layout, MeshSpec, Replicate
+from shardwise.ops.vary import varied
+from shardwise.ops.watch import is_watched
+from shardwise.tensor import generation
+from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+_MOST = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """What a call gives without asking anyone: output layouts, varying axes of each tensor; layouts are kept alive."""
+
+    outputs: tuple[Layout, ...]
+    several: type | None
+    vary: tuple[tuple[int, ...], ...]
+    vary_none: bool
+    keep: tuple[Layout, ...]
+
+
+@dataclass
+class Recording:
+    """What happened below a function: how many operators ran, and whether one of them forbids a shortcut."""
+
+    operators: int = 0
+    plain: bool = True
+
+
+class _State(threading.local):
+    recording: Recording | None = None
+
+
+_state = _State()
+_shortcuts: dict[Any, Shortcut | None] = {}
+_known_generation = [0]
+
+
+def note_operator(plain: bool) -> None:
+    """Tell the recording that an operator ran, and whether it ran on local tensors with its own arguments."""
+    if _state.recording is not None:
+        _state.recording.operators += 1
+        _state.recording.plain &= plain
+
+
+def note_special() -> None:
+    """Tell the recording that something other than a plain operator ran: no shortcut."""
+    note_operator(plain=False)
+
+
+def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched."""
+    key = _key(func, args, kwargs)
+    if key is None or is_watched():
+        return call_function(func, types, args, kwargs)
+    if _known_generation[0] != generation.current() or len(_shortcuts) > _MOST:
+        _shortcuts.clear()
+        _known_generation[0] = generation.current()
+    shortcut = _shortcuts.get(key, _UNKNOWN)
+    if shortcut is None:
+        return call_function(func, types, args, kwargs)
+    if shortcut is _UNKNOWN:
+        return _recorded(func, types, args, kwargs, key)
+    return _short(shortcut, func, args, kwargs)
+
+
+_UNKNOWN: Any = object()
+
+
+def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A key of the function, the layouts and every other argument; None where there is no shortcut."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is ShardedTensor:
+            if len(value._locals) != 1:
+                return None
+            parts.append(id(value._layout))
+        elif kind in (int, float, bool, str) or value is None:
+            parts.append((kind, value))
+        elif kind is tuple or kind is torch.Size or kind is list:
+            if any(type(v) is not int for v in value):
+                return None
+            parts.append((kind, *value))
+        elif kind is torch.dtype:
+            parts.append(value)
+        else:
+            return None
+    if kwargs:
+        parts.append(tuple(kwargs))
+    return tuple(parts)
+
+
+def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in args if type(value) is ShardedTensor]
+    local_args: Sequence[Any]
+    if shortcut.vary_none:
+        local_args = [value._locals[0] if type(value) is ShardedTensor else value for value in args]
+    else:
+        axes = iter(shortcut.vary)
+        local_args = [_local(value, next(axes)) if type(value) is ShardedTensor else value for value in args]
+    if kwargs:
+        kwargs, named = _local_kwargs(shortcut, kwargs, len(tensors))
+        tensors += named
+    result = func(*local_args, **kwargs)
+    comm = tensors[0]._comm
+    if shortcut.several is None:
+        return wrap(shortcut.outputs[0], (result,), comm)
+    return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
+
+
+def _local(tensor: ShardedTensor, axes: tuple[int, ...]) -> Tensor:
+    return varied(tensor, tensor._layout, axes) if axes else tensor._locals[0]
+
+
+def _local_kwargs(shortcut: Shortcut, kwargs: dict[str, Any], first: int) -> tuple[dict[str, Any], list[ShardedTensor]]:
+    """Named arguments with local tensors, and the ShardedTensors among them, numbered from `first` on."""
+    names = [name for name, value in kwargs.items() if type(value) is ShardedTensor]
+    local = {name: _local(kwargs[name], shortcut.vary[first + i]) for i, name in enumerate(names)}
+    return {**kwargs, **local}, [kwargs[name] for name in names]
+
+
+def _recorded(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+) -> Any:
+    before, _state.recording = _state.recording, Recording()
+    try:
+        result = call_function(func, types, args, kwargs)
+        recording = _state.recording
+    finally:
+        _state.recording = before
+    if before is not None:
+        before.operators += recording.operators
+        before.plain &= recording.plain
+    _shortcuts[key] = _shortcut(func, args, kwargs, result, recording)
+    return result
+
+
+def _shortcut(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: Recording
+) -> Shortcut | None:
+    """The shortcut of a call that was watched, or None if it may have none."""
+    outputs = list(result) if type(result) in (list, tuple) else [result]
+    tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
+        return None
+    if any(o is t for o in outputs for t in tensors):
+        return None
+    vary = _varying_axes([t._layout for t in tensors], [o._layout for o in outputs])
+    if vary is None:
+        return None
+    several = type(result) if type(result) in (list, tuple) else None
+    layouts = tuple(o._layout for o in outputs)
+    made = Shortcut(layouts, several, vary, not any(vary), tuple(t._layout for t in tensors))
+    if recording.operators > 1 and not _gives_the_same(made, func, args, kwargs, outputs):
+        return None
+    return made
+
+
+def _varying_axes(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[tuple[int, ...], ...] | None:
+    """The axes along which each input varies; None if some outputs of a varying axis are replicated."""
+    specs = [layout.spec for layout in (*inputs, *outputs)]
+    if not all(isinstance(s, MeshSpec) and s.mesh == specs[0].mesh for s in specs):  # type: ignore[attr-defined]
+        return None
+    placements = [s.placements for s in specs if isinstance(s, MeshSpec)]
+    vary: list[list[int]] = [[] for _ in inputs]
+    for axis in range(len(placements[0])):
+        replicated = [isinstance(p[axis], Replicate) for p in placements]
+        if all(replicated):
+            continue
+        if any(replicated[len(inputs) :]):
+            return None
+        for index in range(len(inputs)):
+            if replicated[index]:
+                vary[index].append(axis)
+    return tuple(tuple(v) for v in vary)
+
+
+def _gives_the_same(
+    shortcut: Shortcut,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[ShardedTensor],
+) -> bool:
+    """Whether the function on the local tensors gives the local results that its operators gave."""
+    with torch.no_grad():
+        try:
+            result = _short(shortcut, func, args, kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return False
+    again = list(result) if shortcut.several is not None else [result]
+    return len(again) == len(outputs) and all(
+        _same(a._locals[0], o._locals[0]) for a, o in zip(again, outputs, strict=True)
+    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    close = torch.eq(one, other.detach())
+    return bool((close | (one != one)).all()) if one.is_floating_point() or one.is_complex() else bool(close.all())
