@@ -59,7 +59,7 @@ def test_every_pair(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shape", [(2,), (3,), (0, 2), (2, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3,), (0, 2), (2, 3)], ids=str)
 def test_every_pair_up_to_renaming(shape: tuple[int, ...]) -> None:
     layouts = small_layouts(shape, RANKS)
     sources = up_to_renaming(layouts)
