@@ -3,6 +3,9 @@
 Importing this package is light: names that need torch are loaded on first use.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwise._version import __version__
 from shardwise.geometry import (
     Box,
@@ -32,9 +35,112 @@ from shardwise.geometry import (
 )
 from shardwise.transfer import Link, Topology, Transfer, plan_transfer, transfer_from_json
 
+if TYPE_CHECKING:
+    from shardwise.comm import (
+        Comm,
+        CommError,
+        DisagreementError,
+        agree,
+        comm_from_device_mesh,
+        default_comm,
+        launch,
+        run_local,
+        use_comm,
+    )
+    from shardwise.ops import (
+        explain,
+        no_communication,
+        plain_as_replicated,
+        register_sharding,
+        remove_sharding,
+        replicate,
+        sharding_rule,
+    )
+    from shardwise.tensor import (
+        ShardedTensor,
+        from_local,
+        redistribute_many,
+        shard,
+    )
+    from shardwise.tensor.creation import (
+        empty,
+        empty_like,
+        full,
+        full_like,
+        init_from_local_shards,
+        ones,
+        ones_like,
+        rand,
+        rand_like,
+        randn,
+        randn_like,
+        zeros,
+        zeros_like,
+    )
+    from shardwise.tensor.custom_ops import (
+        custom_sharded_op_impl,
+        custom_sharding_spec_op,
+    )
+    from shardwise.tensor.streams import (
+        manual_seed,
+    )
+
+_LAZY = {
+    "shardwise.comm": (
+        "Comm",
+        "CommError",
+        "DisagreementError",
+        "agree",
+        "comm_from_device_mesh",
+        "default_comm",
+        "launch",
+        "run_local",
+        "use_comm",
+    ),
+    "shardwise.tensor": (
+        "ShardedTensor",
+        "from_local",
+        "redistribute_many",
+        "shard",
+    ),
+    "shardwise.tensor.creation": (
+        "empty",
+        "empty_like",
+        "full",
+        "full_like",
+        "init_from_local_shards",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "zeros",
+        "zeros_like",
+    ),
+    "shardwise.tensor.streams": ("manual_seed",),
+    "shardwise.tensor.custom_ops": (
+        "custom_sharded_op_impl",
+        "custom_sharding_spec_op",
+    ),
+    "shardwise.ops": (
+        "explain",
+        "no_communication",
+        "plain_as_replicated",
+        "register_sharding",
+        "remove_sharding",
+        "replicate",
+        "sharding_rule",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
+
 __all__ = [
     "Box",
     "ChunkSpec",
+    "Comm",
+    "CommError",
+    "DisagreementError",
     "EnumerableSpec",
     "GridSpec",
     "Layout",
@@ -49,18 +155,65 @@ __all__ = [
     "Reduction",
     "Replicate",
     "Shard",
+    "ShardedTensor",
     "ShardingSpec",
     "TensorType",
     "Topology",
     "Transfer",
     "__version__",
+    "agree",
+    "comm_from_device_mesh",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "default_comm",
+    "empty",
+    "empty_like",
+    "explain",
     "format_layout",
+    "from_local",
+    "full",
+    "full_like",
     "infer_spec",
+    "init_from_local_shards",
+    "launch",
     "layout_from_json",
     "layout_to_json",
+    "manual_seed",
+    "no_communication",
+    "ones",
+    "ones_like",
     "parse_layout",
     "parse_placements",
     "parse_spec",
+    "plain_as_replicated",
     "plan_transfer",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "redistribute_many",
+    "register_sharding",
+    "remove_sharding",
+    "replicate",
+    "run_local",
+    "shard",
+    "sharding_rule",
     "transfer_from_json",
+    "use_comm",
+    "zeros",
+    "zeros_like",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name that needs torch, and with it the operators."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    import_module("shardwise.ops")
+    value = globals()[name] = getattr(import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
