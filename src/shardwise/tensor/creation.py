@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
+from shardwise.tensor import init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.allocate import allocate
 from shardwise.tensor.comms import Group, comm_for
 from shardwise.tensor.dispatch import handler
