@@ -155,24 +155,37 @@ def _options(group: Mapping[str, Any]) -> Options:
 
 
 def _state_held_elsewhere(parameter: ShardedTensor, found: Mapping[str, Any]) -> Options:
-    """Return the sharded state of which this rank holds nothing, so that every rank has the same names."""
-    comm, layout = parameter._comm, parameter._layout
-    if set(comm.ranks) <= set(layout.ranks):
+    """Return the state that only other ranks hold, counters with their values: every rank then has the same names."""
+    comm = parameter._comm
+    if set(comm.ranks) <= set(parameter._layout.ranks):
         return {}
-    mine = {key: str(value.dtype) for key, value in found.items() if isinstance(value, ShardedTensor)}
+    mine = {key: _described(value) for key, value in found.items()}
     everyone = comm.all_gather_bytes(json.dumps(mine).encode(), label="optimizer state")
-    names: dict[str, str] = {key: dtype for data in everyone for key, dtype in json.loads(data).items()}
-    return {
-        key: wrap(layout, (), comm, dtype=getattr(torch, dtype.removeprefix("torch.")), device=comm.device)
-        for key, dtype in names.items()
-        if key not in found
-    }
+    told: Options = {key: value for data in everyone for key, value in json.loads(data).items()}
+    return {key: _from_description(value, parameter) for key, value in told.items() if key not in found}
+
+
+def _described(value: Any) -> Options:
+    """Return what another rank needs to know of a state: its dtype and, for a single number, its value."""
+    if not isinstance(value, Tensor):
+        return {"value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype} if isinstance(value, ShardedTensor) else {"dtype": dtype, "value": value.tolist()}
+
+
+def _from_description(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
+    if "dtype" not in told:
+        return told["value"]
+    dtype, device = getattr(torch, told["dtype"]), parameter._comm.device
+    if "value" in told:
+        return torch.tensor(told["value"], dtype=dtype)
+    return wrap(parameter._layout, (), parameter._comm, dtype=dtype, device=device)
 
 
 def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
-    """Return state laid out as its parameter is."""
+    """Return a copy of a state, laid out as its parameter is."""
     if isinstance(value, ShardedTensor):
-        return value if value._layout == parameter._layout else value.redistribute(parameter._layout)
+        return value.clone() if value._layout == parameter._layout else value.redistribute(parameter._layout)
     if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
         raise ValueError(
             f"state {key!r} of {name!r} is a whole tensor of shape {tuple(value.shape)}; shard it like the parameter "
