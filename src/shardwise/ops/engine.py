@@ -67,8 +67,7 @@ class LocalView:
         return starts[0]
 
 
-_decisions: dict[Hashable, Decision] = {}
-_known_generation = [0]
+_decisions: dict[Hashable, Decision] = generation.cleared_on_change({})
 _MOST = 16384
 
 
@@ -83,9 +82,8 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
 
 
 def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
-    if _known_generation[0] != generation.current() or len(_decisions) > _MOST:
+    if len(_decisions) > _MOST:
         _decisions.clear()
-        _known_generation[0] = generation.current()
     key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors))
     known = _decisions.get(key)
     if known is None:
@@ -171,8 +169,8 @@ def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[Me
         strategies = pointwise_rule(call.op, metas)
         if strategies is None:
             raise UnsupportedOpError(
-                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find one "
-                "with shardwise.discover_sharding, or compute on local_tensor()"
+                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find "
+                "one with shardwise.discover_sharding, or compute on local_tensor()"
             )
         return strategies
     return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))

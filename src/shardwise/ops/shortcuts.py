@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.ops.vary import varied
-from shardwise.ops.watch import is_watched
+from shardwise.ops.watch import is_watched, watchers
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -31,12 +31,16 @@ _MOST = 16384
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
-    """What a call gives without asking anyone: output layouts, varying axes of each tensor; layouts are kept alive."""
+    """What a call gives without asking anyone: output layouts and varying axes of each tensor.
+
+    `direct`: nothing varies and there is one output. The layouts of the inputs are kept alive, since keys hold their
+    identities.
+    """
 
     outputs: tuple[Layout, ...]
     several: type | None
     vary: tuple[tuple[int, ...], ...]
-    vary_none: bool
+    direct: bool
     keep: tuple[Layout, ...]
 
 
@@ -53,8 +57,8 @@ class _State(threading.local):
 
 
 _state = _State()
-_shortcuts: dict[Any, Shortcut | None] = {}
-_known_generation = [0]
+_shortcuts: dict[Any, Shortcut | None] = generation.cleared_on_change({})
+_SIMPLE = frozenset((int, float, bool, type(None), torch.dtype))
 
 
 def note_operator(plain: bool) -> None:
@@ -70,13 +74,46 @@ def note_special() -> None:
 
 
 def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched."""
-    key = _key(func, args, kwargs)
+    """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched.
+
+    The first part is the fast way of fast ways, for positional tensors and numbers; it is written for few instructions.
+    """
+    key: Any = [func]
+    local = []
+    comm: Any = None
+    if not kwargs:
+        for value in args:
+            kind = type(value)
+            if kind is ShardedTensor:
+                if len(value._locals) != 1:
+                    break
+                key.append(id(value._layout))
+                local.append(value._locals[0])
+                comm = value._comm
+            elif kind in _SIMPLE:
+                key.append(kind)
+                key.append(value)
+                local.append(value)
+            else:
+                break
+        else:
+            key = tuple(key)
+            shortcut = _shortcuts.get(key)
+            if shortcut is not None and not watchers[0]:
+                if shortcut.direct:
+                    return wrap(shortcut.outputs[0], (func(*local),), comm)
+                return _short(shortcut, func, args, kwargs)
+            return _call_with_key(func, types, args, kwargs, key)
+    return _call_with_key(func, types, args, kwargs, _key(func, args, kwargs))
+
+
+def _call_with_key(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+) -> Any:
     if key is None or is_watched():
         return call_function(func, types, args, kwargs)
-    if _known_generation[0] != generation.current() or len(_shortcuts) > _MOST:
+    if len(_shortcuts) > _MOST:
         _shortcuts.clear()
-        _known_generation[0] = generation.current()
     shortcut = _shortcuts.get(key, _UNKNOWN)
     if shortcut is None:
         return call_function(func, types, args, kwargs)
@@ -114,12 +151,8 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in args if type(value) is ShardedTensor]
-    local_args: Sequence[Any]
-    if shortcut.vary_none:
-        local_args = [value._locals[0] if type(value) is ShardedTensor else value for value in args]
-    else:
-        axes = iter(shortcut.vary)
-        local_args = [_local(value, next(axes)) if type(value) is ShardedTensor else value for value in args]
+    axes = iter(shortcut.vary)
+    local_args = [_local(value, next(axes)) if type(value) is ShardedTensor else value for value in args]
     if kwargs:
         kwargs, named = _local_kwargs(shortcut, kwargs, len(tensors))
         tensors += named
@@ -172,7 +205,8 @@ def _shortcut(
         return None
     several = type(result) if type(result) in (list, tuple) else None
     layouts = tuple(o._layout for o in outputs)
-    made = Shortcut(layouts, several, vary, not any(vary), tuple(t._layout for t in tensors))
+    direct = several is None and not any(vary)
+    made = Shortcut(layouts, several, vary, direct, tuple(t._layout for t in tensors))
     if recording.operators > 1 and not _gives_the_same(made, func, args, kwargs, outputs):
         return None
     return made

@@ -52,7 +52,7 @@ class Log:
 
 _log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
 _forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
-_active = [0]
+watchers = [0]
 
 
 @contextmanager
@@ -60,11 +60,11 @@ def explain() -> Iterator[Log]:
     """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
     log = Log()
     token = _log.set(log)
-    _active[0] += 1
+    watchers[0] += 1
     try:
         yield log
     finally:
-        _active[0] -= 1
+        watchers[0] -= 1
         _log.reset(token)
 
 
@@ -72,17 +72,17 @@ def explain() -> Iterator[Log]:
 def no_communication() -> Iterator[None]:
     """Turn any communication of operations in a `with` block into an error that names it."""
     token = _forbidden.set(True)
-    _active[0] += 1
+    watchers[0] += 1
     try:
         yield
     finally:
-        _active[0] -= 1
+        watchers[0] -= 1
         _forbidden.reset(token)
 
 
 def is_watched() -> bool:
     """Whether operations are recorded or communication is forbidden."""
-    return _active[0] > 0 and (_forbidden.get() or _log.get() is not None)
+    return watchers[0] > 0 and (_forbidden.get() or _log.get() is not None)
 
 
 def brief(layout: Layout) -> str:

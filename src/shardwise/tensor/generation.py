@@ -1,15 +1,19 @@
-"""A count that grows whenever what answers a function changes, so that what was derived from it can be dropped."""
+"""Caches that hold what was derived from rules and users' ops are cleared whenever one of these changes."""
 
 from __future__ import annotations
 
-_count = [0]
+from typing import Any
+
+_caches: list[dict[Any, Any]] = []
 
 
-def current() -> int:
-    """The count now."""
-    return _count[0]
+def cleared_on_change(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Have a cache cleared on every change; returns it."""
+    _caches.append(cache)
+    return cache
 
 
 def advance() -> None:
     """Say that something was registered or removed."""
-    _count[0] += 1
+    for cache in _caches:
+        cache.clear()
