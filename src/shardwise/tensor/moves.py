@@ -79,8 +79,10 @@ def on_one_rank(shape: tuple[int, ...], rank: int) -> Layout:
 
 
 def text_of(layout: Layout) -> str:
-    """A layout for messages and for comparison between ranks."""
-    return format_layout(layout) if len(layout.table) <= 64 else f"{layout!r} {layout._meaning.hex()}"
+    """A layout for messages and for comparison between ranks, without a dtype."""
+    if len(layout.table) > 64:
+        return f"{layout!r} {layout._meaning.hex()}"
+    return format_layout(layout, "f32").removeprefix("f32")
 
 
 def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:

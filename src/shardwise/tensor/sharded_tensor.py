@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import Box, Layout, Placement, ShardingSpec, format_layout
+from shardwise.geometry import Box, Layout, Placement, ShardingSpec
 from shardwise.tensor import pickling, rrefs
 from shardwise.tensor.allocate import allocate
 from shardwise.tensor.autograd import dual, on_tape
@@ -23,7 +23,7 @@ from shardwise.tensor.dispatch import call_operator, enter_function
 from shardwise.tensor.execute import view_of
 from shardwise.tensor.handles import Handle
 from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout
+from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout, text_of
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
 from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shard import Shard
@@ -379,10 +379,8 @@ class ShardedTensor(Tensor):
                 tensor.grad = None
             return
         if not isinstance(value, ShardedTensor) or value._layout != dual(self._layout):
-            found = format_layout(value._layout) if isinstance(value, ShardedTensor) else type(value).__name__
-            raise ValueError(
-                f"the gradient has the layout {format_layout(dual(self._layout))}, got {found}; redistribute it"
-            )
+            found = text_of(value._layout) if isinstance(value, ShardedTensor) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self._locals, value._locals, strict=True):
