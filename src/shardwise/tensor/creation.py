@@ -16,10 +16,9 @@ from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
 from shardwise.tensor import init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.allocate import allocate
-from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.comms import Group
 from shardwise.tensor.dispatch import handler
 from shardwise.tensor.distributions import Distribution, normal, uniform
-from shardwise.tensor.from_shards import Parts, parts_from_metadata, parts_from_shards, parts_from_tensor
 from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.metadata import ShardedTensorMetadata
 from shardwise.tensor.shard import Shard
@@ -378,8 +377,9 @@ def init_from_local_shards(
     >>> run_local(body, 2)
     [[0, 0, 1, 1], [0, 0, 1, 1]]
     """
-    comm = comm_for(process_group)
-    return _wrapped(parts_from_shards(local_shards, global_size, comm), process_group, init_rrefs)
+    return ShardedTensor._init_from_local_shards(
+        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+    )
 
 
 def init_from_local_shards_and_global_metadata(
@@ -395,8 +395,9 @@ def init_from_local_shards_and_global_metadata(
     >>> init_from_local_shards_and_global_metadata([own], ShardedTensorMetadata([own.metadata], torch.Size([2]))).shape
     torch.Size([2])
     """
-    parts = parts_from_metadata(local_shards, sharded_tensor_metadata, comm_for(process_group), sharding_spec)
-    return _wrapped(parts, process_group, init_rrefs)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
+    )
 
 
 def init_from_local_tensor(
@@ -412,10 +413,6 @@ def init_from_local_tensor(
     >>> init_from_local_tensor(torch.zeros(2, 3), ChunkSpec(0, ranks=1), [2, 3]).shape
     torch.Size([2, 3])
     """
-    parts = parts_from_tensor(local_tensor, sharding_spec, global_size, comm_for(process_group))
-    return _wrapped(parts, process_group, init_rrefs)
-
-
-def _wrapped(parts: Parts, process_group: Group | None, init_rrefs: bool) -> ShardedTensor:
-    made = wrap(parts.layout, parts.locals, comm_for(process_group), dtype=parts.dtype)
-    return made._with_rrefs(init_rrefs)
+    return ShardedTensor._init_from_local_tensor(
+        local_tensor, sharding_spec, *global_size, process_group=process_group, init_rrefs=init_rrefs
+    )

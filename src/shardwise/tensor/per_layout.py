@@ -1,7 +1,7 @@
 """Answers kept for each layout object.
 
-Layouts that mean the same are equal even if they were described on different meshes. Where the description matters, an answer
-must be kept for the object, not for the meaning.
+Layouts that mean the same are equal even if they were described on different meshes. Where the description matters,
+an answer must be kept for the object, not for the meaning.
 """
 
 from __future__ import annotations

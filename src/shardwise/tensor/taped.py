@@ -1,0 +1,136 @@
+"""Gradients of a ShardedTensor, answered from its local tensors, which are on the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout
+from shardwise.tensor.autograd import dual, on_tape
+from shardwise.tensor.moves import everywhere, text_of
+
+
+class LocallyTaped(Tensor):
+    """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
+
+    _layout: Layout
+    _locals: tuple[Tensor, ...]
+    _comm: Comm
+    _anchor: Tensor | None
+
+    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def redistribute(self, target: Any, *, label: str = "redistribute") -> Any:
+        raise NotImplementedError
+
+    def _on_tape(self) -> tuple[Tensor, ...]:
+        return on_tape(self._locals, self._anchor, self.dtype, self.device)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on this tensor are recorded."""
+        return any(t.requires_grad for t in self._on_tape())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Record operations on this tensor, or stop doing so; in place."""
+        if not self._locals and requires_grad and self._anchor is None:
+            self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
+        for tensor in self._on_tape():
+            tensor.requires_grad_(requires_grad)
+        self._forget()
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # answered from the local tensors
+        """Whether this tensor was not computed from others on the tape."""
+        return all(t.is_leaf for t in self._on_tape())
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # answered from the local tensors
+        """The tape's node of the first local tensor."""
+        return self._on_tape()[0].grad_fn
+
+    @property
+    def grad(self) -> Self | None:
+        """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
+        grads = tuple(t.grad for t in self._on_tape())
+        if any(g is None for g in grads):
+            return None
+        return self._like(dual(self._layout), tuple(g for g in grads if g is not None) if self._locals else ())
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            for tensor in self._on_tape():
+                tensor.grad = None
+            return
+        if not isinstance(value, LocallyTaped) or value._layout != dual(self._layout):
+            found = text_of(value._layout) if isinstance(value, LocallyTaped) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
+        if self._anchor is not None:
+            self._anchor.grad = torch.zeros_like(self._anchor)
+        for tensor, grad in zip(self._locals, value._locals, strict=True):
+            tensor.grad = grad
+
+    def backward(  # type: ignore[override]  # fewer arguments than torch's: no inputs
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
+        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph)
+
+    def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of the local tensors that a gradient of the whole means."""
+        divisor = self._layout.pending.divisor if self._layout.pending else 1
+        if gradient is None:
+            if self.numel() != 1:
+                raise RuntimeError(
+                    f"grad can be implicitly created only for scalar outputs; this has shape {tuple(self.shape)}"
+                )
+            return tuple(torch.full_like(t, 1.0 / divisor) for t in self._on_tape())
+        if not isinstance(gradient, LocallyTaped):
+            gradient = self._like(everywhere(tuple(self.shape), self._comm.ranks), (gradient,))
+        held = gradient.redistribute(dual(self._layout), label="backward")._locals
+        return tuple(t / divisor for t in held) if self._locals else tuple(torch.zeros_like(t) for t in self._on_tape())
+
+    def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
+        """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
+        tape = self._on_tape()
+        if len(tape) != 1:
+            raise NotImplementedError(
+                f"register_hook needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
+            )
+
+        def on_local(grad: Tensor) -> Tensor | None:
+            changed = hook(self._like(dual(self._layout), (grad,) if self._locals else ()))
+            return changed._locals[0] if changed is not None and self._locals else None
+
+        return tape[0].register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def retain_grad(self) -> None:
+        """Keep the gradient although this is not a leaf."""
+        for tensor in self._on_tape():
+            tensor.retain_grad()
+
+    def detach(self) -> Self:
+        """The same values off the tape; the local tensors share their memory."""
+        return self._like(self._layout, tuple(t.detach() for t in self._locals))
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
+        """A copy; differentiable."""
+        anchor = None if self._anchor is None else self._anchor.clone()
+        return self._like(self._layout, tuple(t.clone(memory_format=memory_format) for t in self._locals), anchor)
