@@ -1,0 +1,1 @@
+"""The benchmarks: every speed claim, beside the peer it is measured against, in one run."""

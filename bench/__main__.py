@@ -1,0 +1,45 @@
+"""`python -m bench [SECTION ...]`: run the sections named, or all; print tables and write them as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import layouts, move, plans
+from bench.report import RESULTS, Figures, save, show
+
+Section = Callable[[bool], Sequence[Figures]]
+WIDTH = 150
+
+SECTIONS: dict[str, Section] = {
+    "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.Sizes()),
+    "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.Sizes()),
+    "move": lambda tiny: move.run(move.TINY if tiny else move.Sizes()),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--tiny", action="store_true", help="small sizes and one run of each: does it work at all?")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the JSON files")
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    for name in chosen.sections or SECTIONS:
+        tables = SECTIONS[name](chosen.tiny)
+        for table in tables:
+            show(table, console)
+        save(name, tables, chosen.results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""Section "plans": how does the time to plan a transfer grow with the number of ranks and routes?
+
+Every run starts from specs: the layouts are made anew, since the time to make them is part of a first plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.memory import Peak
+from bench.report import Cell, Figures, bar
+from bench.timing import Contender, medians
+from shardwise.geometry import ChunkSpec, EnumerableSpec, Layout, Mesh, MeshSpec, Shard, ShardingSpec
+from shardwise.transfer import Transfer, plan_transfer
+
+SIDE = 65_536
+ITEMSIZE = 4
+MB = 1e6
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of ranks (squares), and runs of each."""
+
+    ranks: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
+    repeats: int = 5
+
+
+TINY = Sizes(ranks=(4, 16), repeats=1)
+
+
+def regular(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
+    """Rows over all ranks, and blocks over a square mesh of the same ranks."""
+    side = isqrt(ranks)
+    assert side * side == ranks, f"{ranks} ranks make no square mesh"
+    return ChunkSpec(0, ranks), MeshSpec(Mesh.of(a=side, b=side), (Shard(0), Shard(1)))
+
+
+def irregular(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
+    """Bands of rows, each cut into columns of its own, and the same turned around; one piece for each rank."""
+    rng = np.random.default_rng(ranks)
+    rows, columns = _bands(isqrt(ranks), rng), _bands(isqrt(ranks), rng)
+    holders = np.arange(ranks)
+    turned = (columns[0][:, ::-1], columns[1][:, ::-1])
+    return EnumerableSpec.from_arrays(*rows, holders), EnumerableSpec.from_arrays(*turned, rng.permutation(holders))
+
+
+def _bands(side: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    heights = _cuts(side, rng)
+    offsets, sizes = [], []
+    for top, height in zip(np.cumsum(heights) - heights, heights, strict=True):
+        widths = _cuts(side, rng)
+        offsets.append(np.stack([np.full(side, top), np.cumsum(widths) - widths], axis=1))
+        sizes.append(np.stack([np.full(side, height), widths], axis=1))
+    return np.concatenate(offsets), np.concatenate(sizes)
+
+
+def _cuts(count: int, rng: np.random.Generator) -> Array:
+    """Random lengths of at least 1 that add up to the side of the tensor."""
+    inner = np.sort(rng.choice(np.arange(1, SIDE), size=count - 1, replace=False))
+    return np.diff(np.concatenate([[0], inner, [SIDE]]))
+
+
+def _plan(specs: tuple[ShardingSpec, ShardingSpec], rank: int | None = None) -> Transfer:
+    src, dst = (spec.layout((SIDE, SIDE)) for spec in specs)
+    return plan_transfer(src, dst, itemsize=ITEMSIZE, rank=rank)
+
+
+def _part(specs: tuple[ShardingSpec, ShardingSpec], _: object) -> Transfer:
+    return _plan(specs, rank=1)
+
+
+def _measure(prepared: tuple[ShardingSpec, ShardingSpec], repeats: int) -> tuple[float, float, int, float | None]:
+    """Seconds of the whole plan and of one rank's part, the number of routes, and MB at the peak."""
+    whole = Contender("whole", lambda _: _plan(prepared))
+    part = Contender("part", partial(_part, prepared))
+    times = medians([whole, part], repeats)
+    peak = Peak()
+    transfer = _plan(prepared)
+    grown = peak.grown()
+    routes = sum(len(step.routes) + len(step.copies) for step in transfer.steps)
+    return times["whole"], times["part"], routes, None if grown is None else grown / MB
+
+
+def _growth(title: str, pair: Callable[[int], tuple[ShardingSpec, ShardingSpec]], sizes: Sizes) -> Figures:
+    found = [(n, *_measure(pair(n), sizes.repeats)) for n in sizes.ranks]
+    longest = max(whole for _, whole, *_ in found)
+    rows: list[list[Cell]] = []
+    for n, whole, part, routes, peak in found:
+        rows.append([n, routes, whole * 1e3, whole / routes * 1e6, part * 1e3, peak, bar(whole, longest)])
+    columns = ["ranks", "routes", "whole plan, ms", "us per route", "one rank's part, ms", "peak memory, MB", "time"]
+    return Figures(title, columns, rows, ["Routes include copies within a rank. Layouts are made anew in every run."])
+
+
+def _known_layouts(sizes: Sizes) -> Figures:
+    """One rank's part where the layouts exist already, as in a program that plans many tensors."""
+    rows: list[list[Cell]] = []
+    for n in sizes.ranks:
+        specs = regular(n)
+        kept: list[Layout] = [spec.layout((SIDE, SIDE)) for spec in specs]
+        times = medians([Contender("part", partial(_part, specs))], sizes.repeats)
+        rows.append([len(kept[0].ranks), times["part"] * 1e3])
+    return Figures("One rank's part, layouts known", ["ranks", "ms"], rows)
+
+
+def run(sizes: Sizes) -> list[Figures]:
+    """The growth for regular and irregular layouts."""
+    shape = f"shape ({SIDE:,}, {SIDE:,})"
+    return [
+        _growth(f"Shard(0) over N ranks -> [Shard(0), Shard(1)] over a square mesh, {shape}", regular, sizes),
+        _known_layouts(sizes),
+        _growth(f"N irregular pieces -> N other irregular pieces, {shape}", irregular, sizes),
+    ]

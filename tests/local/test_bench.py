@@ -1,0 +1,79 @@
+"""Does each section of the benchmarks run, in a tiny size, and give the tables it promises? No time is looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import layouts, plans
+from bench.__main__ import SECTIONS, main
+from bench.memory import Peak
+from bench.timing import Contender, interleaved
+
+
+def _tables(section: str, folder: Path) -> list[dict[str, object]]:
+    assert main([section, "--tiny", "--results", str(folder)]) == 0
+    content = json.loads((folder / f"{section}.json").read_text())
+    assert content["machine"]["torch"]
+    found: list[dict[str, object]] = content["tables"]
+    return found
+
+
+@pytest.mark.parametrize("section", ["layouts", "plans"])
+def test_section_gives_a_row_for_each_size(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = _tables(section, tmp_path)
+    shown = capsys.readouterr().out
+    for table in tables:
+        assert isinstance(table["rows"], list) and isinstance(table["columns"], list)
+        assert table["rows"] and all(len(row) == len(table["columns"]) for row in table["rows"])
+        assert str(table["title"])[:20] in shown
+
+
+@pytest.mark.timeout(300)
+def test_move_runs_every_case_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = _tables("move", tmp_path)
+    assert "Partial -> Shard(0)" in capsys.readouterr().out
+    times, wire, memory, targets, made = tables
+    for table in (times, wire, memory):
+        assert isinstance(table["rows"], list) and len(table["rows"]) == 9
+    assert isinstance(wire["rows"], list) and all(row[2] == 1.0 for row in wire["rows"]), "the plan moves the bound"
+    assert isinstance(targets["rows"], list) and isinstance(made["rows"], list)
+
+
+def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["speed"])
+    assert f"no section speed; there are {', '.join(SECTIONS)}" in capsys.readouterr().err
+
+
+def test_contenders_take_turns() -> None:
+    seen: list[str] = []
+    ways = [Contender(name, lambda _, name=name: seen.append(name)) for name in "abc"]  # type: ignore[misc]  # bound
+    spans = interleaved(ways, 2)
+    assert "".join(seen) == "abcbca"
+    assert all(end >= start for found in spans.values() for start, end in found)
+
+
+def test_peak_sees_memory_that_is_gone_again() -> None:
+    peak = Peak()
+    large = np.ones(4_000_000)
+    del large
+    grown = peak.grown()
+    assert grown is None or grown > 16_000_000
+
+
+@pytest.mark.parametrize("make", [layouts.grid, layouts.ribbons, layouts.cut_ribbons])
+def test_pieces_of_the_layout_section_cover_their_tensor(make: object) -> None:
+    assert callable(make)
+    pieces = make(60)
+    for contender in pieces.contenders():
+        contender.run(None)
+    assert int(pieces.sizes.prod(axis=1).sum()) == pieces.shape[0] * pieces.shape[1]
+
+
+def test_irregular_specs_cover_the_tensor() -> None:
+    for spec in plans.irregular(16):
+        assert len(spec.layout((plans.SIDE, plans.SIDE)).pieces) == 16
