@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -45,7 +45,7 @@ class ShardingSpec(ABC):
     def layout(self, shape: Sequence[int]) -> Layout:
         """This spec applied to a shape: the same object each time."""
         shape = check_shape(shape)
-        key: Hashable = (type(self), self, shape)
+        key = _Key(self, shape)
         found = _interned.get(key)
         if found is None:
             found = _interned[key] = Layout(shape, self)
@@ -64,7 +64,26 @@ class ShardingSpec(ABC):
         return None
 
 
-_interned: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
+class _Key:
+    """A spec and a shape, hashed once: dropping a layout must not call a spec's own methods."""
+
+    __slots__ = ("hash", "shape", "spec")
+
+    def __init__(self, spec: ShardingSpec, shape: tuple[int, ...]) -> None:
+        self.spec, self.shape = spec, shape
+        self.hash = hash((type(spec), spec, shape))
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Key):
+            return NotImplemented
+        same_kind = type(self.spec) is type(other.spec) and self.shape == other.shape
+        return same_kind and bool(self.spec == other.spec)
+
+
+_interned: WeakValueDictionary[_Key, Layout] = WeakValueDictionary()
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,14 +21,22 @@ from shardwise.transfer.intersect import expand_runs
 from shardwise.transfer.routes import Routes
 
 
+class BufferTooSmallError(LayoutError):
+    """A buffer limit under which not one element fits in each message; `needed` is the least that works."""
+
+    def __init__(self, limit: int, degree: int, itemsize: int) -> None:
+        self.needed = degree * itemsize
+        super().__init__(
+            f"max_buffer_bytes={limit} is too small: a rank exchanges up to {degree} messages at a time with elements "
+            f"of {itemsize} bytes; give at least {self.needed} bytes"
+        )
+
+
 def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> Routes:
     """The same moves cut and dealt to rounds so that a rank's messages of one round add up to at most `limit` bytes."""
     per_message = limit // max(1, degree * itemsize)
     if per_message < 1:
-        raise LayoutError(
-            f"max_buffer_bytes={limit} is too small: a rank exchanges up to {degree} messages at a time with elements "
-            f"of {itemsize} bytes; give at least {degree * itemsize} bytes"
-        )
+        raise BufferTooSmallError(limit, degree, itemsize)
     part = max(1, per_message // 4)
     cut = _cut(routes, part)
     return _deal(cut, per_message - part + 1)

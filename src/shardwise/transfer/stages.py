@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 
 from shardwise.geometry.layout import Layout
 from shardwise.transfer.reduce import has_replicas, reducing_layout
+from shardwise.transfer.rounds import BufferTooSmallError
 from shardwise.transfer.routes import Step
 from shardwise.transfer.step import Options, plan_step
 
@@ -28,9 +30,25 @@ def plan_steps(src: Layout, dst: Layout, options: Options, rank: int | None) -> 
     scale = (1, src.pending.divisor)
     if dst.pending is None and not has_replicas(dst):
         return (plan_step(src, dst, everything, src.pending.op, scale, options, rank),)
-    middle = reducing_layout(src, dst)
-    reduced = plan_step(src, middle, everything, src.pending.op, scale, options, rank)
-    return reduced, _first_addend(middle, dst, options, rank)
+    middle, op = reducing_layout(src, dst), src.pending.op
+    return _both(
+        lambda: plan_step(src, middle, everything, op, scale, options, rank),
+        lambda: _first_addend(middle, dst, options, rank),
+    )
+
+
+def _both(*plans: Callable[[], Step]) -> tuple[Step, ...]:
+    """All steps; if the buffer limit is too small for some, the error of the one that needs most."""
+    steps: list[Step] = []
+    refused: list[BufferTooSmallError] = []
+    for plan in plans:
+        try:
+            steps.append(plan())
+        except BufferTooSmallError as error:
+            refused.append(error)
+    if refused:
+        raise max(refused, key=lambda error: error.needed)
+    return tuple(steps)
 
 
 def _addends(layout: Layout) -> int:
