@@ -56,16 +56,21 @@ def _keeps(now: Placement, then: Placement) -> bool:
 
 
 def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
-    """For each axis how its dim is cut and the length of that dim: as in the largest tensor that is cut already."""
+    """For each axis how its dim is cut and the length of that dim.
+
+    It is cut as in the largest tensor that is cut there already; where none is, as `torch.chunk` cuts.
+    """
     found: list[tuple[Shard, int] | None] = []
     for axis, strategy in enumerate(chosen):
         best: tuple[int, Shard, int] | None = None
         for operand, then in zip(operands, strategy.inputs, strict=True):
             now = operand.spec.placements[axis]
-            if isinstance(now, Shard) and isinstance(then, Shard) and now.dim == then.dim:
-                weight = operand.nbytes + (1 << 60 if operand.written else 0)
-                if best is None or weight > best[0]:
-                    best = (weight, now, operand.shape[now.dim])
+            if not isinstance(then, Shard):
+                continue
+            cut_already = isinstance(now, Shard) and now.dim == then.dim
+            weight = operand.nbytes + (1 << 61 if cut_already else 0) + (1 << 62 if operand.written else 0)
+            if best is None or weight > best[0]:
+                best = (weight, now if isinstance(now, Shard) and cut_already else then, operand.shape[then.dim])
         found.append(None if best is None else (best[1], best[2]))
     return found
 

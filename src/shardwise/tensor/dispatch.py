@@ -1,7 +1,8 @@
 """Which code answers a torch function that meets a ShardedTensor?
 
 1. A user's own: `custom_sharded_op_impl`, then `custom_sharding_spec_op` of the tensor's spec.
-2. The table below, keyed by function object.
+2. The table below, keyed by function object. An operator's implementation that gives NotImplemented leaves the call to
+   the operator's rule.
 3. Otherwise torch breaks the function down into operators, and these are looked up in the same table.
 4. What is in none of them is an error that names the function; nothing is gathered silently.
 """
@@ -92,9 +93,11 @@ def call_operator(
     known = _TABLE.get(func)
     leaves = list(sharded_leaves(args, kwargs))
     if known is not None and leaves:
-        for note in _NOTES:
-            note()
-        return known(types, args, kwargs, leaves[0]._comm)
+        answer = known(types, args, kwargs, leaves[0]._comm)
+        if answer is not NotImplemented:
+            for note in _NOTES:
+                note()
+            return answer
     if _ENGINE and leaves:
         return _ENGINE[0](func, types, args, kwargs)
     layouts = ", ".join(repr(leaf._layout.spec) for leaf in leaves)
