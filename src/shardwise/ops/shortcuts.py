@@ -201,8 +201,8 @@ def _shortcut(
     if any(o is t for o in outputs for t in tensors):
         return None
     vary = _varying_axes([t._layout for t in tensors], [o._layout for o in outputs])
-    if vary is None:
-        return None
+    if vary is None or (recording.operators > 1 and any(vary)):
+        return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
     layouts = tuple(o._layout for o in outputs)
     direct = several is None and not any(vary)
