@@ -1,151 +1,103 @@
 """Rules: how an operator may be computed on one mesh axis. Built-in ones and users' own use the same decorator.
 
-A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns acceptable strategies: pairs
-of output placements and input placements, for one axis of the mesh. The engine makes the choice for each axis of the
-mesh.
+What a rule sees and answers is in `registry.py`. The engine makes the choice for each axis of the mesh. A rule of a
+user's own is registered for torch's DTensor too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-import torch
+from shardwise.ops import dtensor_rules
+from shardwise.ops.auto_rule import AutoRule
+from shardwise.ops.registry import Rule, Strategy, TensorMeta, find_rule, normalised, registered_ops, set_rule
 
-from shardwise.geometry import Layout, LayoutError, Placement, Replicate
-from shardwise.ops.placing import native
-from shardwise.ops.schema import Slot
-from shardwise.tensor import generation
-
-Rule: TypeAlias = Callable[..., Sequence[Any]]
 R = TypeVar("R", bound=Rule)
 
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """What a rule sees of a tensor: no data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout
-    placements: tuple[Placement, ...]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.layout.numel
+__all__ = [
+    "Rule",
+    "Strategy",
+    "TensorMeta",
+    "find_rule",
+    "normalised",
+    "register_sharding",
+    "registered_ops",
+    "remove_sharding",
+    "sharding_rule",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """One acceptable way on one axis: a placement for each output and for each tensor that goes in.
-
-    `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
-    `LocalView` and the local arguments.
-    """
-
-    outputs: tuple[Placement | None, ...]
-    inputs: tuple[Placement | None, ...]
-    local: Callable[..., Any] | None = None
+@overload
+def register_sharding(op: Any, *, override: bool = False, dtensor: bool | None = None) -> Callable[[R], R]: ...
 
 
-_rules: dict[Any, Rule] = {}
+@overload
+def register_sharding(
+    op: Any, rule: Literal["auto"] | Rule, *, override: bool = False, dtensor: bool | None = None
+) -> Rule: ...
 
 
-def register_sharding(op: Any, *, override: bool = False) -> Callable[[R], R]:
-    """Register the rule of an operator, or of several; torch's contract, for ShardedTensor.
+def register_sharding(
+    op: Any, rule: Literal["auto"] | Rule | None = None, *, override: bool = False, dtensor: bool | None = None
+) -> Any:
+    """Register the rule of an operator, or of several; torch's contract, for ShardedTensor and for torch's DTensor.
 
-    The decorated function takes the operator's arguments and returns a sequence of `(output placements, input
+    As a decorator: the function takes the operator's arguments and returns a sequence of `(output placements, input
     placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
+    `register_sharding(op, "auto")` finds strategies by trying, when the operator first meets new kinds of arguments.
+
+    `dtensor=False` leaves torch's DTensor alone; so do the package's own rules.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate, Shard
+    >>> @register_sharding(torch.ops.aten.cholesky_inverse.default, dtensor=False)
+    ... def rule(x, upper=False):
+    ...     return [([Replicate()], [Replicate(), None])]
+    >>> find_rule(torch.ops.aten.cholesky_inverse.default) is rule
+    True
+    >>> remove_sharding(torch.ops.aten.cholesky_inverse.default)
     """
     ops = tuple(op) if isinstance(op, list | tuple) else (op,)
-
-    def register(rule: R) -> R:
+    if rule is None:
+        return lambda given: _register(ops, given, override, dtensor)
+    if rule == "auto":
         for one in ops:
-            if one in _rules and not override:
-                raise ValueError(f"{one} has a rule already; pass override=True to replace it")
-        for one in ops:
-            _rules[one] = rule
-        generation.advance()
-        return rule
-
-    return register
+            _register((one,), AutoRule(one), override, dtensor)
+        return find_rule(ops[0])
+    return _register(ops, rule, override, dtensor)
 
 
-def find_rule(op: Any) -> Rule | None:
-    """The rule of an operator, or None."""
-    return _rules.get(op)
-
-
-def registered_ops() -> tuple[Any, ...]:
-    """All operators that have a rule."""
-    return tuple(_rules)
+def _register(ops: tuple[Any, ...], rule: R, override: bool, dtensor: bool | None) -> R:
+    for one in ops:
+        if find_rule(one) is not None and not override:
+            raise ValueError(f"{one} has a rule already; pass override=True to replace it")
+    if dtensor is None:
+        dtensor = not getattr(rule, "__module__", "").startswith("shardwise.ops.") or isinstance(rule, AutoRule)
+    for one in ops:
+        set_rule(one, rule)
+        if dtensor:
+            dtensor_rules.register(one, rule)
+    return rule
 
 
 @contextmanager
-def sharding_rule(op: Any, rule: Rule) -> Iterator[None]:
+def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
-    before = _rules.get(op)
-    _rules[op] = rule
-    generation.advance()
+    before = set_rule(op, rule)
+    if dtensor:
+        dtensor_rules.register(op, rule)
     try:
         yield
     finally:
-        if before is None:
-            _rules.pop(op, None)
-        else:
-            _rules[op] = before
-        generation.advance()
+        set_rule(op, before)
+        if dtensor:
+            dtensor_rules.remove(op)
 
 
 def remove_sharding(op: Any) -> None:
-    """Remove the rule of an operator."""
-    if _rules.pop(op, None) is None:
+    """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back."""
+    if set_rule(op, None) is None:
         raise ValueError(f"{op} has no rule to remove")
-    generation.advance()
-
-
-def normalised(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
-    """A rule's answer with one placement for each tensor of the call, in order."""
-    return [_normal(one, args, kwargs, tensors) for one in given]
-
-
-def _normal(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
-    if isinstance(given, Strategy):
-        outputs, inputs, local = given.outputs, given.inputs, given.local
-    else:
-        outputs, inputs, local = given[0], given[1], (given[2] if len(given) > 2 else None)
-    placed = tuple(_spread(inputs, [*args, *kwargs.values()], tensors))
-    return Strategy(tuple(native(p) for p in _flat(outputs)), placed, local)
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from _flat(value)
-    else:
-        yield values
-
-
-def _spread(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
-    """Line placements up with tensors: by argument position, or directly when there is one for each tensor."""
-    flat = list(_flat(list(inputs)))
-    if len(inputs) != len(arguments) and len([p for p in flat if p is not None]) == tensors:
-        yield from (native(p) for p in flat if p is not None)
-        return
-    padded = [*inputs, *([None] * (len(arguments) - len(inputs)))]
-    for placement, argument in zip(padded, arguments, strict=False):
-        slots = [
-            leaf
-            for leaf in _flat(argument if isinstance(argument, list | tuple) else [argument])
-            if isinstance(leaf, Slot)
-        ]
-        listed = list(_flat(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
-        if len(listed) != len(slots):
-            raise LayoutError(f"a rule gives {len(listed)} placements for an argument with {len(slots)} tensors")
-        for one in listed:
-            yield native(one) or Replicate()
+    dtensor_rules.remove(op)
