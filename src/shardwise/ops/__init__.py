@@ -1,6 +1,9 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
+from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
+from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops import view_rules as _view_rules  # noqa: F401  # registers rules
 from shardwise.ops.engine import call_op
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
