@@ -74,6 +74,7 @@ def layouts(rows: int, columns: int) -> dict[str, Layout]:
         "avg": MeshSpec(LINE, (Partial("avg"),)),
         "max": _square(Shard(1), Partial("max")),
         "min": _square(Partial("min"), Replicate()),
+        "product": _square(Partial("product"), Shard(1)),
     }
     return {name: spec.layout((rows, columns)) for name, spec in specs.items()}
 
@@ -132,6 +133,10 @@ def addend_of(layout: Layout, whole: Tensor, addend: int) -> Tensor:
         noise = sum((_noise(whole, a) for a in range(1, count)), torch.zeros(whole.shape, dtype=torch.int64))
         mine = wide - noise if addend == 0 else _noise(whole, addend)
         return (mine * pending.divisor).to(whole.dtype)
+    if pending.op == "product":
+        signs = [_noise(whole, a).remainder(2).mul(2).sub(1) for a in range(1, count)]
+        mine = wide * torch.stack(signs).prod(0) if addend == 0 else signs[addend - 1]
+        return mine.to(whole.dtype)
     away = 0 if addend == 0 else _noise(whole, addend).abs()
     return (wide + away if pending.op == "min" else wide - away).to(whole.dtype)
 
@@ -187,6 +192,8 @@ def _reduced(layout: Layout, held: Sequence[Sequence[Tensor]], whole: Tensor) ->
             addends[addend][box.slices] = parts[slot][here.slices].to(wide)
     if layout.pending.op == "sum":
         return (addends.sum(0) / layout.pending.divisor).to(whole.dtype)
+    if layout.pending.op == "product":
+        return addends.prod(0).to(whole.dtype)
     return (addends.amin(0) if layout.pending.op == "min" else addends.amax(0)).to(whole.dtype)
 
 

@@ -386,6 +386,9 @@ def test_closeness_between_layouts() -> None:
         pending = sharded("sum", torch.float64, comm)
         with pytest.raises(UnsupportedOpError, match="allclose needs values, and a reduction is pending"):
             torch.allclose(pending, one)
+        alone = sharded("one rank", torch.float32, comm)
+        with pytest.raises(RuntimeError, match="Float did not match Double"):
+            torch.allclose(alone, near)
         return [
             torch.allclose(one, near),
             torch.allclose(one, near, 0.0, 1e-2),

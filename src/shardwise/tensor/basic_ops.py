@@ -73,6 +73,8 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         first, second = second, first
     if tuple(first.shape) != tuple(second.shape):
         return False
+    # What torch refuses for these dtypes it must refuse on every rank, also on one that holds nothing.
+    compare(torch.zeros(1, dtype=first.dtype), torch.zeros(1, dtype=second.dtype), *args[2:], **kwargs)
     held = _aligned(second, first) if first._layout.pending is None else None
     if held is None:
         raise UnsupportedOpError(f"{label} needs values, and a reduction is pending; redistribute first")

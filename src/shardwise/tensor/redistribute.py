@@ -32,7 +32,8 @@ def shard(
 ) -> ShardedTensor:
     """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
 
-    Other ranks than the source may pass None. Differentiable: gradients go back to the source.
+    Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
+    that every rank has computed by way of other moves is therefore laid out with `src_rank=None`.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import GridSpec
