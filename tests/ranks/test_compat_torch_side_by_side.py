@@ -210,7 +210,19 @@ def test_optimizer_state_is_saved_by_name_and_loaded(world: Ranks) -> None:
     assert ours == [[["weight"], 0.5, [[1.0, 1.0]] * 3]] * 3
 
 
-# 11: comparing and copying
+# 10, 11: computing, comparing, copying
+
+
+def compute(names: Names) -> list[Any]:
+    rows = names.shard(numbers(4, 2), names.spec(0, 0, 1, 2))
+    return list((torch.relu(rows * 2 + rows) - 1).local_tensor().tolist())
+
+
+def test_arithmetic(world: Ranks) -> None:
+    theirs, ours = both(world, compute)
+    assert all("torch function 'mul'" in text for _, text in theirs)
+    whole = numbers(4, 2) * 3 - 1
+    assert ours == [part.tolist() for part in torch.tensor_split(whole, (2, 4))]
 
 
 def compare(names: Names) -> list[bool]:

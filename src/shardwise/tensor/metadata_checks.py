@@ -72,13 +72,15 @@ def check_no_overlap(shards: Sequence[ShardMetadata]) -> None:
 def find_overlap(offsets: IntArray, sizes: IntArray) -> tuple[int, int] | None:
     """Return two boxes that share an element, or None.
 
-    Boxes that tile their hull, as those of a tensor do, are seen to be free of overlaps at once. Otherwise a sweep
-    along the dim with the most distinct starts compares each box with those that are open when it starts.
+    Boxes one after another along a dim, and boxes that tile their hull, as those of a tensor do, are seen to be free of
+    overlaps at once. Otherwise a sweep along a dim compares each box with those that are open when it starts.
     """
     filled = np.flatnonzero((sizes > 0).all(axis=1))
     if len(filled) < 2:
         return None
     starts, ends = offsets[filled], (offsets + sizes)[filled]
+    if any(_in_a_row(starts[:, d], ends[:, d]) for d in range(starts.shape[1])):
+        return None
     low, hull = starts.min(axis=0), ends.max(axis=0) - starts.min(axis=0)
     point = first_miscovered_point(hull.tolist(), starts - low, sizes[filled])
     if point is None:
@@ -86,6 +88,11 @@ def find_overlap(offsets: IntArray, sizes: IntArray) -> tuple[int, int] | None:
     here = np.flatnonzero(((starts - low <= point) & (point < ends - low)).all(axis=1))
     found = (here[0], here[1]) if len(here) > 1 else _sweep(starts, ends)
     return None if found is None else (int(filled[found[0]]), int(filled[found[1]]))
+
+
+def _in_a_row(starts: IntArray, ends: IntArray) -> bool:
+    order = np.argsort(starts)
+    return bool((ends[order[:-1]] <= starts[order[1:]]).all())
 
 
 def _sweep(starts: IntArray, ends: IntArray) -> tuple[int, int] | None:
