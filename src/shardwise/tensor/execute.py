@@ -7,6 +7,8 @@
 3. While messages travel, local copies are made. Then what arrived in buffers is unpacked, or combined by the
    reduction in order of its terms.
 4. Several tensors share the exchanges: their messages to a rank follow each other.
+5. A reduction of whole tensors by all ranks of the comm, in equal runs, is left to the comm's own collective: it
+   combines as it reads and needs no buffers.
 
 Sources are only read. If an exchange fails they are whole, and the destinations are dropped.
 """
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, Work
+from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
-from shardwise.tensor.parts import Message, rank_part
+from shardwise.tensor.parts import Message, rank_part, whole_reduction
 from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
 from shardwise.transfer import Move, Step, Transfer
 
@@ -59,6 +62,7 @@ class Running:
         while self._results is None:
             assert self._work is not None
             self._work.wait()
+            self._work = None  # it holds the round's buffers
             self._advance()
         return self._results
 
@@ -81,6 +85,8 @@ def _run_batches(
 
 
 def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    if len(jobs) == 1 and (kind := whole_reduction(jobs[0].transfer, comm.ranks, jobs[0].dtype)) is not None:
+        return [(yield from _reduce_whole(jobs[0], comm, kind, label))]
     current = [job.sources for job in jobs]
     for index in range(max((len(job.transfer.steps) for job in jobs), default=0)):
         active = [i for i, job in enumerate(jobs) if index < len(job.transfer.steps)]
@@ -93,6 +99,7 @@ def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, l
             if number == 0:
                 _start_locally(runs)
             yield work
+            del work, sends, receives  # before the next round's buffers are made
             for run in runs:
                 run.settle()
         if quiet:
@@ -100,6 +107,22 @@ def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, l
         for i, run in zip(active, runs, strict=True):
             current[i] = run.finish()
     return current
+
+
+def _reduce_whole(job: Job, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
+    """The whole transfer as one collective of the comm."""
+    first, source = job.transfer.steps[0], job.sources[0].contiguous()
+    assert first.op is not None
+    op = cast(ReduceOp, first.op)
+    if kind == "all_reduce":
+        target = source.clone()
+        yield comm.all_reduce(target, op, label=label)
+    else:
+        target = torch.empty(first.dst.local_shapes(comm.rank)[0], dtype=job.dtype, device=job.device)
+        yield comm.reduce_scatter_into(target, source, op, label=label)
+    for step in job.transfer.steps:
+        rescale(target, step.scale)
+    return (target,)
 
 
 def _start_locally(runs: Sequence[_StepRun]) -> None:

@@ -8,9 +8,13 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias
 
+import torch
+
 from shardwise.geometry import Box, Layout
 from shardwise.transfer import Copy, Move, Step, Transfer, plan_transfer
 
+REDUCED_BY_COMM = (torch.float32, torch.float64, torch.int32, torch.int64)
+COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
 SMALL_MESSAGE_BYTES = 64 * 1024
 WHOLE_PLAN_RANKS = 256
 
@@ -77,3 +81,47 @@ def messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
         cut[-1].append(move)
         room -= size
     return [tuple(message) for message in cut]
+
+
+@lru_cache(maxsize=4096)
+def whole_reduction(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """The collective by which all of these ranks can carry out the transfer at once: all_reduce or reduce_scatter.
+
+    None where it is another transfer, where low precision asks for wider sums, or where a buffer limit is too tight.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Shard
+    >>> kinds = (Partial("sum"), Shard(0), Shard(1))
+    >>> terms, rows, columns = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in kinds)
+    >>> whole_reduction(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32)
+    'reduce_scatter'
+    >>> whole_reduction(plan_transfer(terms, columns, itemsize=4), (0, 1), torch.float32) is None
+    True
+    """
+    limit = transfer.max_buffer_bytes
+    if dtype not in REDUCED_BY_COMM or transfer.src.pending is None or transfer.dst.pending is not None:
+        return None
+    if limit is not None and limit < len(ranks) * COMM_WORKSPACE_BYTES:
+        return None
+    found = transfer.collective
+    if found is None or found.groups != (tuple(sorted(ranks)),):
+        return None
+    if found.kind == "all_reduce":
+        return found.kind
+    return found.kind if found.kind == "reduce_scatter" and _in_equal_runs(transfer, ranks) else None
+
+
+def _in_equal_runs(transfer: Transfer, ranks: tuple[int, ...]) -> bool:
+    """Whether the i-th rank ends with the i-th of equally many rows of the box that all of them start from."""
+    starts = {transfer.src.pieces_of(rank)[0].box for rank in ranks if len(transfer.src.pieces_of(rank)) == 1}
+    ends = [transfer.dst.pieces_of(rank) for rank in ranks]
+    if len(starts) != 1 or any(len(pieces) != 1 for pieces in ends):
+        return False
+    whole = starts.pop()
+    if whole.ndim == 0 or whole.sizes[0] % len(ranks):
+        return False
+    rows = whole.sizes[0] // len(ranks)
+    return all(
+        pieces[0].box.offsets == (whole.offsets[0] + i * rows, *whole.offsets[1:])
+        and pieces[0].box.sizes == (rows, *whole.sizes[1:])
+        for i, pieces in enumerate(ends)
+    )
