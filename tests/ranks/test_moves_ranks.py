@@ -84,9 +84,10 @@ def unpacked(parts: Sequence[tuple[bytes, tuple[int, ...]]], dtype: torch.dtype)
 
 def move_pairs(shared: bool, dtypes: Sequence[torch.dtype], limit: int | None) -> dict[str, Packed]:
     """Move every pair in every dtype; check that the sources are as they were."""
-    comm, held = comm_for(shared), {}
+    comm = comm_for(shared)
+    held: dict[str, Packed] = {}
     for dtype in dtypes:
-        held[str(dtype)] = moved = []
+        moved = held[str(dtype)] = []
         for src, dst in pairs_of(dtype):
             tensor = from_local(local_parts(src, comm.rank, values(SHAPE, dtype)), src, comm=comm)
             moved.append(packed(tensor.redistribute(dst, max_buffer_bytes=limit).local_tensors()))
