@@ -81,8 +81,8 @@ def torch_placements(spec: MeshSpec, shape: Sequence[int]) -> tuple[Any, ...]:
     """The placements of a MeshSpec in torch's words; what torch cannot say is refused with the reason."""
     resolved = spec.resolved(shape)
     found = [torch_placement(p) for p in resolved.placements]
-    for axis, placement in enumerate(resolved.placements):
-        if placement is not None and found[axis] is None:
+    for axis in range(len(found)):
+        if found[axis] is None:
             found[axis] = _as_chunks(resolved, axis, shape)
     if not resolved.splits_in_mesh_order:
         _stride(resolved, shape, found)

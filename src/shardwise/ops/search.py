@@ -37,7 +37,9 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class Trial:
+    """Inputs, the whole results they give, and the seed of what else is drawn."""
+
     inputs: tuple[Tensor, ...]
     results: tuple[Any, ...]
     seed: int
@@ -47,7 +49,7 @@ def find_strategies(call: Call) -> Findings:
     """All strategies of a call of an operator, whose tensors give shapes, dtypes and valid integers."""
     if not call.tensors:
         raise ValueError(f"{call.op} got no tensor to shard; give at least one among the sample arguments")
-    source, trials = _trials(call)
+    source, trials = draw_trials(call)
     layouts = list(islice(_layouts(call), MOST + 1))
     notes = [f"more than {MOST} ways to lay the inputs out; the first {MOST} were tried"] * (len(layouts) > MOST)
     if not any(isinstance(r, Tensor) for r in trials[0].results):
@@ -63,14 +65,15 @@ def find_strategies(call: Call) -> Findings:
     return Findings(tuple(sorted(found, key=_rank)), source, tuple(notes))
 
 
-def _rank(strategy: Strategy) -> tuple[bool, bool, int]:
-    """Replicated first, then sharded inputs, then pending ones; fewer whole inputs first."""
+def _rank(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
+    """Replicated first, then sharded inputs, then pending ones; fewer whole inputs first, then by dim."""
     sharded = any(isinstance(p, Shard) for p in strategy.inputs)
     pending = any(isinstance(p, Partial) for p in strategy.inputs)
-    return pending, sharded, sum(isinstance(p, Replicate) for p in strategy.inputs)
+    whole = sum(isinstance(p, Replicate) for p in strategy.inputs)
+    return pending, sharded, whole, [p.dim for p in strategy.inputs if isinstance(p, Shard)]
 
 
-def _trials(call: Call) -> tuple[Source, list[_Trial]]:
+def draw_trials(call: Call) -> tuple[Source, list[Trial]]:
     """Inputs and whole results of several trials, drawn in the first way in which the operator runs."""
     problem: Exception | None = None
     for source in SOURCES:
@@ -91,7 +94,7 @@ def _trials(call: Call) -> tuple[Source, list[_Trial]]:
     ) from problem
 
 
-def _trial(call: Call, source: Source, number: int) -> _Trial:
+def _trial(call: Call, source: Source, number: int) -> Trial:
     generator = torch.Generator().manual_seed(number)
     inputs = tuple(draw(t, source, number, generator) for t in call.tensors)
     results, again = run(call, inputs), run(call, inputs)
@@ -101,14 +104,14 @@ def _trial(call: Call, source: Source, number: int) -> _Trial:
         raise ValueError(
             f"{call.op} gives different results for equal inputs: it draws random numbers, so no rule can be found"
         )
-    return _Trial(inputs, tuple(results), number)
+    return Trial(inputs, tuple(results), number)
 
 
 def _layouts(call: Call) -> Iterator[Placed]:
     """Ways to lay the inputs out: dims of one length cut together, others whole or pending; tensors of a list alike."""
     groups = list(_groups(call))
     lengths = sorted({n for t in call.tensors for n in t.shape if n > 1})
-    seen = {(Replicate(),) * len(call.tensors)}
+    seen: set[Placed] = {(Replicate(),) * len(call.tensors)}
     for length in [*lengths, 0]:
         for chosen in product(*(_options([call.tensors[i] for i in g], length) for g in groups)):
             layout: list[Placement] = [Replicate()] * len(call.tensors)
@@ -137,7 +140,7 @@ def _options(tensors: Sequence[Tensor], length: int) -> Iterator[Placement]:
         yield Partial("sum")
 
 
-def _holds(call: Call, layout: Placed, trials: Sequence[_Trial]) -> tuple[Placement | None, ...] | None:
+def _holds(call: Call, layout: Placed, trials: Sequence[Trial]) -> tuple[Placement | None, ...] | None:
     """The outputs' placements if the layout gives the whole result in every trial, else None."""
     try:
         return _outputs(call, layout, trials)
@@ -145,7 +148,7 @@ def _holds(call: Call, layout: Placed, trials: Sequence[_Trial]) -> tuple[Placem
         return None  # the operator refuses such parts
 
 
-def _outputs(call: Call, layout: Placed, trials: Sequence[_Trial]) -> tuple[Placement | None, ...]:
+def _outputs(call: Call, layout: Placed, trials: Sequence[Trial]) -> tuple[Placement | None, ...]:
     """Raises ValueError if some result is not made up by the parts' results."""
     ways: list[set[Placement | None]] | None = None
     length = next((t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard)), None)
@@ -162,7 +165,7 @@ def _outputs(call: Call, layout: Placed, trials: Sequence[_Trial]) -> tuple[Plac
 
 
 def _recombinations(
-    call: Call, layout: Placed, trial: _Trial, sizes: Sequence[int], sharded: bool
+    call: Call, layout: Placed, trial: Trial, sizes: Sequence[int], sharded: bool
 ) -> list[set[Placement | None]]:
     generator = torch.Generator().manual_seed(trial.seed)
     held = [cut(t, p, sizes, generator) for t, p in zip(trial.inputs, layout, strict=True)]
@@ -194,7 +197,7 @@ def _best(ways: set[Placement | None]) -> Placement | None:
     )
 
 
-def lined_up(call: Call, placements: Sequence[Placement | None]) -> list[Any]:
+def lined_up(call: Call, placements: Sequence[Any]) -> list[Any]:
     """Placements of tensors lined up with the call's arguments: lists for lists, None for what is no tensor."""
 
     def place(value: Any) -> Any:

@@ -86,7 +86,8 @@ def cut(
     """What each part holds of a tensor: slices, the whole, or addends that make it up; None if it has no such dim."""
     parts = len(sizes)
     if isinstance(placement, Shard):
-        return list(value.split(list(sizes), placement.dim)) if value.shape[placement.dim] == sum(sizes) else None
+        fits = value.shape[placement.dim] == sum(sizes)
+        return list(torch.split_with_sizes(value, list(sizes), placement.dim)) if fits else None
     if isinstance(placement, Partial):
         return addends(value, placement.op, parts, generator)
     return [value] * parts
