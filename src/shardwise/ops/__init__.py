@@ -1,5 +1,6 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
+from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
 from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules

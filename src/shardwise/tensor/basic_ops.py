@@ -24,19 +24,10 @@ def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTens
     return tensor.detach()
 
 
-@handler(torch.clone, torch.ops.aten.clone.default)
+@handler(torch.clone)
 def _clone(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return tensor.clone(**kwargs)
-
-
-@handler(torch.ops.aten._to_copy.default)
-def _convert(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    known = {
-        k: v for k, v in kwargs.items() if k in ("dtype", "device", "non_blocking", "memory_format") and v is not None
-    }
-    return tensor.to(**known, copy=True)
 
 
 @handler(Tensor.copy_)

@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Implementation)
 Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 Function: TypeAlias = Callable[[Callable[..., Any], Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
+_NO_DATA = "data is not allocated"
 _TABLE: dict[Callable[..., Any], Implementation] = {}
 _ENGINE: list[Operator] = []
 _FUNCTION: list[Function] = []
@@ -82,8 +83,16 @@ def call_function(
         known = _TABLE.get(func)
         if known is not None:
             return known(types, args, kwargs, first._comm)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        if _NO_DATA not in str(error):
+            raise
+        raise UnsupportedOpError(
+            f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank has "
+            "them all; pass tensor.full() for arguments that hold indices or sizes"
+        ) from error
 
 
 def call_operator(

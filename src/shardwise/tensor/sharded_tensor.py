@@ -340,7 +340,7 @@ class ShardedTensor(LocallyTaped):
         """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable."""
         group = kwargs.pop("process_group", None)
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        moved_probe = probe.to(*args, **kwargs)
+        moved_probe = probe.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
         same = moved_probe.dtype == self.dtype and moved_probe.device == self.device and not kwargs.get("copy", False)
         if same and group is None:
             return self

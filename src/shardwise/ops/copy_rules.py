@@ -1,0 +1,38 @@
+"""Conversions and copies that torch's functions are broken down into; recorded on the local tensors' tape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm import Comm
+from shardwise.geometry import Replicate, Shard
+from shardwise.ops.local_tape import recording
+from shardwise.ops.placing import mesh_view
+from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+_CONVERT = torch.ops.aten._to_copy.default
+_NAMES = ("dtype", "device", "non_blocking", "memory_format")
+
+
+@register_sharding(_CONVERT)
+def _to_copy(x: TensorMeta, **_: Any) -> list[Strategy]:
+    whole = Strategy((Replicate(),), (Replicate(),))
+    return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
+
+
+@handler(_CONVERT)
+def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """Pending sums, irregular pieces and other devices, piece by piece; anything else by the rule."""
+    tensor: ShardedTensor = args[0]
+    device = kwargs.get("device")
+    regular = mesh_view(tensor._layout) is not None and tensor._layout.pending is None
+    if regular and (device is None or torch.device(device) == tensor.device):
+        return NotImplemented
+    known = {k: v for k, v in kwargs.items() if k in _NAMES and v is not None}
+    with recording():
+        return tensor.to(**known, copy=True)
