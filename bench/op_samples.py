@@ -1,0 +1,164 @@
+"""Which calls are tried? Samples of torch's own operator database, laid out in a few fixed ways, and what they give.
+
+1. Each operator gives its first few samples, in float64 where it has it.
+2. A way lays out every tensor of a sample over two ranks: along its first dim, along its last, or mixed, by a checksum.
+3. The same call on whole tensors gives the values, and gradients where the operator has them, to compare with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import unittest
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if importlib.util.find_spec("expecttest") is None:  # torch's test utilities want its TestCase, and nothing else of it
+    _stand_in = types.ModuleType("expecttest")
+    _stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]  # a module made here
+    sys.modules["expecttest"] = _stand_in
+from torch.testing._internal.common_methods_invocations import op_db
+
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
+WAYS = ("first dim", "last dim", "mixed")
+LARGEST = 20_000
+NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call: a function, its sample, the way its tensors are laid out, and whether it writes to the first."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    way: int
+    inplace: bool
+    gradients: bool
+
+    def dim(self, number: int, tensor: Tensor) -> int | None:
+        """The dim along which tensor `number` is cut, or None where it is replicated."""
+        if tensor.ndim == 0:
+            return None
+        if self.way < 2:
+            return 0 if self.way == 0 else tensor.ndim - 1
+        drawn = zlib.crc32(f"{self.name} {number}".encode()) % (tensor.ndim + 1)
+        return None if drawn == tensor.ndim else drawn
+
+    def placed(self, place: Callable[[Tensor, int | None], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with each tensor put in its place, as a new leaf."""
+        leaves, tree = pytree.tree_flatten(self.arguments)
+        number = 0
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                copy = leaf.detach().clone().requires_grad_(leaf.requires_grad and self.gradients)
+                leaves[index] = place(copy, self.dim(number, leaf))
+                number += 1
+        return pytree.tree_unflatten(leaves, tree)
+
+    def call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, list[Tensor]]:
+        """What the call gives, and the tensors that went in."""
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        with torch.set_grad_enabled(self.gradients):
+            result = self.function(*arguments[0], **arguments[1])
+        return (result, arguments[0][0]) if self.inplace else result, tensors
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call on whole tensors gives: all leaves of the result, and the gradient of each tensor."""
+
+    leaves: list[Any]
+    gradients: list[Tensor | None]
+
+
+class _Seeded(TorchDispatchMode):
+    """Notices operators that draw random numbers, by torch's tag."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def operators() -> list[Any]:
+    """All operators of the database that can run here and whose values mean something."""
+    return [op for op in op_db if op.name not in NO_VALUES and _dtype(op) is not None]
+
+
+def trials(op: Any, samples: int, ways: Sequence[int] = (0, 1, 2)) -> Iterator[tuple[Trial, Expected]]:
+    """The trials of an operator and what each gives; random calls and calls that fail on whole tensors are left out."""
+    name = f"{op.name} {op.variant_test_name}".strip()
+    dtype = _dtype(op)
+    gradients = op.supports_autograd and dtype in (torch.float64, torch.float32)
+    found = _quietly(lambda: [s for s in islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), samples)])
+    for number, sample in enumerate(found or ()):
+        arguments = ((sample.input, *sample.args), dict(sample.kwargs))
+        if not _usable(arguments):
+            continue
+        for inplace, function in ((False, op.op), (True, op.get_inplace())):
+            known: Expected | None = None
+            for way in ways:
+                label = f"{name}{' in place' if inplace else ''} #{number} {WAYS[way]}"
+                trial = Trial(label, function, arguments, way, inplace, gradients and not inplace)
+                known = known or (_quietly(partial(expected, trial)) if function is not None else None)
+                if known is not None:
+                    yield trial, known
+
+
+def expected(trial: Trial) -> Expected | None:
+    """The call on whole tensors; None if it draws random numbers."""
+    with _Seeded() as seeded:
+        trial.call(trial.placed(lambda tensor, _: tensor))
+    if seeded.seen:
+        return None
+    result, tensors = trial.call(trial.placed(lambda tensor, _: tensor))
+    leaves = pytree.tree_leaves(result)
+    backward(leaves)
+    return Expected([v.detach() if isinstance(v, Tensor) else v for v in leaves], [t.grad for t in tensors])
+
+
+def backward(leaves: Sequence[Any]) -> None:
+    """Gradients of a weighted sum of everything that is on the tape; the weights differ from element to element."""
+    total: Tensor | None = None
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
+            weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).reshape(leaf.shape)
+            term = ((leaf.abs() if leaf.is_complex() else leaf) * weights).sum()
+            total = term if total is None else total + term
+    if total is not None:
+        total.backward()
+
+
+def _dtype(op: Any) -> torch.dtype | None:
+    return next((d for d in DTYPES if d in op.supported_dtypes("cpu")), None)
+
+
+def _usable(arguments: Any) -> bool:
+    """Whether all tensors are plain, small and on the CPU, and there is one."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(
+        type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and t.numel() <= LARGEST for t in tensors
+    )
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """What `make` gives, without warnings; None if torch itself refuses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return make()
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, AttributeError, AssertionError):
+            return None
