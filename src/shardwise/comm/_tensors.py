@@ -38,13 +38,18 @@ def as_bytes(tensor: Tensor, *, label: str) -> Tensor:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{label!r}: a lazily conjugated or negated tensor; pass tensor.resolve_conj().resolve_neg()")
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return _run(tensor).view(torch.uint8)
 
 
 def flat(tensor: Tensor, *, label: str) -> Tensor:
     """Return a contiguous tensor as a flat view of the same memory, off the autograd tape."""
     as_bytes(tensor, label=label)
-    return tensor.detach().view(-1)
+    return _run(tensor)
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements as one run; a single element keeps no stride from where it was taken."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def nonempty_bytes(tensors: Sequence[Tensor], *, label: str) -> list[Tensor]:
