@@ -2,8 +2,11 @@
 
 from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
 from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
+from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
+from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops import slice_rules as _slice_rules  # noqa: F401  # registers rules
 from shardwise.ops import view_rules as _view_rules  # noqa: F401  # registers rules
 from shardwise.ops.engine import call_op
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
