@@ -1,0 +1,129 @@
+"""Reductions over whole and sharded dims, held against the dense ones in values and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Partial, Replicate, Shard
+from tests.local.op_cases import LINES, Combination, check_op, ramp
+
+SMOOTH: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of a dim": lambda x: x.sum(0),
+    "sum of the last dim, kept": lambda x: x.sum(-1, keepdim=True),
+    "sum of two dims": lambda x: x.sum((0, 2)),
+    "mean": lambda x: x.mean(),
+    "mean of a dim": lambda x: x.mean(1),
+    "mean of two dims, kept": lambda x: x.mean((0, 1), keepdim=True),
+    "nansum": lambda x: x.nansum(1),
+    "prod": lambda x: x.prod(),
+    "prod of a dim": lambda x: x.prod(0),
+    "prod of a dim, kept": lambda x: x.prod(1, keepdim=True),
+    "norm": lambda x: x.norm(),
+    "norm of a dim": lambda x: torch.linalg.vector_norm(x, 2, 0),
+    "1-norm": lambda x: x.norm(1, dim=1),
+    "3-norm, kept": lambda x: torch.linalg.vector_norm(x, 3, (0, 1), keepdim=True),
+    "inf-norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "-inf-norm": lambda x: torch.linalg.vector_norm(x, -math.inf, 0),
+    "0-norm": lambda x: torch.linalg.vector_norm(x, 0, 0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "logsumexp of two dims": lambda x: x.logsumexp((0, 1), keepdim=True),
+    "var": lambda x: x.var(),
+    "var of a dim": lambda x: x.var(0),
+    "var of two dims, uncorrected, kept": lambda x: torch.var(x, (0, 2), correction=0, keepdim=True),
+    "std": lambda x: x.std(1),
+    "var and mean": lambda x: torch.var_mean(x, 1),
+    "std and mean": lambda x: torch.std_mean(x),
+    "normalize": lambda x: torch.nn.functional.normalize(x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_reductions(name: str) -> None:
+    check_op(SMOOTH[name], ramp(3, 5, 2), limit=10)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Any]] = {
+    "amax": lambda x: x.amax(0),
+    "amax of two dims, kept": lambda x: x.amax((0, 1), keepdim=True),
+    "amin": lambda x: x.amin(),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "max of a dim": lambda x: tuple(x.max(1)),
+    "min of a dim, kept": lambda x: tuple(x.min(0, keepdim=True)),
+    "argmax": lambda x: x.argmax(),
+    "argmax of a dim": lambda x: x.argmax(1),
+    "argmin of a dim, kept": lambda x: x.argmin(0, keepdim=True),
+    "both": lambda x: tuple(x.aminmax()),
+    "both of a dim": lambda x: tuple(torch.aminmax(x, dim=1)),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name: str) -> None:
+    check_op(EXTREMES[name], ramp(3, 5, 2), limit=10)
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "argmax of a dim", "max of a dim"])
+def test_extremes_with_equal_and_missing_numbers(name: str) -> None:
+    """Gradients are shared by all that are equal; the first position counts; not-a-number wins."""
+    x = torch.tensor([[0.0, 2, 2], [2, 2, 0], [1, math.nan, 2], [2, 2, 2], [0, 1, 0]], dtype=torch.float64)
+    check_op(EXTREMES[name], x.requires_grad_(), worlds=LINES, pending=False)
+
+
+def test_maximum_of_plain_values_stays_pending() -> None:
+    def look(chosen: Combination, result: Any) -> None:
+        expected = Partial("max") if isinstance(chosen[0][0], Shard) else Replicate()
+        assert result.placements == (expected,), chosen
+
+    check_op(lambda x: x.amax(), ramp(3, 5, grad=False), worlds=[(2,)], pending=False, look=look)
+
+
+ORDERED: dict[str, Callable[[Tensor], Any]] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumsum of the last dim": lambda x: x.cumsum(-1),
+    "cumprod": lambda x: x.cumprod(1),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "cummax": lambda x: tuple(x.cummax(1)),
+    "sort": lambda x: tuple(x.sort(1)),
+    "stable sort": lambda x: tuple(torch.sort(x, dim=0, stable=True, descending=True)),
+    "argsort": lambda x: x.argsort(0),
+    "topk": lambda x: tuple(x.topk(2, 1)),
+    "median": lambda x: tuple(x.median(1)),
+    "median of everything": lambda x: x.median(),
+    "kth value": lambda x: tuple(x.kthvalue(2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_what_needs_a_dim_in_order(name: str) -> None:
+    check_op(ORDERED[name], ramp(3, 5), limit=10)
+
+
+@pytest.mark.parametrize("fn", [torch.softmax, torch.log_softmax], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_softmax_over_whole_and_sharded_dims(fn: Callable[..., Tensor], dim: int) -> None:
+    check_op(lambda x: fn(x, dim), ramp(3, 5), limit=16)
+
+
+BOOLEAN: dict[str, Callable[[Tensor], Any]] = {
+    "all": lambda x: (x > -1.5).all(),
+    "all of a dim": lambda x: (x > 0).all(1),
+    "all of dims, kept": lambda x: (x > 0).all((0, 1), keepdim=True),
+    "any": lambda x: (x > 50).any(),
+    "any of a dim": lambda x: (x > 2).any(0),
+    "count": lambda x: (x > 0).count_nonzero(),
+    "count along a dim": lambda x: torch.count_nonzero(x > 0, dim=1),
+    "number of true": lambda x: (x > 0).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", BOOLEAN)
+def test_reductions_of_truth(name: str) -> None:
+    check_op(BOOLEAN[name], ramp(3, 5, grad=False), limit=10)
