@@ -81,8 +81,9 @@ def call_function(
         if own is not None:
             return own(types, args, kwargs, group)
         known = _TABLE.get(func)
-        if known is not None:
-            return known(types, args, kwargs, first._comm)
+        answer = NotImplemented if known is None else known(types, args, kwargs, first._comm)
+        if answer is not NotImplemented:
+            return answer
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
