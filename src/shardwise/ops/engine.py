@@ -36,7 +36,10 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
+    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
+
+    The layouts that the tensors had are kept alive, since keys hold their identities.
+    """
 
     inputs: tuple[Layout, ...]
     vary: tuple[tuple[int, ...], ...]
@@ -44,6 +47,7 @@ class Decision:
     cuts: tuple[tuple[Shard, int] | None, ...]
     order: tuple[str, ...]
     mesh: Mesh
+    keep: tuple[Layout, ...]
     outputs: tuple[Layout | None, ...] | None = None
 
 
@@ -112,7 +116,8 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
                 f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
             )
     vary = tuple(_varying(i, chosen) for i in range(len(tensors)))
-    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh)
+    given = tuple(t._layout for t in tensors)
+    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
 
 
 def _wanted(
