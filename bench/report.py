@@ -31,7 +31,8 @@ class Figures:
 
 def show(figures: Figures, console: Console) -> None:
     """Print a table."""
-    table = Table(title=figures.title, title_justify="left", header_style="bold")
+    console.print(figures.title, markup=False, highlight=False, style="bold")
+    table = Table(header_style="bold")
     for number, column in enumerate(figures.columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in figures.rows:
