@@ -27,7 +27,7 @@ from shardwise.ops.rules import Strategy, TensorMeta, find_rule, normalised
 from shardwise.ops.schema import Call, Slot, take_apart, written_slots
 from shardwise.ops.shortcuts import note_operator
 from shardwise.ops.vary import varied
-from shardwise.ops.watch import Entry, brief, forbid, is_watched, record, user_line
+from shardwise.ops.watch import Entry, brief, is_watched, record, user_line
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.moves import moved
@@ -210,9 +210,10 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     note_operator(plain=_is_plain(call, tensors, decision, local))
+    outputs = _wrapped(call, tensors, comm, decision, result)
     if is_watched():
-        _record(name, tensors, decision)
-    return _wrapped(call, tensors, comm, decision, result)
+        _record(name, decision, outputs)
+    return outputs
 
 
 def _is_plain(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, local: Any) -> bool:
@@ -227,13 +228,14 @@ def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
         return tensor
     if tensor._layout == wanted:
         return wrap(wanted, tensor._locals, tensor._comm, dtype=tensor.dtype, anchor=tensor._anchor)
-    forbid(name, tensor._layout, wanted)
     locals_, anchor = moved(tensor, wanted, name)
     return wrap(wanted, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
 
 
-def _record(name: str, tensors: Sequence[ShardedTensor], decision: Decision) -> None:
-    record(Entry(name, tuple(brief(t._layout) for t in tensors), (), 0, (), user_line()))
+def _record(name: str, decision: Decision, outputs: Any) -> None:
+    flat = outputs if isinstance(outputs, list | tuple) else [outputs]
+    given = tuple(brief(o._layout) for o in flat if isinstance(o, ShardedTensor))
+    record(Entry(name, tuple(brief(layout) for layout in decision.inputs), given, 0, user_line()))
 
 
 def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:

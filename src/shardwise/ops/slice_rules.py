@@ -22,7 +22,6 @@ from shardwise.ops.local_tape import recording
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.view_rules import pending_kinds, renumbered
-from shardwise.ops.watch import forbid
 from shardwise.tensor.dispatch import handler
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -63,7 +62,6 @@ def sliced(tensor: ShardedTensor, spec: MeshSpec, dim: int, rows: range) -> Shar
         placements = list(spec.placements)
         placements[axes[-1]] = Replicate()
         target = MeshSpec(spec.mesh, placements, spec.order).layout(tensor._layout.shape)
-        forbid("slice", tensor._layout, target)
         locals_, anchor = moved(tensor, target, "slice")
         simpler = wrap(target, locals_, tensor._comm, anchor=anchor)
         return sliced(simpler, MeshSpec(spec.mesh, placements, spec.order), dim, rows)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.geometry import Layout, format_layout
+from shardwise.tensor.watchers import watch_moves
+from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -21,13 +23,15 @@ class HiddenCommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operation: what it was, which layouts it met and chose, what it moved, and the user's line."""
+    """One operation or one move: its name, the layouts it took and gave, the bytes it moved, and the user's line.
+
+    An operation's inputs are shown as the chosen strategy wants them; the moves that bring them there come before it.
+    """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     moved_bytes: int
-    moves: tuple[str, ...]
     line: str
 
 
@@ -42,10 +46,10 @@ class Log:
         return sum(entry.moved_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        rows = [("op", "inputs", "outputs", "moved", "line")]
+        rows = [("operation", "from", "to", "moved", "line")]
         for e in self.entries:
-            moves = "".join(f"; {m}" for m in e.moves)
-            rows.append((e.name, " ".join(e.inputs), " ".join(e.outputs), format_bytes(e.moved_bytes) + moves, e.line))
+            moved = format_bytes(e.moved_bytes) if e.moved_bytes else "-"
+            rows.append((e.name, " | ".join(e.inputs), " | ".join(e.outputs), moved, e.line))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -113,8 +117,17 @@ def user_line() -> str:
     """The innermost line of the user's own code on the stack."""
     for frame in reversed(traceback.extract_stack()):
         inside = (
-            frame.filename.startswith(_PACKAGE) or f"{'/torch/'}" in frame.filename or frame.filename.startswith("<")
+            frame.filename.startswith(_PACKAGE) or "/torch/" in frame.filename or frame.filename.startswith("<")
         )
         if not inside:
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return "unknown line"
+
+
+def _watch_move(plan: Transfer, label: str) -> None:
+    if is_watched() and plan.moved_bytes > 0:
+        forbid(label, plan.src, plan.dst)
+        record(Entry(label, (brief(plan.src),), (brief(plan.dst),), plan.moved_bytes, user_line()))
+
+
+watch_moves(_watch_move)

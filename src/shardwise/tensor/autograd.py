@@ -19,6 +19,7 @@ from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.execute import execute
 from shardwise.tensor.parts import plan_for
 from shardwise.tensor.per_layout import per_layout
+from shardwise.tensor.watchers import tell_watchers
 from shardwise.tensor.reductions import rescale
 
 
@@ -84,6 +85,7 @@ class _Move(torch.autograd.Function):
 def move_locals(link: Link, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move on plain local tensors, without a tape."""
     plan = plan_for(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
+    tell_watchers(plan, link.label)
     moved = execute(plan, locals_, link.comm, link.dtype, link.label)
     for tensor in moved:
         rescale(tensor, link.scale)

@@ -33,6 +33,7 @@ from shardwise.tensor.autograd import Link, dual, move_locals, move_on_tape, on_
 from shardwise.tensor.execute import Job, Running
 from shardwise.tensor.parts import plan_for
 from shardwise.tensor.reductions import check_reducible
+from shardwise.tensor.watchers import tell_watchers
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 
@@ -160,6 +161,7 @@ def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_b
     for one, dst in zip(held, dsts, strict=True):
         limit = buffer_limit(one._layout, dst, one.dtype.itemsize, max_buffer_bytes)
         plan = plan_for(one._layout, dst, one.dtype.itemsize, limit, one._comm.rank)
+        tell_watchers(plan, label)
         job = Job(plan, tuple(t.detach() for t in one._locals), one.dtype, one.device)
         size = most_in_flight(one._layout, dst) * one.dtype.itemsize
         if size > room:

@@ -1,0 +1,20 @@
+"""Whoever wants to know of every move before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.transfer import Transfer
+
+_watchers: list[Callable[[Transfer, str], None]] = []
+
+
+def watch_moves(watcher: Callable[[Transfer, str], None]) -> None:
+    """Have `watcher(plan, label)` called before each move; it may raise to forbid it."""
+    _watchers.append(watcher)
+
+
+def tell_watchers(plan: Transfer, label: str) -> None:
+    """Say that a move is about to be made."""
+    for watcher in _watchers:
+        watcher(plan, label)
