@@ -223,6 +223,16 @@ class Layout:
 
     def local_shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of a rank's local tensors: none, one or many."""
+        known = self._shapes.get(rank)
+        if known is None:
+            known = self._shapes[rank] = self._shapes_of(rank)
+        return known
+
+    @cached_property
+    def _shapes(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def _shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         own = self.table.take(self.rows_of(rank))
         count = int(own.slots.max()) + 1 if len(own) else 0
         extents = np.zeros((count, self.ndim), np.int64)

@@ -115,7 +115,7 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
             raise UnsupportedOpError(
                 f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
             )
-    vary = tuple(_varying(i, chosen) for i in range(len(tensors)))
+    vary = tuple(_varying(i, chosen, mesh) for i in range(len(tensors)))
     given = tuple(t._layout for t in tensors)
     return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
 
@@ -181,12 +181,12 @@ def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[Me
     return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
 
 
-def _varying(index: int, chosen: Sequence[Strategy]) -> tuple[int, ...]:
-    """The axes along which this tensor is replicated while something else is not."""
+def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
+    """The axes of several ranks along which this tensor is replicated while something else is not."""
     axes = []
     for axis, strategy in enumerate(chosen):
         differs = any(isinstance(p, Shard | Partial) for p in (*strategy.inputs, *strategy.outputs))
-        if isinstance(strategy.inputs[index], Replicate) and differs:
+        if isinstance(strategy.inputs[index], Replicate) and differs and mesh.shape[axis] > 1:
             axes.append(axis)
     return tuple(axes)
 

@@ -33,8 +33,8 @@ _MOST = 16384
 class Shortcut:
     """What a call gives without asking anyone: output layouts and varying axes of each tensor.
 
-    `direct`: nothing varies and there is one output. The layouts of the inputs are kept alive, since keys hold their
-    identities.
+    `direct`: nothing varies and there is one output. `reshape`: the local tensor takes the shape that the output's
+    layout gives it. The layouts of the inputs are kept alive, since keys hold their identities.
     """
 
     outputs: tuple[Layout, ...]
@@ -42,6 +42,7 @@ class Shortcut:
     vary: tuple[tuple[int, ...], ...]
     direct: bool
     keep: tuple[Layout, ...]
+    reshape: bool = False
 
 
 @dataclass
@@ -59,6 +60,9 @@ class _State(threading.local):
 _state = _State()
 _shortcuts: dict[Any, Shortcut | None] = generation.cleared_on_change({})
 _SIMPLE = frozenset((int, float, bool, type(None), torch.dtype))
+_RESHAPES: frozenset[Any] = frozenset(
+    (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten)
+)
 
 
 def note_operator(plain: bool) -> None:
@@ -150,6 +154,8 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if shortcut.reshape:
+        return _reshaped(shortcut.outputs[0], args[0])
     tensors = [value for value in args if type(value) is ShardedTensor]
     axes = iter(shortcut.vary)
     local_args = [_local(value, next(axes)) if type(value) is ShardedTensor else value for value in args]
@@ -161,6 +167,11 @@ def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], 
     if shortcut.several is None:
         return wrap(shortcut.outputs[0], (result,), comm)
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
+
+
+def _reshaped(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
+    comm = tensor._comm
+    return wrap(layout, (tensor._locals[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
 
 
 def _local(tensor: ShardedTensor, axes: tuple[int, ...]) -> Tensor:
@@ -198,6 +209,8 @@ def _shortcut(
     """The shortcut of a call that was watched, None if it may have none, _UNKNOWN if another call has to tell."""
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    if func in _RESHAPES and recording.operators == 1 and type(result) is ShardedTensor and len(tensors) == 1:
+        return Shortcut((result._layout,), None, ((),), False, (args[0]._layout,), reshape=True)
     if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
         return None
     if any(o is t for o in outputs for t in tensors):
@@ -222,7 +235,7 @@ def _varying_axes(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[
     vary: list[list[int]] = [[] for _ in inputs]
     for axis in range(len(placements[0])):
         replicated = [isinstance(p[axis], Replicate) for p in placements]
-        if all(replicated):
+        if all(replicated) or specs[0].mesh.shape[axis] == 1:  # type: ignore[attr-defined]  # a MeshSpec
             continue
         if any(replicated[len(inputs) :]):
             return None

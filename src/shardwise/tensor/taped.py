@@ -11,10 +11,11 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual, on_tape
+from shardwise.tensor.described import Described
 from shardwise.tensor.moves import everywhere, text_of
 
 
-class LocallyTaped(Tensor):
+class LocallyTaped(Described):
     """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
 
     _layout: Layout
@@ -32,7 +33,7 @@ class LocallyTaped(Tensor):
         raise NotImplementedError
 
     def _on_tape(self) -> tuple[Tensor, ...]:
-        return on_tape(self._locals, self._anchor, self.dtype, self.device)
+        return self._locals or on_tape(self._locals, self._anchor, self.dtype, self.device)
 
     @property
     def requires_grad(self) -> bool:
