@@ -1,12 +1,16 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
+from shardwise.ops import attention_rules as _attention_rules  # noqa: F401  # registers rules
+from shardwise.ops import conv_rules as _conv_rules  # noqa: F401  # registers rules
 from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
+from shardwise.ops import embedding_rules as _embedding_rules  # noqa: F401  # registers rules
 from shardwise.ops import extreme_rules as _extreme_rules  # noqa: F401  # registers rules
 from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
 from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
 from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops import random_rules as _random_rules  # noqa: F401  # registers rules
 from shardwise.ops import reduction_rules as _reduction_rules  # noqa: F401  # registers rules
 from shardwise.ops import scan_rules as _scan_rules  # noqa: F401  # registers rules
 from shardwise.ops import slice_rules as _slice_rules  # noqa: F401  # registers rules
