@@ -91,8 +91,8 @@ def call_function(
         if _NO_DATA not in str(error):
             raise
         raise UnsupportedOpError(
-            f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank has "
-            "them all; pass tensor.full() for arguments that hold indices or sizes"
+            f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
+            "has them all; pass tensor.full() for arguments that hold indices or sizes"
         ) from error
 
 

@@ -45,8 +45,11 @@ class Held(Protocol):
     _locals: tuple[Tensor, ...]
     _comm: Comm
     _anchor: Tensor | None
-    dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 def target_layout(layout: Layout, target: Any) -> Layout:
