@@ -1,6 +1,7 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
 from shardwise.ops import attention_rules as _attention_rules  # noqa: F401  # registers rules
+from shardwise.ops import batch_norm_rules as _batch_norm_rules  # noqa: F401  # registers rules
 from shardwise.ops import conv_rules as _conv_rules  # noqa: F401  # registers rules
 from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
 from shardwise.ops import embedding_rules as _embedding_rules  # noqa: F401  # registers rules
@@ -9,7 +10,9 @@ from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # regis
 from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
 from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
+from shardwise.ops import loss_rules as _loss_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops import norm_rules as _norm_rules  # noqa: F401  # registers rules
 from shardwise.ops import random_rules as _random_rules  # noqa: F401  # registers rules
 from shardwise.ops import reduction_rules as _reduction_rules  # noqa: F401  # registers rules
 from shardwise.ops import scan_rules as _scan_rules  # noqa: F401  # registers rules

@@ -137,3 +137,12 @@ def global_rows(layout: Layout, rank: int, dim: int, device: torch.device) -> Te
     )
     rows = [row for _, start, size in runs for row in range(start, start + size)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def nothing_of(x: Tensor, *others: Tensor | None) -> Tensor:
+    """The result of a rank without elements: as `x`, and on the tape of everything that the other ranks compute from.
+
+    Every rank's backward pass has to meet the same moves.
+    """
+    assert x.numel() == 0
+    return sum((t.sum() for t in others if t is not None), start=x * 1)

@@ -1,0 +1,136 @@
+"""Normalisation over the last dims and over groups of channels. Where a normalised dim is sharded its statistics are
+added up over the ranks first, which moves two numbers for each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Placement, Replicate, Shard
+from shardwise.ops.engine import LocalView
+from shardwise.ops.local_tape import recording
+from shardwise.ops.placing import mesh_view
+from shardwise.ops.reduction_rules import Args
+from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.settle import axes_of, nothing_of, settled
+from shardwise.ops.spread_rules import moments
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+aten = torch.ops.aten
+Types = Sequence[type]
+Kwargs = dict[str, Any]
+
+
+def _leading_dims(x: TensorMeta, normalized_shape: Sequence[int], outputs: int, extra: Sequence[Any]) -> list[Strategy]:
+    """Any dim before the normalised ones may be sharded; weight and bias are whole."""
+    others: tuple[Placement, ...] = tuple(Replicate() for value in extra if value is not None)
+    placements: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim - len(normalized_shape)))]
+    return [Strategy((p,) * outputs, (p, *others)) for p in placements]
+
+
+@register_sharding(aten.native_layer_norm.default)
+def layer_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> list[Any]:
+    return _leading_dims(x, normalized_shape, 3, (weight, bias))
+
+
+@register_sharding(aten._fused_rms_norm.default)
+def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Any]:
+    return _leading_dims(x, normalized_shape, 2, (weight,))
+
+
+def _normalised(x: ShardedTensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(shape), x.ndim))
+
+
+@handler(aten.native_layer_norm.default)
+def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    x, shape, weight, bias, eps = args
+    dims = _normalised(x, shape)
+    if not axes_of(x, dims):
+        return NotImplemented
+    wide = _wide(x, "layer_norm")
+    average, square = moments(wide, dims, "layer_norm")
+    with recording():
+        scale = (square + eps).rsqrt()
+        out = (wide - average) * scale
+        out = out if weight is None else out * weight
+        out = out if bias is None else out + bias
+        return out.to(x.dtype), average, scale
+
+
+def _wide(x: Any, name: str) -> ShardedTensor:
+    """The settled tensor in the dtype in which sums are taken."""
+    with recording():
+        known = settled(x, name)
+        return known.to(accumulation_dtype(x.dtype))
+
+
+@handler(F.rms_norm, torch.rms_norm, aten._fused_rms_norm.default)
+def _rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _rms(*args, **kwargs)
+
+
+def _rms(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """torch adds to a mean in place, which is pending where the dim is sharded; here it is added up first."""
+    if not isinstance(input, ShardedTensor) or not axes_of(input, _normalised(input, normalized_shape)):
+        return NotImplemented
+    wide: Any = _wide(input, "rms_norm")
+    with recording():
+        square = settled((wide * wide).mean(_normalised(input, normalized_shape), True), "rms_norm")
+        scale = (square + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
+        out = wide * scale
+        return (out if weight is None else out * weight).to(input.dtype)
+
+
+# Groups of channels
+
+
+def _group_part(
+    per_group: int, view: LocalView, x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> Any:
+    """The same on a rank's examples and on its groups."""
+    n, c = x.shape[0], x.shape[1]
+    if x.numel() == 0:
+        nothing = x.new_zeros((n, c // per_group))
+        return nothing_of(x, weight, bias), nothing, nothing
+    return aten.native_group_norm.default(x.contiguous(), weight, bias, n, c, hxw, c // per_group, eps)
+
+
+@register_sharding(aten.native_group_norm.default)
+def group_norm(
+    x: TensorMeta, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> list[Strategy]:
+    local = partial(_group_part, c // group)
+    given = [value for value in (weight, bias) if value is not None]
+    others: tuple[Placement, ...] = tuple(Replicate() for _ in given)
+    found = [
+        Strategy((Replicate(),) * 3, (Replicate(), *others), local),
+        Strategy((Shard(0),) * 3, (Shard(0), *others), local),
+    ]
+    lengths = _whole_groups(x, c // group)
+    if lengths is None:
+        return found
+    groups = Shard(1, sizes=tuple(length // (c // group) for length in lengths))
+    cut: tuple[Placement, ...] = tuple(Shard(0) for _ in given)
+    return [*found, Strategy((Shard(1), groups, groups), (Shard(1), *cut), local)]
+
+
+def _whole_groups(x: TensorMeta, per_group: int) -> tuple[int, ...] | None:
+    """The lengths in which one axis cuts the channels, if every rank has whole groups in one run."""
+    spec = mesh_view(x.layout)
+    cuts = [(a, p) for a, p in enumerate(x.placements) if isinstance(p, Shard) and p.dim == 1]
+    if spec is None or len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
+        return None
+    ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
+    step = math.ceil(x.shape[1] / ranks)
+    lengths = sizes or tuple(max(0, min(step, x.shape[1] - step * rank)) for rank in range(ranks))
+    return lengths if all(length % per_group == 0 for length in lengths) else None
