@@ -7,6 +7,7 @@ from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers r
 from shardwise.ops import embedding_rules as _embedding_rules  # noqa: F401  # registers rules
 from shardwise.ops import extreme_rules as _extreme_rules  # noqa: F401  # registers rules
 from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
+from shardwise.ops import foreach_rules as _foreach_rules  # noqa: F401  # registers rules
 from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
 from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules

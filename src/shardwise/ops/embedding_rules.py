@@ -71,7 +71,7 @@ def embedding_bag(
 
 
 def _bags(view: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bags of the rows that this rank holds. torch asks for the variant without gradients; the tape is the local one's."""
+    """Bags of the rows that this rank holds, on the tape: torch asks for the variant without gradients."""
     whole = view.interval(0, 0) == (0, view.shapes[0][0])
     return aten._embedding_bag.default(*args, **kwargs) if whole else _bags_here(view, *args, **kwargs)
 
