@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Shard
-from shardwise.ops.placing import change_cost, same_kind
+from shardwise.ops.placing import change_cost, mesh_spec, same_kind
 from shardwise.ops.rules import Strategy
 
 
@@ -96,9 +96,10 @@ def input_layout(
     index: int,
     chosen: Sequence[Strategy],
     cuts: Sequence[tuple[Shard, int] | None],
-    order: Sequence[str],
+    order: tuple[str, ...],
 ) -> Layout:
     """The layout in which the strategies want one tensor."""
     placements = [cut_like(s.inputs[index], cut, operand.shape) for s, cut in zip(chosen, cuts, strict=True)]
-    assert all(p is not None for p in placements)
-    return MeshSpec(operand.spec.mesh, [p for p in placements if p is not None], order).layout(operand.shape)
+    wanted = tuple(p for p in placements if p is not None)
+    assert len(wanted) == len(placements)
+    return mesh_spec(operand.spec.mesh, wanted, order).layout(operand.shape)

@@ -21,7 +21,7 @@ from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Rep
 from shardwise.ops.choose import Operand, choose, cut_like, input_layout, leads, split_order
 from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
-from shardwise.ops.placing import mesh_view
+from shardwise.ops.placing import mesh_spec, mesh_view
 from shardwise.ops.pointwise import irregular_pointwise, pointwise_rule
 from shardwise.ops.rules import Strategy, TensorMeta, find_rule, normalised
 from shardwise.ops.schema import Call, Slot, take_apart, written_slots
@@ -126,7 +126,7 @@ def _wanted(
     operand: Operand,
     chosen: Sequence[Strategy],
     cuts: Sequence[tuple[Shard, int] | None],
-    order: Sequence[str],
+    order: tuple[str, ...],
 ) -> Layout:
     """The wanted layout; the tensor's own object where it means the same on the same mesh."""
     wanted = input_layout(operand, index, chosen, cuts, order)
@@ -286,7 +286,7 @@ def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> La
         raise LayoutError(
             f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes"
         )
-    return MeshSpec(decision.mesh, placements, decision.order).layout(shape)
+    return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
 
 
 def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
@@ -44,6 +45,12 @@ def _plain(spec: MeshSpec, layout: Layout) -> MeshSpec:
     """The same without sizes where they are those of torch.chunk."""
     simple = MeshSpec(spec.mesh, [Shard(p.dim) for p in spec.placements if isinstance(p, Shard)])
     return simple if simple.layout(layout.shape) == layout else spec
+
+
+@lru_cache(maxsize=8192)
+def mesh_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...]) -> MeshSpec:
+    """A mesh spec, made and checked once."""
+    return MeshSpec(mesh, placements, order)
 
 
 def native(placement: Any) -> Placement | None:

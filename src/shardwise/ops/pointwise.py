@@ -48,7 +48,7 @@ def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | Non
 
 def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
     """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them."""
-    shape = torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]  # untyped in torch
+    shape = _broadcast(metas)
     replicated: tuple[Placement, ...] = (Replicate(),) * len(metas)
     found = [Strategy((Replicate(),), replicated)]
     for dim, length in enumerate(shape):
@@ -56,6 +56,14 @@ def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[St
         if any(isinstance(p, Shard) for p in inputs):
             found.append(Strategy((Shard(dim),), inputs))
     return found + _pending(metas, name)
+
+
+def _broadcast(metas: Sequence[TensorMeta]) -> tuple[int, ...]:
+    """The common shape; nothing is computed where there is one shape only."""
+    shapes = {m.shape for m in metas if m.shape}
+    if len(shapes) < 2:
+        return next(iter(shapes), ())
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _aligned_dim(meta: TensorMeta, dim: int, ndim: int, length: int) -> Placement:

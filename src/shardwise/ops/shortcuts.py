@@ -209,7 +209,7 @@ def _shortcut(
     """The shortcut of a call that was watched, None if it may have none, _UNKNOWN if another call has to tell."""
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
-    if func in _RESHAPES and recording.operators == 1 and type(result) is ShardedTensor and len(tensors) == 1:
+    if func in _RESHAPES and recording.operators == 1 and type(result) is type(args[0]) is ShardedTensor and not kwargs:
         return Shortcut((result._layout,), None, ((),), False, (args[0]._layout,), reshape=True)
     if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
         return None

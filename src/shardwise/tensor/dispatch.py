@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm
@@ -57,9 +58,12 @@ def handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
 
 def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The ShardedTensors among arguments, in order."""
-    for leaf in pytree.tree_iter((args, dict(kwargs))):
-        if isinstance(getattr(leaf, "_layout", None), Layout):
-            yield leaf
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if isinstance(getattr(value, "_layout", None), Layout):
+                yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from (v for v in pytree.tree_iter(value) if isinstance(getattr(v, "_layout", None), Layout))
 
 
 def enter_function(
