@@ -56,6 +56,8 @@ if TYPE_CHECKING:
         replicate,
         sharding_rule,
     )
+    from shardwise.ops.check import check_sharding
+    from shardwise.ops.discover import discover_sharding
     from shardwise.tensor import (
         ShardedTensor,
         from_local,
@@ -123,6 +125,8 @@ _LAZY = {
         "custom_sharded_op_impl",
         "custom_sharding_spec_op",
     ),
+    "shardwise.ops.check": ("check_sharding",),
+    "shardwise.ops.discover": ("discover_sharding",),
     "shardwise.ops": (
         "explain",
         "no_communication",
@@ -162,10 +166,12 @@ __all__ = [
     "Transfer",
     "__version__",
     "agree",
+    "check_sharding",
     "comm_from_device_mesh",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "default_comm",
+    "discover_sharding",
     "empty",
     "empty_like",
     "explain",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwise._version import __version__
+from shardwise.cli.check_rule import check_rule
 from shardwise.cli.demo import demo
 from shardwise.cli.errors import Commands
 from shardwise.cli.plan import plan
@@ -43,3 +44,4 @@ def main(
 app.command()(show)
 app.command()(plan)
 app.command()(demo)
+app.command()(check_rule)

@@ -1,5 +1,19 @@
-"""Drop-in names: `shardwise.compat._shard` mirrors `torch.distributed._shard`; `install()` puts it in its place."""
+"""Drop-in names: `shardwise.compat._shard` mirrors `torch.distributed._shard`; `install()` puts it in its place.
 
+`register_sharding` is torch's, effective for DTensor and for ShardedTensor; `from_dtensor` and `to_dtensor` lead from
+one to the other.
+"""
+
+from shardwise.compat.dtensor import dtensor_fallback, from_dtensor, to_dtensor
 from shardwise.compat.installing import Installation, install, uninstall
+from shardwise.ops import register_sharding
 
-__all__ = ["Installation", "install", "uninstall"]
+__all__ = [
+    "Installation",
+    "dtensor_fallback",
+    "from_dtensor",
+    "install",
+    "register_sharding",
+    "to_dtensor",
+    "uninstall",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.ops.search import lined_up
 from shardwise.ops.trial import COARSE, TOLERANCE, addends, sizes_of, written_tensors
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
+DIFFERENTIABLE = ("sum", "avg")  # pending reductions through which gradients pass
 LIMIT = 30.0  # seconds; a wrong rule may leave ranks waiting for each other
 
 
@@ -107,6 +108,9 @@ def carry_out(case: Case, strategy: Strategy, specs: Sequence[MeshSpec], ranks: 
     """What differs when the strategy is carried out with the inputs laid out like this: outputs first, then by size."""
     probe = _Probe(case.call.op, (strategy.outputs, strategy.inputs, strategy.local, tuple(specs)))
     lined = Strategy(strategy.outputs, tuple(lined_up(case.call, strategy.inputs)), strategy.local)
+    placed = (*strategy.outputs, *strategy.inputs)
+    if any(isinstance(p, Partial) and p.op not in DIFFERENTIABLE for p in placed):
+        case = replace(case, gradients=None)
     set_rule(probe, lambda *args, **kwargs: [lined])
     try:
         found = run_local(_body, ranks, probe, case, tuple(specs), timeout=LIMIT)
@@ -126,7 +130,7 @@ def _body(comm: Comm, probe: _Probe, case: Case, specs: Sequence[MeshSpec]) -> l
     flat += [held[i] for i in written_tensors(case.call)]
     whole = [r.full() if isinstance(r, ShardedTensor) else r for r in flat]
     found = [_deviation(f"output {i}", a, b) for i, (a, b) in enumerate(zip(whole, case.results, strict=True))]
-    found += _gradient_deviations(case, held, specs, whole)
+    found += _gradient_deviations(case, held, whole)
     return [d for d in found if d is not None]
 
 
@@ -144,9 +148,7 @@ def _held(value: Tensor, spec: MeshSpec, comm: Comm, grad: bool, seed: int) -> S
     return wrap(spec.layout(tuple(value.shape)), (local,), comm)
 
 
-def _gradient_deviations(
-    case: Case, held: Sequence[ShardedTensor], specs: Sequence[MeshSpec], whole: Sequence[Any]
-) -> list[Deviation | None]:
+def _gradient_deviations(case: Case, held: Sequence[ShardedTensor], whole: Sequence[Any]) -> list[Deviation | None]:
     if case.gradients is None:
         return []
     loss = case.loss(whole)
@@ -154,9 +156,8 @@ def _gradient_deviations(
         return [Deviation("the tape of the results", float("inf"), ())]
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     found = []
-    for number, (tensor, spec, expected) in enumerate(zip(held, specs, case.gradients, strict=True)):
-        (placement,) = spec.placements
-        if not tensor.requires_grad or (isinstance(placement, Partial) and placement.op not in ("sum", "avg")):
+    for number, (tensor, expected) in enumerate(zip(held, case.gradients, strict=True)):
+        if not tensor.requires_grad:
             continue
         for local in tensor._locals:
             local.grad = torch.zeros_like(local) if local.grad is None else local.grad

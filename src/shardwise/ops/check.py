@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,13 +208,16 @@ def _weight(result: Tensor, generator: torch.Generator) -> Tensor | None:
 
 
 def _with_gradients(case: Case, leaves: Sequence[Tensor], compute: Callable[[], list[Any]]) -> Case:
+    """The case with gradients, if the operator has any: one without a backward formula says so by a warning."""
     try:
-        loss = case.loss(compute())
-        if loss is None:
-            return case
-        used = [t for t in leaves if t.requires_grad]
-        grads = iter(torch.autograd.grad(loss, used, allow_unused=True))
-    except (RuntimeError, NotImplementedError):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*autograd kernel was not registered.*", UserWarning)
+            loss = case.loss(compute())
+            if loss is None:
+                return case
+            used = [t for t in leaves if t.requires_grad]
+            grads = iter(torch.autograd.grad(loss, used, allow_unused=True))
+    except (RuntimeError, NotImplementedError, UserWarning):
         return case
     found = tuple(next(grads) if t.requires_grad else None for t in leaves)
     return Case(case.call, case.inputs, case.results, case.weights, found)

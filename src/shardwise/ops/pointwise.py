@@ -43,7 +43,10 @@ def is_pointwise(op: Any) -> bool:
 
 def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | None:
     """The strategies of a pointwise operator, or None if it is not one."""
-    return pointwise_strategies(metas, op._schema.name) if is_pointwise(op) else None
+    if not is_pointwise(op):
+        return None
+    rounds = op._schema.overload_name.endswith("_mode")
+    return pointwise_strategies(metas, "" if rounds else op._schema.name)
 
 
 def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
@@ -76,11 +79,11 @@ def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
     found = []
     for kind in (k for k in kinds if k in ("sum", "avg")):
         partial = Partial(kind)
-        if name in ALL_PENDING:
+        if name in ALL_PENDING and len(metas) == 2:  # a number beside the tensor would be added once by each rank
             found.append(Strategy((partial,), (partial,) * len(metas)))
         if name in FIRST_PENDING or name in ONE_PENDING:
             found.append(Strategy((partial,), (partial, *(Replicate() for _ in metas[1:]))))
-        if name in ONE_PENDING and len(metas) == 2:
+        if name in ONE_PENDING and len(metas) == 2 and not name.endswith("_"):  # a tensor written to keeps its layout
             found.append(Strategy((partial,), (Replicate(), partial)))
     return found
 

@@ -1,0 +1,185 @@
+"""To torch's DTensor and back without a copy, and functions without a rule here that run there.
+
+Gradients pass through: a ShardedTensor made from a DTensor hands its gradients on to it, and the other way round, since
+both give a sharded tensor a sharded gradient and all else a replicated one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import Comm, ProcessGroupComm, default_comm
+from shardwise.geometry import LayoutError, Mesh, MeshSpec, format_layout
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, spec_of, torch_placements
+from shardwise.ops.engine import call_op
+from shardwise.ops.placing import mesh_view
+from shardwise.ops.shortcuts import call_through, note_special
+from shardwise.ops.watch import Entry, brief, forbid, record, user_line
+from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_meshes: WeakValueDictionary[tuple[Mesh, str], Any] = WeakValueDictionary()
+_falls_back: ContextVar[bool] = ContextVar("shardwise_dtensor_fallback", default=False)
+_blocks = [0]
+
+
+def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
+    """A DTensor as a ShardedTensor over the same memory.
+
+    `comm` holds the mesh's ranks; the default is the mesh's own group for one axis, else the world if the mesh covers
+    it. Placements without a counterpart (torch's private ones) are refused.
+    """
+    spec = tensor._spec
+    shape = tuple(spec.shape)
+    native = spec_of(spec.mesh, spec.placements, shape, _explicit_order(spec))
+    layout = native.layout(shape)
+    comm = comm or _comm_of(spec.mesh)
+    _meshes[(native.mesh, spec.mesh.device_type)] = spec.mesh
+    if comm.rank not in native.mesh.ranks:
+        return wrap(layout, (), comm, dtype=tensor.dtype)
+    local: Any = tensor.to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    if layout.local_shapes(comm.rank) != (tuple(local.shape),):
+        raise LayoutError(
+            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {format_layout(layout)} has "
+            f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
+        )
+    return wrap(layout, (local,), comm)
+
+
+def _explicit_order(spec: Any) -> Any:
+    """torch's order of splits where it is given apart from the placements."""
+    strided = getattr(spec, "use_strided_shard_as_shard_order", True)
+    return None if strided else getattr(spec, "shard_order", None)
+
+
+def _comm_of(device_mesh: DeviceMesh) -> Comm:
+    if device_mesh.ndim == 1:
+        return ProcessGroupComm.of(device_mesh.get_group())
+    world = default_comm()
+    if set(world.ranks) != set(device_mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"the mesh has {device_mesh.size()} of the {world.world_size} ranks of the world and {device_mesh.ndim} "
+            "axes; pass comm=, a comm of exactly the mesh's ranks"
+        )
+    return world
+
+
+def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """A ShardedTensor as a DTensor over the same memory.
+
+    Without `device_mesh` the one that the tensor came from is used, else one is made; making one creates process
+    groups, so every rank of the world must call this. Layouts that DTensor has no words for (lengths of one's own,
+    groups, blocks, pieces without a mesh) are refused with the reason.
+    """
+    view = mesh_view(tensor._layout)
+    shape = tuple(tensor.shape)
+    if view is None or len(tensor._locals) > 1:
+        raise LayoutError(
+            f"{format_layout(tensor._layout)} has no counterpart in DTensor, which needs a mesh and one local tensor "
+            "on each rank; redistribute to a mesh layout"
+        )
+    words = importlib.import_module(TENSOR_MODULE)
+    placements = torch_placements(view, shape)
+    mesh = _device_mesh(view, tensor) if device_mesh is None else _checked(device_mesh, view)
+    local = tensor._locals[0] if tensor._locals else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    made: DTensor = words.DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return made
+
+
+def _checked(device_mesh: DeviceMesh, view: MeshSpec) -> DeviceMesh:
+    given = mesh_of(device_mesh)
+    if given.shape != view.mesh.shape or given.ranks.tolist() != view.mesh.ranks.tolist():
+        raise LayoutError(f"the tensor lies on the mesh {view.mesh}, the device mesh given is {given}; redistribute it")
+    return device_mesh
+
+
+def _device_mesh(view: MeshSpec, tensor: ShardedTensor) -> DeviceMesh:
+    key = (view.mesh, tensor.device.type)
+    known = _meshes.get(key)
+    if known is None:
+        if tensor._comm.process_group is None:
+            raise ValueError(
+                f"DTensor needs a torch process group, and the comm of this tensor has none: {tensor._comm!r}; start "
+                "the ranks with shardwise.launch or torchrun"
+            )
+        made = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
+        known = made(tensor.device.type, torch.tensor(view.mesh.ranks.tolist()), mesh_dim_names=view.mesh.axes)
+        _meshes[key] = known
+    found: DeviceMesh = known
+    return found
+
+
+@contextmanager
+def dtensor_fallback() -> Iterator[None]:
+    """Run functions that have no rule here on DTensor, where it has one, inside a `with` block.
+
+    Each such call shows in `explain()` as run on DTensor. What DTensor moves is not counted there, and is refused
+    inside `no_communication()`.
+    """
+    token = _falls_back.set(True)
+    _blocks[0] += 1
+    set_engine(call_op, _call_or_fall_back, note_special)
+    try:
+        yield
+    finally:
+        _blocks[0] -= 1
+        if _blocks[0] == 0:
+            set_engine(call_op, call_through, note_special)
+        _falls_back.reset(token)
+
+
+def _call_or_fall_back(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        return call_through(func, types, args, kwargs)
+    except UnsupportedOpError as error:
+        if not _falls_back.get() or not dist.is_initialized():
+            raise
+        return _on_dtensor(func, args, kwargs, error)
+
+
+def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception) -> Any:
+    """The function on DTensors, its results as ShardedTensors; the reason is raised if DTensor cannot do it either."""
+    name = getattr(func, "__name__", str(func))
+    sharded = list(sharded_leaves(args, kwargs))
+    for tensor in sharded:
+        forbid(f"{name} on DTensor", tensor._layout, tensor._layout)
+    given = {id(t): to_dtensor(t) for t in sharded}
+    inner_args, inner_kwargs = pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
+    try:
+        result = func(*inner_args, **inner_kwargs)
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+        raise UnsupportedOpError(f"{reason}; on DTensor: {str(error).partition(chr(10))[0]}") from error
+    back = {id(made): tensor for tensor, made in zip(sharded, given.values(), strict=False)}
+    kind = importlib.import_module(TENSOR_MODULE).DTensor
+    comm = sharded[0]._comm
+    outputs = pytree.tree_map(
+        lambda leaf: back.get(id(leaf)) or from_dtensor(leaf, comm) if isinstance(leaf, kind) else leaf, result
+    )
+    _note(name, sharded, list(sharded_leaves((outputs,), {})))
+    return outputs
+
+
+def _note(name: str, inputs: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> None:
+    shown = tuple(brief(t._layout) for t in inputs), tuple(brief(t._layout) for t in outputs)
+    record(Entry(f"{name} (run on DTensor)", *shown, 0, user_line()))

@@ -1,0 +1,114 @@
+"""Which operators can be computed on ShardedTensors? The page docs/operator_table.md, written from the registry.
+
+`python -m shardwise.ops.table docs/operator_table.md` writes it; without a path it is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise.ops  # brings the rules
+from shardwise.ops.pointwise import is_pointwise
+from shardwise.ops.registry import find_rule, registered_ops
+from shardwise.tensor import dispatch
+
+HEAD = """# Operators on sharded tensors
+
+This page is written from the registry by `python -m shardwise.ops.table docs/operator_table.md`; a test holds it up to
+date. How to write, find and check a rule of your own is on the page [operators](operators.md).
+
+- **rule**: strategies for one mesh axis, of which the cheapest is taken for each axis.
+- **steps**: computed in several steps where a sharded dim needs communication in the middle, or where arguments or
+  random numbers depend on the layout.
+
+Functions that torch breaks down into these operators (`torch.nn.functional`, modules, optimizers, losses) work too.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = _rows()
+    pointwise = sorted({_name(op) for op in _operators() if is_pointwise(op)} - set(rows))
+    table = [
+        f"| `{name}` | {', '.join(sorted(kinds))} | {', '.join(sorted(where))} |"
+        for name, (kinds, where) in rows.items()
+    ]
+    return "\n".join(
+        [
+            HEAD,
+            f"## Rules and steps ({len(rows)} operators)",
+            "",
+            "| operator | computed by | written in |",
+            "|---|---|---|",
+            *table,
+            "",
+            f"## Pointwise operators ({len(pointwise)})",
+            "",
+            "Known by torch's own tag, so that a custom operator with the tag needs no rule: any dim may be sharded,",
+            "as long as all operands are cut alike; pending sums stay pending through linear ones.",
+            "",
+            ", ".join(f"`{name}`" for name in pointwise),
+            "",
+        ]
+    )
+
+
+def _rows() -> dict[str, tuple[set[str], set[str]]]:
+    found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for op in registered_ops():
+        _enter(found, op, "rule", find_rule(op))
+    for function, implementation in dispatch._TABLE.items():
+        _enter(found, function, "steps", implementation)
+    return dict(sorted(found.items()))
+
+
+def _enter(found: dict[str, tuple[set[str], set[str]]], op: Any, kind: str, code: Any) -> None:
+    """Note an operator of torch's, or a function of torch's that is answered as a whole."""
+    module = getattr(code, "__module__", "")
+    if not module.startswith(shardwise.ops.__name__.partition(".")[0]):
+        return
+    kinds, where = found[_name(op)]
+    kinds.add(kind)
+    where.add(module.rpartition(".")[2])
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name.replace("::", ".")
+    owner = "Tensor." if "Tensor" in getattr(op, "__qualname__", "") or _is_method(op) else ""
+    name = getattr(op, "__name__", repr(op))
+    module = (getattr(op, "__module__", None) or "torch").replace("torch._C._nn", "torch.nn.functional")
+    return f"Tensor.{name}" if owner else f"{module if module.startswith('torch.nn') else 'torch'}.{name}"
+
+
+def _is_method(op: Any) -> bool:
+    return getattr(torch.Tensor, getattr(op, "__name__", ""), None) is op
+
+
+def _operators() -> list[Any]:
+    """Every overload of torch's own operators."""
+    names = sorted(
+        {
+            n.removeprefix("aten::").partition(".")[0]
+            for n in torch._C._dispatch_get_all_op_names()
+            if n.startswith("aten::")
+        }
+    )
+    packets = [getattr(torch.ops.aten, n) for n in names if hasattr(torch.ops.aten, n)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        Path(arguments[0]).write_text(page())
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

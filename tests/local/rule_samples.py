@@ -1,0 +1,138 @@
+"""Sample arguments for the built-in rules, in one table; simple operators get theirs from their schema.
+
+Dims that have nothing to do with each other have different lengths, so that they are not cut together by chance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def t(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def ids(*shape: int, below: int) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % below).reshape(shape)
+
+
+def mask(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+IMAGE, VOLUME = t(4, 6, 8, 5), t(4, 6, 8, 5, 7)
+SAMPLES: dict[Any, tuple[Any, ...]] = {
+    aten.scaled_dot_product_attention.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
+    aten.transpose.int: (t(4, 6, 5), 0, 2),
+    aten.permute.default: (t(4, 6, 5), [2, 0, 1]),
+    aten.squeeze.default: (t(4, 1, 6),),
+    aten.squeeze.dim: (t(4, 1, 6), 1),
+    aten.squeeze.dims: (t(4, 1, 6), [1]),
+    aten.expand.default: (t(4, 1, 6), [4, 5, 6]),
+    aten.unfold.default: (t(4, 9), 1, 3, 2),
+    aten.view_as_real.default: (torch.zeros(4, 6, dtype=torch.complex64),),
+    aten.view_as_complex.default: (t(4, 6, 2),),
+    aten.index.Tensor: (t(8, 6), [ids(5, below=8)]),
+    aten.index_select.default: (t(8, 6), 0, ids(5, below=8)),
+    aten.gather.default: (t(8, 6), 0, ids(5, 6, below=8)),
+    aten.scatter.src: (t(8, 6), 0, torch.arange(8).reshape(8, 1).expand(8, 6).flip(0).contiguous(), t(8, 6)),
+    aten.scatter.value: (t(8, 6), 0, ids(5, 6, below=8), 2.0),
+    aten.scatter.reduce: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6), {"reduce": "add"}),
+    aten.scatter_.src: (t(8, 6), 0, torch.arange(8).reshape(8, 1).expand(8, 6).flip(0).contiguous(), t(8, 6)),
+    aten.scatter_.value: (t(8, 6), 0, ids(5, 6, below=8), 2.0),
+    aten.scatter_.reduce: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6), {"reduce": "add"}),
+    aten.scatter_reduce.two: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6), "sum"),
+    aten.scatter_reduce_.two: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6), "sum"),
+    aten.scatter_add.default: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6)),
+    aten.scatter_add_.default: (t(8, 6), 0, ids(5, 6, below=8), t(5, 6)),
+    aten.index_put.default: (t(8, 6), [ids(5, below=8)], t(5, 6), True),
+    aten.index_put_.default: (t(8, 6), [ids(5, below=8)], t(5, 6), True),
+    aten.masked_select.default: (t(8, 6), mask(8, 6)),
+    aten.masked_fill.Tensor: (t(8, 6), mask(8, 6), t()),
+    aten.masked_fill_.Scalar: (t(8, 6), mask(8, 6), 2.0),
+    aten.masked_fill_.Tensor: (t(8, 6), mask(8, 6), t()),
+    aten.convolution.default: (t(4, 6, 8), t(5, 6, 3), t(5), [1], [1], [1], False, [0], 1),
+    aten.avg_pool2d.default: (IMAGE, [2, 2]),
+    aten._adaptive_avg_pool2d.default: (IMAGE, [3, 2]),
+    aten.avg_pool3d.default: (VOLUME, [2, 2, 2]),
+    aten._adaptive_avg_pool3d.default: (VOLUME, [3, 2, 2]),
+    aten.max_pool2d_with_indices.default: (IMAGE, [2, 2]),
+    aten.adaptive_max_pool2d.default: (IMAGE, [3, 2]),
+    aten.max_pool3d_with_indices.default: (VOLUME, [2, 2, 2]),
+    aten.upsample_nearest2d.default: (IMAGE, [9, 10]),
+    aten.upsample_bilinear2d.default: (IMAGE, [9, 10], False),
+    aten._to_copy.default: (t(4, 6), {"dtype": torch.float64}),
+    aten.embedding.default: (t(10, 4), ids(3, 7, below=10)),
+    aten._embedding_bag.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
+    aten._embedding_bag_forward_only.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
+    aten.repeat.default: (t(4, 6), [2, 1, 1]),
+    aten.constant_pad_nd.default: (t(4, 6), [1, 2]),
+    aten.diagonal.default: (t(4, 5, 6), 0, 0, 2),
+    aten.mm.default: (t(4, 6), t(6, 5)),
+    aten.bmm.default: (t(3, 4, 6), t(3, 6, 5)),
+    aten.mv.default: (t(4, 6), t(6)),
+    aten.dot.default: (t(6), t(6)),
+    aten.addmm.default: (t(5), t(4, 6), t(6, 5)),
+    aten.baddbmm.default: (t(3, 4, 5), t(3, 4, 6), t(3, 6, 5)),
+    aten.linear.default: (t(3, 4, 6), t(5, 6), t(5)),
+    aten.matmul.default: (t(3, 4, 6), t(6, 5)),
+    aten.kthvalue.default: (t(4, 6), 2),
+    aten.sort.stable: (t(4, 6), {"stable": True}),
+    aten.argsort.stable: (t(4, 6), {"stable": True}),
+    aten.slice.Tensor: (t(8, 6), 0, 1, 7, 2),
+    aten.split_with_sizes.default: (t(8, 6), [3, 5]),
+    aten.var_mean.correction: (t(4, 6), [1]),
+    aten.std_mean.correction: (t(4, 6), [1]),
+    aten.var.correction: (t(4, 6), [1]),
+    aten.std.correction: (t(4, 6), [1]),
+}
+NEEDS_GPU = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+TAKES_THE_LEAF = {aten.lift_fresh.default}  # gives the very tensor back, which then is no leaf any more
+UNDEFINED_VALUES = {aten.empty_like.default}
+# Kernels that divide by the lengths they are given without a check end the process on parts that do not fit together.
+NOT_DISCOVERED = {
+    aten.scaled_dot_product_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def sample_of(op: Any) -> Arguments | None:
+    """Arguments for an operator: the table's, else made from its schema; None if they are not simple."""
+    listed = SAMPLES.get(op)
+    if listed is not None:
+        named = listed[-1] if isinstance(listed[-1], dict) else {}
+        return listed[: len(listed) - bool(named)], named
+    needed = [a for a in op._schema.arguments if not a.has_default_value()]
+    made = [_simple(str(a.type)) for a in needed]
+    if any(m is None for m in made):
+        return None
+    return tuple(m for m, a in zip(made, needed, strict=True) if not a.kwarg_only), {
+        a.name: m for m, a in zip(made, needed, strict=True) if a.kwarg_only
+    }
+
+
+def _simple(kind: str) -> Any:
+    plain = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
+    table = {
+        "Tensor": t(4, 6),
+        "List[Tensor]": [t(4, 6), t(4, 6)],
+        "int": 1,
+        "SymInt": 1,
+        "List[int]": [1],
+        "List[SymInt]": [1],
+        "bool": False,
+        "number": 2,
+        "float": 0.5,
+    }
+    return table.get(plain)

@@ -1,0 +1,226 @@
+"""DTensor and ShardedTensor on real ranks: the same memory and values, gradients that pass, rules right for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.experimental import register_sharding as torchs_register_sharding
+
+import shardwise
+from shardwise.compat import dtensor_fallback, from_dtensor, to_dtensor
+from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate, Shard
+from tests.ranks.world import Ranks, world_fixture
+
+world = world_fixture(2)
+WHOLE = torch.arange(24.0).reshape(4, 6)
+lib = torch.library
+
+
+def flip_op(name: str) -> Any:
+    """A custom operator `name(x, int[] dims)` that flips dims; made once in a process."""
+    if not hasattr(torch.ops.shardwise_test, name):
+        lib.define(f"shardwise_test::{name}", "(Tensor x, int[] dims) -> Tensor")
+        lib.impl(f"shardwise_test::{name}", "CompositeExplicitAutograd", lambda x, dims: torch.flip(x, dims))
+        lib.register_fake(f"shardwise_test::{name}", lambda x, dims: torch.empty_like(x))
+    return getattr(torch.ops.shardwise_test, name).default
+
+
+def flip_rule(x: Any, dims: list[int]) -> list[Any]:
+    free = [d for d in range(x.ndim) if d not in dims]
+    return [([TorchReplicate()], [TorchReplicate(), None])] + [([TorchShard(d)], [TorchShard(d), None]) for d in free]
+
+
+def flips(op: Any) -> list[bool]:
+    """Whether flips along each dim of one DTensor are right; rows are sharded."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
+    return [torch.equal(op(x, dims).full_tensor(), WHOLE.flip(dims)) for dims in ([1], [0])]
+
+
+def both_rules_flip() -> tuple[list[bool], list[bool]]:
+    torchs_register_sharding(flip_op("flip_by_torch"))(flip_rule)
+    theirs = flips(flip_op("flip_by_torch"))
+    shardwise.register_sharding(flip_op("flip_by_us"))(flip_rule)
+    return theirs, flips(flip_op("flip_by_us"))
+
+
+def test_torchs_key_forgets_the_dims_and_ours_does_not(world: Ranks) -> None:
+    for theirs, ours in world.run(both_rules_flip):
+        assert theirs == [True, False]
+        assert ours == [True, True]
+
+
+def relu_placements() -> tuple[str, str, str]:
+    """Where relu of a row-sharded DTensor lies: by torch's registration of "replicate only", by ours, and after."""
+    relu = torch.ops.aten.relu.default
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
+
+    def replicated(x: Any) -> list[Any]:
+        return [([TorchReplicate()], [TorchReplicate()])]
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    before = propagator.op_strategy_funcs.get(relu)
+    torchs_register_sharding(relu)(replicated)
+    theirs = str(torch.relu(x).placements)
+    propagator.op_strategy_funcs.pop(relu)
+    if before is not None:
+        propagator.op_strategy_funcs[relu] = before
+    with shardwise.sharding_rule(relu, replicated, dtensor=True):
+        ours = str(torch.relu(x).placements)
+    return theirs, ours, str(torch.relu(x).placements)
+
+
+def test_a_registered_rule_wins_over_torchs_own_and_leaves_again(world: Ranks) -> None:
+    shard, replicate = str((TorchShard(0),)), str((TorchReplicate(),))
+    assert world.run(relu_placements) == [(shard, replicate, shard)] * 2
+
+
+def split_op() -> Any:
+    if not hasattr(torch.ops.shardwise_test, "halves"):
+        lib.define("shardwise_test::halves", "(Tensor x, *, Tensor? scale=None) -> Tensor[]")
+        lib.impl("shardwise_test::halves", "CompositeExplicitAutograd", halves)
+        lib.register_fake("shardwise_test::halves", halves)
+    return torch.ops.shardwise_test.halves.default
+
+
+def halves(x: Tensor, *, scale: Tensor | None = None) -> list[Tensor]:
+    scaled = x if scale is None else x * scale
+    return [scaled[:, :3].clone(), scaled[:, 3:].clone()]
+
+
+def halves_rule(x: Any, *, scale: Any = None) -> list[Any]:
+    named = [] if scale is None else [Replicate()]
+    return [([Replicate()], [Replicate(), *named]), ([Shard(0)], [Shard(0), *named])]
+
+
+def listed_outputs() -> list[bool]:
+    op = split_op()
+    shardwise.register_sharding(op)(halves_rule)
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
+    scale = distribute_tensor(torch.full((1,), 2.0), mesh, [TorchReplicate()])
+    plain, scaled = op(x), op(x, scale=scale)
+    right = [torch.equal(a.full_tensor(), b) for a, b in zip(plain, halves(WHOLE), strict=True)]
+    right += [torch.equal(a.full_tensor(), b * 2) for a, b in zip(scaled, halves(WHOLE), strict=True)]
+    return [*right, all(t.placements == (TorchShard(0),) for t in (*plain, *scaled))]
+
+
+def test_lists_of_tensors_and_named_tensors(world: Ranks) -> None:
+    assert world.run(listed_outputs) == [[True] * 5] * 2
+
+
+def round_trips() -> list[tuple[str, bool, bool, bool]]:
+    """Each layout to DTensor and back: its placements there, equal values, shared memory, the same layout again."""
+    line, square = Mesh.of(tp=2), Mesh.of(dp=1, tp=2)
+    specs = [
+        MeshSpec(line, (Shard(0),)),
+        MeshSpec(line, (Shard(1),)),
+        MeshSpec(line, (Partial("sum"),)),
+        MeshSpec(line, (Shard(1, sizes=(3, 3)),)),
+        MeshSpec(square, (Replicate(), Shard(0))),
+        MeshSpec(square, (Shard(0), Shard(0))),
+    ]
+    found = []
+    for spec in specs:
+        x = shardwise.shard(WHOLE, spec)
+        there = to_dtensor(x)
+        back = from_dtensor(there)
+        shared = there.to_local().data_ptr() == x.local_tensor().data_ptr() == back.local_tensor().data_ptr()
+        same = torch.equal(there.full_tensor(), WHOLE) and torch.equal(back.full(), WHOLE)
+        found.append((str(there.placements), same, shared, back.layout == x.layout))
+    return found
+
+
+def test_layouts_there_and_back(world: Ranks) -> None:
+    results = world.run(round_trips)
+    for found in results:
+        assert all(same and again for _, same, _, again in found)
+        assert all(shared for _, _, shared, _ in found)
+    assert results[0][3][0] == str((TorchShard(1),))
+
+
+def gradients() -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.arange(24.0).reshape(4, 6)
+    there = distribute_tensor(WHOLE, mesh, [TorchShard(0)]).requires_grad_()
+    here = from_dtensor(there)
+    (here.full() * weight).sum().backward()
+    grad = there.grad
+    assert isinstance(grad, DTensor)
+    passed_on = torch.equal(grad.full_tensor(), weight)
+    x = shardwise.shard(WHOLE, MeshSpec(Mesh.of(tp=2), (Shard(0),))).requires_grad_()
+    (to_dtensor(x, mesh) * distribute_tensor(weight, mesh, [TorchShard(0)])).sum().backward()
+    return passed_on, x.grad is not None and torch.equal(x.grad.full(), weight)
+
+
+def test_gradients_pass_both_ways(world: Ranks) -> None:
+    assert world.run(gradients) == [(True, True)] * 2
+
+
+def pending_from_torch() -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    there = DTensor.from_local(WHOLE * (dist.get_rank() + 1), mesh, [TorchPartial()], run_check=False)
+    return torch.equal(from_dtensor(there).full(), WHOLE * 3)
+
+
+def test_pending_sums(world: Ranks) -> None:
+    assert world.run(pending_from_torch) == [True] * 2
+
+
+def refused() -> list[str]:
+    x = shardwise.shard(WHOLE, MeshSpec(Mesh.of(tp=2), (Shard(0, sizes=(3, 1)),)))
+    pieces = shardwise.shard(WHOLE, shardwise.ChunkSpec(0, ranks=(0, 1, 0, 1)))
+    texts = []
+    for tensor in (x, pieces):
+        try:
+            to_dtensor(tensor)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_has_no_counterpart_is_refused(world: Ranks) -> None:
+    for ragged, pieces in world.run(refused):
+        assert "sizes=(3, 1)) on axis 'tp' has no counterpart in DTensor" in ragged
+        assert "needs a mesh and one local tensor on each rank" in pieces
+
+
+def only_there() -> Any:
+    if not hasattr(torch.ops.shardwise_test, "only_there"):
+        lib.define("shardwise_test::only_there", "(Tensor x) -> Tensor")
+        lib.impl("shardwise_test::only_there", "CompositeExplicitAutograd", lambda x: x.flip(1))
+        lib.register_fake("shardwise_test::only_there", lambda x: torch.empty_like(x))
+    return torch.ops.shardwise_test.only_there.default
+
+
+def fallback() -> tuple[str, bool, list[tuple[Any, ...]]]:
+    op = only_there()
+    torchs_register_sharding(op)(lambda x: [([TorchShard(0)], [TorchShard(0)])])
+    x = shardwise.shard(WHOLE, MeshSpec(Mesh.of(tp=2), (Shard(0),)))
+    try:
+        op(x)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    with dtensor_fallback(), shardwise.explain() as log:
+        y = op(x)
+    right = isinstance(y, shardwise.ShardedTensor) and torch.equal(y.full(), WHOLE.flip(1))
+    return refused, right, [(e.name, e.inputs) for e in log.entries if "DTensor" in e.name]
+
+
+def test_a_function_without_a_rule_runs_on_dtensor_when_allowed(world: Ranks) -> None:
+    for refused_text, right, log in world.run(fallback):
+        assert "no rule" in refused_text
+        assert right
+        assert len(log) == 1
+        assert "only_there" in log[0][0]
+        assert log[0][1] == ("tp=2: S(0)",)
