@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
+from shardwise.ops.irregular import reduce_pieces
 from shardwise.ops.local_tape import recording
 from shardwise.ops.rules import Strategy, TensorMeta
 from shardwise.ops.schema import Call
@@ -90,12 +91,15 @@ def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
 
 def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm) -> Any:
     """A pointwise operator on layouts without a mesh: piece by piece, all operands in the layout of the largest."""
+    reduced = reduce_pieces(call, tensors)
+    if reduced is not NotImplemented:
+        return reduced
     lead = max(tensors, key=lambda t: (mesh_free(t), t.numel()))
     same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
     if not is_pointwise(call.op) or not same_shape:
         raise UnsupportedOpError(
             f"{call.op}: tensors in irregular pieces ({lead._layout.spec!r}) support pointwise operators on equal "
-            "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for anything else"
+            "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
         )
     held = [_pieces(t, lead) for t in tensors]
     results = []
