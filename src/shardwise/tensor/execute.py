@@ -26,6 +26,7 @@ from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
 from shardwise.tensor.parts import Message, rank_part, whole_reduction
 from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
+from shardwise.tensor.staging import pool
 from shardwise.transfer import Move, Step, Transfer
 
 
@@ -152,6 +153,7 @@ class _StepRun:
         dtype = accumulation_dtype(job.dtype) if self.part.reducing else job.dtype
         self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
         self.arrived: list[tuple[Tensor, Message]] = []
+        self.staged: list[Tensor] = []
 
     def outgoing(self, number: int) -> dict[int, list[Tensor]]:
         """The messages this rank sends in a round, by peer."""
@@ -160,8 +162,8 @@ class _StepRun:
 
     def _pack(self, message: Message) -> Tensor:
         views = [view_of(self.sources[m.slot], m.box) for m in message]
-        if len(views) == 1:
-            return views[0].contiguous()
+        if len(views) == 1 and views[0].is_contiguous():
+            return views[0]
         buffer = self._buffer(message)
         position = 0
         for view in views:
@@ -170,7 +172,9 @@ class _StepRun:
         return buffer
 
     def _buffer(self, message: Message) -> Tensor:
-        return torch.empty(sum(m.box.numel for m in message), dtype=self.job.dtype, device=self.job.device)
+        buffer = pool.take(sum(m.box.numel for m in message), self.job.dtype, self.job.device)
+        self.staged.append(buffer)
+        return buffer
 
     def incoming(self, number: int) -> dict[int, list[Tensor]]:
         """Where this rank receives in a round, by peer: destination memory where it is one run, else buffers."""
@@ -219,6 +223,8 @@ class _StepRun:
             else:
                 target.copy_(part)
         self.arrived.clear()
+        pool.give_back(self.staged)
+        self.staged.clear()
 
     def _combine(self, target: Tensor, part: Tensor) -> None:
         combine(self.step.op or "sum", target, part)
