@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.geometry import Partial, Replicate, Shard
+from shardwise.comm import Comm, run_local
+from shardwise.geometry import Box, EnumerableSpec, GridSpec, Partial, Piece, Replicate, Shard
+from shardwise.tensor import shard
+from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import LINES, Combination, check_op, ramp
 
 SMOOTH: dict[str, Callable[[Tensor], Any]] = {
@@ -127,3 +130,48 @@ BOOLEAN: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", BOOLEAN)
 def test_reductions_of_truth(name: str) -> None:
     check_op(BOOLEAN[name], ramp(3, 5, grad=False), limit=10)
+
+
+IRREGULAR = {
+    "two boxes, one, none": EnumerableSpec(
+        [Piece(Box((0, 0), (2, 5)), 0), Piece(Box((2, 0), (1, 2)), 1), Piece(Box((2, 2), (1, 3)), 0)]
+    ),
+    "cells with copies": GridSpec(((1, 2), 1), [[[0, 1]], [[1, 2]]]),
+}
+WHOLE: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of all dims": lambda x: x.sum((0, 1)),
+    "mean": lambda x: x.mean(),
+    "amax": lambda x: x.amax(),
+    "min": lambda x: x.min(),
+    "prod": lambda x: x.prod(),
+    "norm": lambda x: x.norm(),
+    "var": lambda x: x.var(),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "all": lambda x: (x > -2).all(),
+}
+
+
+@pytest.mark.parametrize("layout", IRREGULAR)
+def test_whole_tensors_in_irregular_pieces(layout: str) -> None:
+    def body(comm: Comm) -> None:
+        for name, fn in WHOLE.items():
+            dense, x = ramp(3, 5), shard(ramp(3, 5, grad=False), IRREGULAR[layout], None).requires_grad_()
+            expected, found = fn(dense), fn(x).full()
+            torch.testing.assert_close(found.detach(), expected.detach(), msg=name)
+            if expected.requires_grad:
+                expected.backward()
+                found.backward()
+                assert x.grad is not None and dense.grad is not None
+                torch.testing.assert_close(x.grad.full(), dense.grad, msg=name)
+
+    run_local(body, 4)
+
+
+def test_a_dim_of_irregular_pieces_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(ramp(3, 5, grad=False), IRREGULAR["two boxes, one, none"], None)
+        with pytest.raises(UnsupportedOpError, match="tensors in irregular pieces"):
+            x.sum(0)
+
+    run_local(body, 2)

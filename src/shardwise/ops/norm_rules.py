@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import Placement, Replicate, Shard
+from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine import LocalView
 from shardwise.ops.local_tape import recording
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.reduction_rules import Args
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.settle import axes_of, nothing_of, settled
+from shardwise.ops.settle import axes_of, nothing_of, placed, replaced, settled
 from shardwise.ops.spread_rules import moments
+from shardwise.ops.vary import varied
 from shardwise.tensor.dispatch import handler
 from shardwise.tensor.reductions import accumulation_dtype
-from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
 Types = Sequence[type]
@@ -110,27 +111,48 @@ def group_norm(
     x: TensorMeta, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
 ) -> list[Strategy]:
     local = partial(_group_part, c // group)
-    given = [value for value in (weight, bias) if value is not None]
-    others: tuple[Placement, ...] = tuple(Replicate() for _ in given)
-    found = [
-        Strategy((Replicate(),) * 3, (Replicate(), *others), local),
-        Strategy((Shard(0),) * 3, (Shard(0), *others), local),
-    ]
-    lengths = _whole_groups(x, c // group)
-    if lengths is None:
-        return found
-    groups = Shard(1, sizes=tuple(length // (c // group) for length in lengths))
-    cut: tuple[Placement, ...] = tuple(Shard(0) for _ in given)
-    return [*found, Strategy((Shard(1), groups, groups), (Shard(1), *cut), local)]
+    others: tuple[Placement, ...] = tuple(Replicate() for value in (weight, bias) if value is not None)
+    placements: list[Placement] = [Replicate(), Shard(0)]
+    return [Strategy((p,) * 3, (p, *others), local) for p in placements]
 
 
-def _whole_groups(x: TensorMeta, per_group: int) -> tuple[int, ...] | None:
-    """The lengths in which one axis cuts the channels, if every rank has whole groups in one run."""
-    spec = mesh_view(x.layout)
-    cuts = [(a, p) for a, p in enumerate(x.placements) if isinstance(p, Shard) and p.dim == 1]
-    if spec is None or len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
+@handler(aten.native_group_norm.default)
+def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    """Where every rank has whole groups of channels, they stay where they are."""
+    x, weight, bias, n, c, hxw, group, eps = args
+    cut = _whole_groups(x, c // group)
+    if cut is None or not all(t is None or isinstance(t, ShardedTensor) for t in (weight, bias)):
+        return NotImplemented
+    spec, (axis, lengths) = mesh_view(x._layout), cut
+    assert spec is not None
+    own_weight, own_bias = (None if t is None else _along(t, spec, axis, lengths) for t in (weight, bias))
+    with recording():
+        view = LocalView(comm.rank, (x._layout,), (tuple(x.shape),))
+        out, mean, scale = _group_part(c // group, view, x._locals[0], own_weight, own_bias, n, c, hxw, group, eps)
+    groups = replaced(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
+    stats = groups.layout((n, group))
+    return wrap(x._layout, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)
+
+
+def _along(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: tuple[int, ...]) -> Tensor:
+    """This rank's channels of a weight, which varies along the axes that cut the batch."""
+    whole: list[Placement] = [Replicate()] * spec.mesh.ndim
+    whole[axis] = Shard(0, sizes=lengths)
+    held = placed(values, MeshSpec(spec.mesh, whole).layout(tuple(values.shape)), "group_norm")
+    varying = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and a != axis]
+    with recording():
+        return varied(held, held._layout, varying)
+
+
+def _whole_groups(x: ShardedTensor, per_group: int) -> tuple[int, tuple[int, ...]] | None:
+    """The one axis that cuts the channels and their lengths, if every rank has whole groups and whole examples."""
+    spec = mesh_view(x._layout)
+    if spec is None or x._layout.pending is not None or axes_of(x, range(2, x.ndim)):
+        return None
+    cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
+    if len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
         return None
     ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
     step = math.ceil(x.shape[1] / ranks)
     lengths = sizes or tuple(max(0, min(step, x.shape[1] - step * rank)) for rank in range(ranks))
-    return lengths if all(length % per_group == 0 for length in lengths) else None
+    return (cuts[0][0], lengths) if all(length % per_group == 0 for length in lengths) else None
