@@ -14,6 +14,7 @@ from shardwise.tensor.per_layout import per_layout
 def mesh_view(layout: Layout) -> MeshSpec | None:
     """The mesh spec that gives this layout one local tensor per rank, or None for irregular layouts.
 
+    >>> from shardwise.geometry import ChunkSpec
     >>> mesh_view(ChunkSpec(0, (2, 0)).layout((4,)))
     MeshSpec(chunks=2 @ 2,0, (Shard(0),))
     """
