@@ -19,7 +19,6 @@ from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import MixedTensorsError
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.schema import written_slots
-from shardwise.ops.watch import forbid
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
 from shardwise.tensor.moves import everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -84,8 +83,6 @@ def _whole(op: Any, tensor: ShardedTensor) -> Tensor:
     target = everywhere(tuple(tensor.shape), tensor._comm.ranks)
     if spec is not None:
         target = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tensor._layout.shape)
-    if tensor._layout != target:
-        forbid(str(op), tensor._layout, target)
     return moved(tensor, target, str(op))[0][0]
 
 
@@ -102,8 +99,6 @@ def _aligned(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Ten
             f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} stands beside a ShardedTensor of shape "
             f"{tuple(first.shape)}; shard it alike"
         )
-    if tensor._layout is not first._layout and tensor._layout != first._layout:
-        forbid(str(op), tensor._layout, first._layout)
     return moved(tensor, first._layout, str(op))[0]
 
 

@@ -7,13 +7,14 @@ the tensor, so that what is written to them is written to it; a row of a sharded
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.splits import bounds
 from shardwise.ops.cuts import Level, NoViewError, axes_of, dim_patterns, express
 from shardwise.ops.engine import call_op
@@ -44,27 +45,53 @@ def _slice(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any],
     tensor: ShardedTensor = given["self"]
     dim, step = given.get("dim", 0) % tensor.ndim, given.get("step", 1)
     rows = range(*slice(given.get("start"), given.get("end"), step).indices(tensor.shape[dim]))
-    spec = mesh_view(tensor._layout)
-    if spec is None or not axes_of(spec, dim) or len(rows) == tensor.shape[dim]:
-        return NotImplemented
-    return sliced(tensor, spec, dim, rows)
+    return NotImplemented if mesh_view(tensor._layout) is None else sliced(tensor, dim, rows)
 
 
-def sliced(tensor: ShardedTensor, spec: MeshSpec, dim: int, rows: range) -> ShardedTensor:
-    """Rows of a sharded dim, each where it lies; inner axes are replicated first if they would be cut differently."""
-    by_groups = _whole_groups(spec, dim, rows)
-    if by_groups is not None:
-        return _cut_out(tensor, spec, {axes_of(spec, dim)[0]: by_groups}, dim, rows)
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a slice is taken: the layout of the result and this rank's rows; or the layout to move to first."""
+
+    source: Layout
+    result: Layout | None
+    rows: tuple[int, int, int] = (0, 0, 1)
+    through: Layout | None = None
+
+
+_MOST = 8192
+_cuts: dict[tuple[int, int, range, int], Cut] = {}
+
+
+def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
+    """Rows of a dim, each where it lies; inner axes are replicated first if they would be cut differently."""
+    key = (id(tensor._layout), dim, rows, tensor._comm.rank)
+    cut = _cuts.get(key)
+    if cut is None:
+        if len(_cuts) >= _MOST:
+            _cuts.clear()
+        cut = _cuts[key] = _plan(tensor._layout, dim, rows, tensor._comm.rank)
+    if cut.result is None:
+        assert cut.through is not None
+        locals_, anchor = moved(tensor, cut.through, "slice")
+        return sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
+    with recording():
+        local = aten.slice.Tensor(tensor._locals[0], dim, *cut.rows)
+    return wrap(cut.result, (local,), tensor._comm)
+
+
+def _plan(layout: Layout, dim: int, rows: range, rank: int) -> Cut:
+    spec = mesh_view(layout)
+    assert spec is not None
     axes = axes_of(spec, dim)
+    by_groups = _whole_groups(spec, dim, rows)
     try:
-        return _cut_out(tensor, spec, _slice_cuts(spec, dim, tensor.shape[dim], rows), dim, rows)
+        cuts = {axes[0]: by_groups} if by_groups else _slice_cuts(spec, dim, layout.shape[dim], rows)
     except NoViewError:
-        placements = list(spec.placements)
-        placements[axes[-1]] = Replicate()
-        target = MeshSpec(spec.mesh, placements, spec.order).layout(tensor._layout.shape)
-        locals_, anchor = moved(tensor, target, "slice")
-        simpler = wrap(target, locals_, tensor._comm, anchor=anchor)
-        return sliced(simpler, MeshSpec(spec.mesh, placements, spec.order), dim, rows)
+        whole = [Replicate() if axis == axes[-1] else p for axis, p in enumerate(spec.placements)]
+        return Cut(layout, None, through=MeshSpec(spec.mesh, whole, spec.order).layout(layout.shape))
+    placements = [cuts.get(axis, p) for axis, p in enumerate(spec.placements)]
+    shape = [len(rows) if d == dim else n for d, n in enumerate(layout.shape)]
+    return Cut(layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank))
 
 
 def _whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
@@ -82,9 +109,10 @@ def _whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
 
 def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int, Placement]:
     """For each axis that splits the dim, how it splits the rows that are kept."""
+    axes = axes_of(spec, dim)
+    if not axes or len(rows) == length:
+        return {axis: spec.placements[axis] for axis in axes}
     patterns = dim_patterns(spec, dim, length)
-    if not axes_of(spec, dim):
-        return {}
     if len(patterns) != 1 or patterns[0].period != length:
         raise NoViewError("the dim is cut in blocks or groups")
     return {v.axis: express(dim, v.sizes) for v in _kept(patterns[0].levels, rows)}
@@ -115,29 +143,16 @@ def _inside(rows: range, low: int, high: int) -> range:
     return rows[first:last]
 
 
-def _cut_out(
-    tensor: ShardedTensor, spec: MeshSpec, cuts: dict[int, Placement] | dict[int, Shard], dim: int, rows: range
-) -> ShardedTensor:
-    placements = [cuts.get(axis, p) for axis, p in enumerate(spec.placements)]
-    shape = [len(rows) if d == dim else n for d, n in enumerate(tensor._layout.shape)]
-    layout = MeshSpec(spec.mesh, placements, spec.order).layout(shape)
-    begin, count = _local_rows(tensor, dim, rows)
-    with recording():
-        local = aten.slice.Tensor(tensor._locals[0], dim, begin, begin + max(0, (count - 1) * rows.step + 1), rows.step)
-        local = local if count else tensor._locals[0].narrow(dim, 0, 0)
-    return wrap(layout, (local,), tensor._comm)
-
-
-def _local_rows(tensor: ShardedTensor, dim: int, rows: range) -> tuple[int, int]:
-    """Where in the local tensor the rows begin, and how many there are."""
-    layout = tensor._layout
-    own = layout.table.take(layout.rows_of(tensor._comm.rank))
-    runs = {
-        (int(o), int(s), int(at))
-        for o, s, at in zip(*(c[:, dim] for c in (own.offsets, own.sizes, own.local_offsets)), strict=True)
-    }
+def _local_rows(layout: Layout, dim: int, rows: range, rank: int) -> tuple[int, int, int]:
+    """The slice of the local tensor that holds this rank's part of the rows: start, end and step."""
+    own = layout.table.take(layout.rows_of(rank))
+    columns = (own.offsets[:, dim].tolist(), own.sizes[:, dim].tolist(), own.local_offsets[:, dim].tolist())
+    runs = set(zip(*columns, strict=True))
     found = [(at + part.start - o, len(part)) for o, s, at in runs if (part := _inside(rows, o, o + s))]
-    return (min(b for b, _ in found), sum(n for _, n in found)) if found else (0, 0)
+    if not found:
+        return 0, 0, 1
+    begin, count = min(start for start, _ in found), sum(n for _, n in found)
+    return begin, begin + (count - 1) * rows.step + 1, rows.step
 
 
 @register_sharding(aten.select.int)
@@ -166,7 +181,7 @@ def _pieces(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
     if spec is None or not axes_of(spec, dim) or sum(sizes) != tensor.shape[dim]:
         return NotImplemented
     edges = bounds(sizes)
-    return [sliced(tensor, spec, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
+    return [sliced(tensor, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
 
 
 @register_sharding([aten.split.Tensor, aten.split_with_sizes.default])
@@ -213,3 +228,46 @@ def _triangle(op: Any) -> Callable[..., list[Strategy]]:
 
 for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_.default):
     register_sharding(_op)(_triangle(_op))
+
+
+@handler(Tensor.__setitem__)
+def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+    """Write into rows and slices where they lie. A row is taken as a slice of length 1, which shares memory."""
+    tensor, key, value = args
+    keys = key if isinstance(key, tuple) else (key,)
+    simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
+    if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.__setitem__(tensor, key, value)
+    part = tensor[tuple(_as_slice(k) for k in keys)]
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
+        part.fill_(value)
+        return None
+    rows = _row_dims(keys, tensor.ndim)
+    lacking = [n for d, n in enumerate(part.shape) if d not in rows]
+    part.copy_(_with_rows(value.expand(lacking), rows))
+    return None
+
+
+def _as_slice(key: Any) -> Any:
+    return slice(key, key + 1 or None) if isinstance(key, int) else key
+
+
+def _row_dims(keys: Sequence[Any], ndim: int) -> list[int]:
+    """The dims of the result that a number stands at."""
+    given = sum(isinstance(k, int | slice) for k in keys)
+    places: list[int] = []
+    dim = 0
+    for key in keys:
+        if key is Ellipsis:
+            dim += ndim - given
+        else:
+            places += [dim] if isinstance(key, int) else []
+            dim += 1
+    return places
+
+
+def _with_rows(value: Tensor, rows: Sequence[int]) -> Tensor:
+    for dim in rows:
+        value = value.unsqueeze(dim)
+    return value
