@@ -56,6 +56,11 @@ def handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
     return register
 
 
+def find_handler(function: Callable[..., Any]) -> Implementation | None:
+    """The implementation that is registered for a torch function or operator, or None."""
+    return _TABLE.get(function)
+
+
 def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The ShardedTensors among arguments, in order."""
     for value in (*args, *kwargs.values()) if kwargs else args:
