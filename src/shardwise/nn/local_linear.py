@@ -1,0 +1,93 @@
+"""`linear` of plain inputs with a sharded weight: each rank brings its own rows and gets its own result.
+
+Of two ways the one that moves fewer bytes is taken, by numbers that all ranks know:
+
+1. the weight goes to every rank, and each multiplies its own rows; gradients of the weight are summed on the way back;
+2. the rows of all ranks form one sharded tensor, the engine multiplies it with the weight as it lies, and each rank
+   gets its rows of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import Comm, DisagreementError
+from shardwise.geometry import Mesh, MeshSpec, Shard
+from shardwise.nn.reading import as_matrix, is_local_batch, otherwise
+from shardwise.ops.engine import call_op
+from shardwise.ops.placing import mesh_view
+from shardwise.ops.vary import varied
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.moves import everywhere, moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+_linear_of_sharded = otherwise(F.linear)
+
+
+@handler(F.linear)
+def _linear(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    if _is_local(*args, **kwargs):
+        return _of_local_rows(*args, **kwargs)
+    return _linear_of_sharded(types, args, kwargs, comm)
+
+
+def _is_local(input: Any, weight: Any, bias: Any = None) -> bool:
+    return is_local_batch((input,), (weight, bias))
+
+
+def _of_local_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    mesh = _mesh_of(weight) if isinstance(weight, ShardedTensor) else None
+    result = _over_mesh(input, weight, mesh) if mesh is not None and isinstance(weight, ShardedTensor) else None
+    if result is None:
+        return F.linear(input, _whole(weight), None if bias is None else _whole(bias))
+    return result if bias is None else result + _whole(bias)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, its gradients summed over the ranks."""
+    if not isinstance(parameter, ShardedTensor):
+        return parameter
+    comm = parameter._comm
+    dst = everywhere(tuple(parameter.shape), comm.ranks)
+    locals_, anchor = moved(parameter, dst, "linear")
+    return varied(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
+
+
+def _mesh_of(weight: ShardedTensor) -> Mesh | None:
+    """The one axis over all ranks that cuts the weight, if it is laid out so."""
+    view = mesh_view(weight._layout)
+    if view is None or view.mesh.ndim != 1 or set(view.mesh.ranks.tolist()) != set(weight._comm.ranks):
+        return None
+    return view.mesh if isinstance(view.placements[0], Shard) and weight._comm.world_size > 1 else None
+
+
+def _over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tensor | None:
+    """The second way, or None where the first one moves less."""
+    comm, rows = weight._comm, as_matrix(input)
+    own = torch.tensor([*rows.shape, int(input.requires_grad)], device=comm.device)
+    told = dict(zip(comm.ranks, (t.tolist() for t in comm.all_gather(own, label="linear")), strict=True))
+    _check_widths({r: t[1] for r, t in told.items()}, weight)
+    total = sum(t[0] for t in told.values())
+    if total * sum(weight.shape) >= weight.numel():
+        return None
+    if any(t[2] for t in told.values()) and not rows.requires_grad:
+        rows = rows.detach().requires_grad_()  # every rank takes part in the backward pass of the others
+    spec = MeshSpec(mesh, (Shard(0, sizes=tuple(told[r][0] for r in mesh.ranks.tolist())),))
+    batch = wrap(spec.layout((total, weight.shape[1])), (rows.contiguous(),), comm)
+    product: ShardedTensor = call_op(torch.ops.aten.linear.default, (), (batch, weight), {})
+    result = moved(product, spec.layout((total, weight.shape[0])), "linear")[0][0]
+    return result.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def _check_widths(widths: dict[int, int], weight: ShardedTensor) -> None:
+    wrong = {r: w for r, w in widths.items() if w != weight.shape[1]}
+    if wrong:
+        raise DisagreementError(
+            f"linear: a weight of shape {tuple(weight.shape)} takes inputs of width {weight.shape[1]}; the ranks "
+            f"{sorted(wrong)} bring {sorted(set(wrong.values()))}"
+        )

@@ -1,0 +1,124 @@
+"""A plan for a whole model in a few lines: a mesh, patterns over parameter names, and how plain inputs are read.
+
+A plan is a value. It is checked against a model on the meta device, for any number of ranks, without a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.nn.patterns import PlanError, match, read_placements
+
+REPLICATED = "replicated"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How the parameters of a model lie on a mesh, by pattern; parameters without a pattern are replicated.
+
+    - `parameters`: pattern to placements, in the notation (see `shardwise.nn.patterns`).
+    - `axis`: the axis that a single placement without a name is for.
+    - `lengths`: the numbers behind names in `groups(q,k,v)`.
+    - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements
+      such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
+
+    >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> plan.specs(model)["2.weight"]
+    MeshSpec(dp=2,tp=2, (Replicate(), Shard(1)))
+    >>> plan.specs(model)["0.bias"]
+    MeshSpec(dp=2,tp=2, (Replicate(), Replicate()))
+    """
+
+    mesh: Mesh
+    parameters: Mapping[str, str]
+    axis: str | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    input_plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.axis is not None:
+            self.mesh.axis_index(self.axis)
+        if self.input_placements is not None:
+            _check_inputs(self.input_placements, self.input_plan)
+
+    @property
+    def input_placements(self) -> tuple[Placement, ...] | None:
+        """What each axis does to plain inputs, or None if each layer reads them on its own."""
+        if self.input_plan is None:
+            return None
+        if self.input_plan == REPLICATED:
+            return (Replicate(),) * self.mesh.ndim
+        return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
+
+    def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
+        """The spec of every parameter; raises `PlanError` with all that does not fit."""
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        matched = match(self.parameters, list(tensors))
+        problems: list[str] = []
+        found: dict[str, MeshSpec] = {}
+        for name, tensor in tensors.items():
+            spec = self._spec(name, tensor, matched.get(name), problems)
+            if spec is not None:
+                found[name] = spec
+        problems += _share_alike(tensors, found, matched)
+        if problems:
+            raise PlanError("\n".join(problems))
+        return found
+
+    def _spec(self, name: str, tensor: Tensor, pattern: str | None, problems: list[str]) -> MeshSpec | None:
+        try:
+            spec = self.replicated if pattern is None else self._written(self.parameters[pattern])
+            spec.layout(tuple(tensor.shape))
+        except LayoutError as error:
+            problems.append(f"{name} ({pattern!r}): {error}")
+            return None
+        return spec
+
+    def _written(self, text: str) -> MeshSpec:
+        placements = read_placements(text, self.mesh, self.axis, self.lengths)
+        if any(isinstance(p, Partial) for p in placements):
+            raise LayoutError(f"{text!r}: a parameter is sharded or replicated, never pending")
+        return MeshSpec(self.mesh, placements)
+
+    @property
+    def replicated(self) -> MeshSpec:
+        """The spec of parameters without a pattern, and of buffers."""
+        return MeshSpec(self.mesh, (Replicate(),) * self.mesh.ndim)
+
+    def layouts(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Layout]]:
+        """The name, the tensor and the layout of each parameter, a shared one once."""
+        specs = self.specs(module)
+        for name, tensor in module.named_parameters():
+            yield name, tensor, specs[name].layout(tuple(tensor.shape))
+
+
+def _share_alike(tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matched: Mapping[str, str]) -> list[str]:
+    """Give all names of a shared parameter the spec of the one that has a pattern; return what contradicts."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    problems = []
+    for shared in (several for several in names.values() if len(several) > 1):
+        asked = {specs[n] for n in shared if n in matched and n in specs}
+        if len(asked) > 1:
+            told = "; ".join(f"{n}: {matched[n]!r}" for n in shared if n in matched)
+            problems.append(f"{' and '.join(shared)} are one parameter, and their patterns differ: {told}")
+        elif asked:
+            specs.update(dict.fromkeys(shared, next(iter(asked))))
+    return problems
+
+
+def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:
+    """Raise unless a rank's plain input is the whole or a part of dim 0."""
+    cut = [p for p in placements if isinstance(p, Shard)]
+    plain = all(p == Shard(0) for p in cut) and len(cut) <= 1
+    if not plain or any(isinstance(p, Partial) for p in placements):
+        raise PlanError(
+            f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along one axis, as in "
+            "'dp: S(0)'; merge axes of the mesh to cut a batch over several"
+        )

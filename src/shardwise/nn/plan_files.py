@@ -1,0 +1,130 @@
+"""Plans in files: TOML or JSON, and YAML where PyYAML is installed.
+
+    mesh = "dp=2,tp=4"
+    input_plan = "dp: S(0)"
+
+    [lengths]
+    q = 4096
+
+    [parameters]
+    "blocks.*.attn.qkv.weight" = "tp: S(0) groups(q,1024,1024)"
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.patterns import PlanError, read_mesh
+
+try:
+    import yaml  # type: ignore[import-untyped,unused-ignore]  # stubs are a package of their own
+except ImportError:
+    _yaml: ModuleType | None = None
+else:
+    _yaml = yaml
+
+FIELDS = {"mesh": str, "axis": str, "input_plan": str, "lengths": dict, "parameters": dict}
+
+
+def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
+    """A plan as plain data.
+
+    >>> from shardwise.geometry import Mesh
+    >>> plan_to_data(ModelPlan(Mesh.of(tp=4), {"up.weight": "S(0)"}))
+    {'mesh': 'tp=4', 'parameters': {'up.weight': 'S(0)'}}
+    """
+    data: dict[str, Any] = {"mesh": str(plan.mesh)}
+    data |= {k: v for k in ("axis", "input_plan") if (v := getattr(plan, k)) is not None}
+    data |= {"lengths": dict(plan.lengths)} if plan.lengths else {}
+    return data | {"parameters": dict(plan.parameters)}
+
+
+def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPlan:
+    """A plan from plain data; unknown and misshapen fields are errors.
+
+    >>> plan_from_data({"mesh": "tp=4", "parameters": {"up.weight": "S(0)"}}).mesh
+    Mesh(tp=4)
+    """
+    unknown = sorted(set(data) - set(FIELDS))
+    if unknown:
+        raise PlanError(f"{source}: no field {unknown[0]!r}; a plan has {', '.join(FIELDS)}")
+    for name, kind in FIELDS.items():
+        if name in data and not isinstance(data[name], kind):
+            raise PlanError(f"{source}: {name} is a {kind.__name__}, got {type(data[name]).__name__}")
+    if "mesh" not in data or "parameters" not in data:
+        raise PlanError(f"{source}: a plan has at least mesh and parameters, got {', '.join(data) or 'nothing'}")
+    _check_values(data, source)
+    rest = {name: data[name] for name in ("axis", "lengths", "input_plan") if name in data}
+    return ModelPlan(read_mesh(data["mesh"]), data["parameters"], **rest)
+
+
+def _check_values(data: Mapping[str, Any], source: str) -> None:
+    for field, kind in (("parameters", str), ("lengths", int)):
+        for name, value in data.get(field, {}).items():
+            if not isinstance(value, kind):
+                raise PlanError(f"{source}: {field} {name!r} is a {kind.__name__}, got {type(value).__name__}")
+
+
+def save_plan(plan: ModelPlan, path: str | Path) -> None:
+    """Write a plan to a .toml, .json or .yaml file."""
+    path, data = Path(path), plan_to_data(plan)
+    kind = _kind(path)
+    if kind == "json":
+        path.write_text(json.dumps(data, indent=2) + "\n")
+    elif kind == "toml":
+        path.write_text(_to_toml(data))
+    else:
+        path.write_text(_yaml_module(path).safe_dump(data, sort_keys=False))
+
+
+def load_plan(path: str | Path) -> ModelPlan:
+    """Read a plan from a .toml, .json or .yaml file."""
+    path = Path(path)
+    kind, text = _kind(path), path.read_text()
+    try:
+        data = _yaml_data(path, text) if kind == "yaml" else (json if kind == "json" else tomllib).loads(text)
+    except ValueError as error:
+        raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{path.name}: a plan is a table with the fields {', '.join(FIELDS)}")
+    return plan_from_data(data, path.name)
+
+
+def _kind(path: Path) -> str:
+    kind = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}.get(path.suffix.lower())
+    if kind is None:
+        raise PlanError(f"{path.name}: a plan's file ends in .toml, .json or .yaml")
+    return kind
+
+
+def _yaml_module(path: Path) -> Any:
+    if _yaml is None:
+        raise PlanError(f"{path.name}: YAML needs the package PyYAML, which is not installed; install it, or use .toml")
+    return _yaml
+
+
+def _yaml_data(path: Path, text: str) -> Any:
+    module = _yaml_module(path)
+    try:
+        return module.safe_load(text)
+    except module.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _to_toml(data: Mapping[str, Any]) -> str:
+    """TOML of texts, numbers and tables of them; JSON's quoted texts are TOML's."""
+    lines = [f"{key} = {_quoted(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    for key, table in data.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{key}]", *(f"{_quoted(name)} = {_quoted(v)}" for name, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str | int) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,163 @@
+"""What does a plan cost? A table of names, shapes, layouts, bytes on a rank, and bytes that a training step moves.
+
+The figures for communication are estimates, in bytes that the busiest rank receives:
+
+- *gradients*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
+  bytes. One that cuts both gathers the parameter and scatters its gradient.
+- *per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs pending
+  in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows, rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry.notation_write import format_placement
+from shardwise.nn.model_plan import ModelPlan
+from shardwise.transfer.report import format_bytes
+
+HEAD = ("parameter", "count", "shape", "layout", "per rank", "gradients", "per row")
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One parameter; `count` of them in a table where equal layers are one row."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    elements: int
+    rank_bytes: int
+    gradient_bytes: int
+    row_bytes: int
+    count: int = 1
+
+    @property
+    def costs(self) -> tuple[object, ...]:
+        """All that must be equal for two parameters to share a row."""
+        return (*self.__dict__.values(),)[1:-1]
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The rows of a plan for one model; prints as a table in which equal layers are one row."""
+
+    mesh: str
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def elements(self) -> int:
+        """The parameters of the model."""
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def rank_bytes(self) -> int:
+        """The bytes of parameters on the fullest rank."""
+        return sum(row.rank_bytes for row in self.rows)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes that the busiest rank receives for gradients in a step."""
+        return sum(row.gradient_bytes for row in self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes that the busiest rank receives for activations, for each row of the layers' inputs."""
+        return sum(row.row_bytes for row in self.rows)
+
+    def folded(self) -> tuple[PlanRow, ...]:
+        """The rows with equal layers folded: 'blocks.{0-79}.up.weight'."""
+        groups: dict[tuple[object, ...], list[PlanRow]] = {}
+        for row in self.rows:
+            groups.setdefault((_NUMBER.sub("#", row.name), row.costs), []).append(row)
+        return tuple(_folded(rows) for rows in groups.values())
+
+    def __str__(self) -> str:
+        lines = [HEAD, *map(_cells, self.folded())]
+        total = (f"all on {self.mesh}", f"{len(self.rows):,}", f"{self.elements:,}", "")
+        lines.append((*total, *map(format_bytes, (self.rank_bytes, self.gradient_bytes, self.row_bytes))))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    sizes = (row.rank_bytes, row.gradient_bytes, row.row_bytes)
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    return (row.name, f"{row.count:,}", shape, row.layout, *(format_bytes(b * row.count) if b else "-" for b in sizes))
+
+
+def _folded(rows: list[PlanRow]) -> PlanRow:
+    """One row for parameters whose names differ in numbers only."""
+    if len(rows) == 1:
+        return rows[0]
+    numbers = list(zip(*(map(int, _NUMBER.findall(row.name)) for row in rows), strict=True))
+    texts = iter(str(n[0]) if min(n) == max(n) else f"{{{min(n)}-{max(n)}}}" for n in numbers)
+    return replace(rows[0], name=_NUMBER.sub(lambda _: next(texts), rows[0].name), count=len(rows))
+
+
+def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
+    """What a plan does to a model, which may be on the meta device; needs no process group.
+
+    >>> from shardwise.geometry import Mesh
+    >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"*.weight": "tp: S(0)"}, input_plan="dp: S(0)")
+    >>> print(describe_plan(plan, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8, bias=False))))
+    parameter         count  shape  layout   per rank  gradients  per row
+    0.weight          1      8x4    R, S(0)  64 B      64 B       16 B
+    0.bias            1      8      R, R     32 B      32 B       -
+    1.weight          1      8x8    R, S(0)  128 B     128 B      32 B
+    all on dp=2,tp=2  3      104             224 B     224 B      48 B
+    """
+    owners = {id(p): owner for owner in module.modules() for p in owner.parameters(recurse=False)}
+    rows = (
+        _row(plan, name, owners[id(tensor)], layout, tensor.dtype.itemsize)
+        for name, tensor, layout in plan.layouts(module)
+    )
+    return PlanTable(str(plan.mesh), tuple(rows))
+
+
+def _row(plan: ModelPlan, name: str, owner: nn.Module, layout: Layout, itemsize: int) -> PlanRow:
+    spec = layout.spec
+    assert isinstance(spec, MeshSpec)
+    held = _most_elements(layout) * itemsize
+    return PlanRow(
+        name,
+        layout.shape,
+        ", ".join(map(format_placement, spec.placements)),
+        layout.numel,
+        held,
+        round(sum(_gradient_bytes(plan, spec, held))),
+        round(sum(_row_bytes(plan, spec, owner, layout.shape))) * itemsize if name.endswith("weight") else 0,
+    )
+
+
+def _most_elements(layout: Layout) -> int:
+    return max(layout.elements_per_rank().values())
+
+
+def _axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, Placement, float]]:
+    """For each axis: what it does to inputs, what it does to the parameter, and the share that other ranks hold."""
+    inputs = plan.input_placements or (Replicate(),) * spec.mesh.ndim
+    for given, placed, size in zip(inputs, spec.placements, spec.mesh.shape, strict=True):
+        yield given, placed, (size - 1) / size
+
+
+def _gradient_bytes(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterator[float]:
+    for (given, placed, share), size in zip(_axes(plan, spec), spec.mesh.shape, strict=True):
+        if isinstance(given, Shard):
+            yield 2 * share * held * (size if isinstance(placed, Shard) else 1)
+
+
+def _row_bytes(plan: ModelPlan, spec: MeshSpec, owner: nn.Module, shape: tuple[int, ...]) -> Iterator[float]:
+    """The elements that a rank receives for one row of the layer's input."""
+    for given, placed, share in _axes(plan, spec):
+        if not isinstance(placed, Shard) or isinstance(given, Shard) or len(shape) != 2:
+            continue
+        dim = placed.dim % 2
+        if isinstance(owner, nn.Linear) or (isinstance(owner, nn.Embedding | nn.EmbeddingBag) and dim == 0):
+            yield 2 * share * (shape[1] if dim == 0 else shape[0])
