@@ -282,6 +282,9 @@ def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> La
     placements = [
         cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)
     ]
+    for axis, ranks in enumerate(decision.mesh.shape):
+        if ranks == 1 and isinstance(placements[axis], Partial):
+            placements[axis] = Replicate()
     if -1 in shape:
         raise LayoutError(
             f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes"
