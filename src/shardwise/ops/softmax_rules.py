@@ -14,6 +14,7 @@ from shardwise.ops.rules import TensorMeta, register_sharding
 from shardwise.ops.scan_rules import other_dims
 from shardwise.ops.settle import axes_of, settled
 from shardwise.tensor.dispatch import handler
+from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -32,31 +33,24 @@ def _below_the_largest(x: ShardedTensor, dim: int, name: str) -> tuple[ShardedTe
         return below, settled(below.exp().sum(dim, True), name)
 
 
-def _prepared(args: Args, name: str) -> tuple[ShardedTensor, int] | None:
-    """The tensor, in the dtype of the result, and the dim, or None where the dim is whole."""
+def _over_ranks(args: Args, logarithm: bool, name: str) -> Any:
+    """Softmax over a sharded dim, summed in a wide dtype; NotImplemented where the dim is whole."""
     x, dim, half_to_float = args
     dim %= max(x.ndim, 1)
     if not axes_of(x, (dim,)):
-        return None
+        return NotImplemented
     with recording():
-        return settled(x.to(torch.float32) if half_to_float else x, name), dim
+        wide: Any = settled(x, name).to(accumulation_dtype(x.dtype))
+        below, total = _below_the_largest(wide, dim, name)
+        result = below - total.log() if logarithm else below.exp() / total
+        return result if half_to_float else result.to(x.dtype)
 
 
 @handler(aten._softmax.default)
 def _softmax(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    prepared = _prepared(args, "softmax")
-    if prepared is None:
-        return NotImplemented
-    below, total = _below_the_largest(*prepared, "softmax")
-    with recording():
-        return below.exp() / total
+    return _over_ranks(args, False, "softmax")
 
 
 @handler(aten._log_softmax.default)
 def _log_softmax(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    prepared = _prepared(args, "log_softmax")
-    if prepared is None:
-        return NotImplemented
-    below, total = _below_the_largest(*prepared, "log_softmax")
-    with recording():
-        return below - total.log()
+    return _over_ranks(args, True, "log_softmax")

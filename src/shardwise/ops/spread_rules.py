@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
+from shardwise.geometry import Partial
 from shardwise.ops.engine import LocalView
 from shardwise.ops.local_tape import recording
 from shardwise.ops.reduction_rules import Args, Dims, reduction_strategies
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.settle import all_dims, axes_of, settled
 from shardwise.tensor.dispatch import handler
+from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -32,8 +34,9 @@ def _variance_rule(op: Any, outputs: int) -> None:
 
     def rule(x: TensorMeta, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> list[Any]:
         found = reduction_strategies(x, dim, keepdim, None, outputs=outputs)
-        empty = 0 in x.layout.elements_per_rank().values()
-        return [Strategy(s.outputs, s.inputs, part) for s in found] if empty else found
+        moves = any(isinstance(p, Partial) for p in x.placements)
+        careful = moves or 0 in x.layout.elements_per_rank().values()
+        return [Strategy(s.outputs, s.inputs, part) for s in found] if careful else found
 
     register_sharding(op)(rule)
 
@@ -65,11 +68,13 @@ def _spread(args: Args, kwargs: dict[str, Any], root: bool, name: str) -> Any:
     correction, keepdim = kwargs.get("correction"), kwargs.get("keepdim", False)
     count = math.prod(x.shape[d] for d in dims)
     left = count - (1 if correction is None else correction)
-    average, square = moments(settled(x, name), dims, name)
     with recording():
+        wide: Any = settled(x, name).to(accumulation_dtype(x.dtype))
+        average, square = moments(wide, dims, name)
         spread = square * (count / left if left > 0 else math.inf)
         spread = spread.sqrt() if root else spread
-        return (spread, average) if keepdim else (spread.sum(dims), average.sum(dims))
+        found = (spread, average) if keepdim else (spread.sum(dims), average.sum(dims))
+        return tuple(value.to(x.dtype.to_real() if value is found[0] else x.dtype) for value in found)
 
 
 @handler(aten.var.correction)
