@@ -36,6 +36,14 @@ from shardwise.geometry import (
 from shardwise.transfer import Link, Topology, Transfer, plan_transfer, transfer_from_json
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint import (
+        Checkpoint,
+        CheckpointError,
+        load,
+        open,
+        save,
+        save_hf,
+    )
     from shardwise.comm import (
         Comm,
         CommError,
@@ -88,6 +96,7 @@ if TYPE_CHECKING:
     )
 
 _LAZY = {
+    "shardwise.checkpoint": ("Checkpoint", "CheckpointError", "load", "open", "save", "save_hf"),
     "shardwise.comm": (
         "Comm",
         "CommError",
@@ -141,6 +150,8 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     "Box",
+    "Checkpoint",
+    "CheckpointError",
     "ChunkSpec",
     "Comm",
     "CommError",
@@ -184,10 +195,12 @@ __all__ = [
     "launch",
     "layout_from_json",
     "layout_to_json",
+    "load",
     "manual_seed",
     "no_communication",
     "ones",
     "ones_like",
+    "open",
     "parse_layout",
     "parse_placements",
     "parse_spec",
@@ -202,6 +215,8 @@ __all__ = [
     "remove_sharding",
     "replicate",
     "run_local",
+    "save",
+    "save_hf",
     "shard",
     "sharding_rule",
     "transfer_from_json",

@@ -1,0 +1,118 @@
+"""Saving while the program goes on: a thread writes what was copied, and the folder itself tells who is done.
+
+The comm belongs to the program, so the threads of the ranks do not talk through it. Each leaves a record of its share
+in the temporary folder; the first rank's thread waits for all of them, writes the index and commits; the others wait
+until the folder is gone. `wait()` is collective and tells every rank what went wrong on any.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.describe import attempt, gathered
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.tree import Json
+from shardwise.comm import Comm
+
+_POLL_SECONDS = 0.01
+_running: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Saving:
+    """A save under way in the background; all ranks `wait()` for it."""
+
+    def __init__(
+        self, comm: Comm, folder: Path, write: Callable[[], Json], finish: Callable[[Sequence[Json]], None]
+    ) -> None:
+        self._comm, self._folder, self._write, self._finish = comm, folder, write, finish
+        self._problem: str | None = None
+        self._waited = False
+        self._thread = threading.Thread(target=self._run, name="shardwise save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank's part is over, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is in place on disk; raise on every rank if that failed on any. Collective."""
+        self._thread.join()
+        if self._waited:
+            return
+        self._waited = True
+        forget(self._comm, self)
+        gathered(self._comm, None, self._problem, "save in the background")
+
+    def _run(self) -> None:
+        _, self._problem = attempt(self._share)
+        self._write = self._finish = _nothing  # the copies of the tensors are free
+
+    def _share(self) -> None:
+        record, problem = attempt(self._write)
+        self._folder.mkdir(exist_ok=True)
+        folders.write_synced(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
+        if problem is not None and self._comm.rank != self._comm.ranks[0]:
+            raise CheckpointError(problem)
+        if self._comm.rank == self._comm.ranks[0]:
+            self._complete()
+        else:
+            self._until(lambda: not self._folder.exists(), "rank 0 did not complete the save")
+
+    def _complete(self) -> None:
+        try:
+            names = {rank: self._record_of(rank) for rank in self._comm.ranks}
+            self._until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
+            found = {rank: json.loads(file.read_bytes()) for rank, file in names.items()}
+            failed = [f"rank {rank}: {problem}" for rank, (problem, _) in found.items() if problem is not None]
+            if failed:
+                raise CheckpointError("; ".join(failed[:4]))
+            for file in names.values():
+                file.unlink()
+            self._finish([record for _, record in found.values()])
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _record_of(self, rank: int) -> Path:
+        return self._folder / f"share{rank:05d}.json"
+
+    def _until(self, ready: Callable[[], bool], problem: str) -> None:
+        deadline = time.monotonic() + self._comm.timeout
+        while not ready():
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{self._folder}: {problem} within {self._comm.timeout} s")
+            time.sleep(_POLL_SECONDS)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def remember(saving: Saving) -> Saving:
+    """Let the next save or load on its comm wait for it."""
+    with _lock:
+        _running[saving._comm] = saving
+    return saving
+
+
+def forget(comm: Comm, saving: Saving) -> None:
+    """It has been waited for."""
+    with _lock:
+        if _running.get(comm) is saving:
+            del _running[comm]
+
+
+def finish_running(comm: Comm) -> None:
+    """Wait for the save that is under way on this comm, if there is one; collective as that save was."""
+    with _lock:
+        saving = _running.get(comm)
+    if saving is not None:
+        saving.wait()

@@ -1,0 +1,137 @@
+"""Do all ranks save the same state? What each rank has, compared by one digest and merged where it differs.
+
+1. Every rank describes its state: the tree, and for each tensor dtype and layout. Equal digests: done.
+2. Else (pipeline stages, say) the descriptions are exchanged. Trees are merged; an entry that several ranks have is
+   the same on all of them. A plain tensor counts as copied on the ranks that have it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.leaves import Leaf
+from shardwise.checkpoint.tree import Json
+from shardwise.comm import Comm
+from shardwise.geometry import DType, Layout, find_dtype, layout_from_json, layout_to_json
+from shardwise.tensor.moves import everywhere
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Described:
+    """A tensor that the ranks save together."""
+
+    name: str
+    dtype: DType
+    layout: Layout
+
+
+def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of some work, or what went wrong, to be told to the other ranks."""
+    try:
+        return work(), None
+    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        plain = isinstance(error, ValueError)
+        return None, str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def gathered(comm: Comm, given: Json, problem: str | None, label: str) -> list[Json]:
+    """What every rank gives, in the order of ranks; if any has a problem, all raise a CheckpointError that names it."""
+    data = json.dumps([problem, None if problem is not None else given]).encode()
+    everyone = [json.loads(text) for text in comm.all_gather_bytes(data, label=label)]
+    found = [(rank, one[0]) for rank, one in zip(comm.ranks, everyone, strict=True) if one[0] is not None]
+    if found:
+        same = len({text for _, text in found}) == 1 and len(found) == len(everyone)
+        raise CheckpointError(found[0][1] if same else "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]))
+    return [one[1] for one in everyone]
+
+
+@lru_cache(maxsize=4096)
+def layout_text(layout: Layout) -> str:
+    """A layout as JSON text, equal where layouts are written alike."""
+    return json.dumps(layout_to_json(layout), separators=(",", ":"))
+
+
+def description(tree: Json, leaves: Sequence[Leaf]) -> Json:
+    """What a rank tells the others of its state."""
+    entries = {e.name: [e.dtype.torch_name, e.plain, _shape_or_layout(e)] for e in leaves}
+    return {"tree": tree, "tensors": entries}
+
+
+def _shape_or_layout(leaf: Leaf) -> str:
+    return json.dumps(leaf.layout.shape) if leaf.plain else layout_text(leaf.layout)
+
+
+def agreed(
+    comm: Comm, tree: Json, leaves: Sequence[Leaf], fields: Json, problem: str | None, label: str
+) -> tuple[Json, list[Described], list[Json]]:
+    """The tree and tensors of all ranks together, and every rank's `fields`; raises on all ranks if one cannot."""
+    text = json.dumps(description(tree, leaves), separators=(",", ":"))
+    found = gathered(comm, [checksum(text.encode()), fields], problem, label)
+    others = [one[1] for one in found]
+    if len({one[0] for one in found}) == 1:
+        return tree, [Described(e.name, e.dtype, e.layout) for e in leaves], others
+    texts = comm.all_gather_bytes(text.encode(), label=label)
+    everyone = dict(zip(comm.ranks, map(json.loads, texts), strict=True))
+    return _merged_tree(everyone), _merged_tensors(everyone), others
+
+
+def _merged_tree(everyone: Mapping[int, Json]) -> Json:
+    (first, tree), *rest = [(rank, given["tree"]) for rank, given in everyone.items()]
+    for rank, other in rest:
+        tree = _merge(tree, other, "", (first, rank))
+    return tree
+
+
+def _merge(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> Json:
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict) and "dict" in one and "dict" in other:
+        ours, theirs = ({(type(k).__name__, k): v for k, v in node["dict"]} for node in (one, other))
+        merged = {
+            key: _merge(ours[key], theirs[key], f"{path}.{key[1]}" if path else str(key[1]), ranks)
+            if key in ours and key in theirs
+            else ours.get(key, theirs.get(key))
+            for key in {**ours, **theirs}
+        }
+        return {"dict": [[key[1], value] for key, value in merged.items()]}
+    raise CheckpointError(
+        f"{path or 'the state'}: rank {ranks[0]} has {_short(one)} and rank {ranks[1]} has {_short(other)}; "
+        "save the same value on all ranks, or values of one rank under a name of their own"
+    )
+
+
+def _short(node: Json) -> str:
+    text = json.dumps(node)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _merged_tensors(everyone: Mapping[int, Json]) -> list[Described]:
+    holders: dict[str, dict[int, Json]] = {}
+    for rank, given in everyone.items():
+        for name, entry in given["tensors"].items():
+            holders.setdefault(name, {})[rank] = entry
+    return [_merged_tensor(name, by_rank) for name, by_rank in holders.items()]
+
+
+def _merged_tensor(name: str, by_rank: Mapping[int, Json]) -> Described:
+    (first, entry), *rest = by_rank.items()
+    for rank, other in rest:
+        if other != entry:
+            raise CheckpointError(
+                f"{name}: rank {first} has {entry[0]} {entry[2]} and rank {rank} has {other[0]} {other[2]}; a name "
+                "stands for one tensor with one layout"
+            )
+    dtype, plain, text = entry
+    if plain:
+        return Described(name, find_dtype(dtype), everywhere(tuple(json.loads(text)), tuple(by_rank)))
+    layout = layout_from_json(json.loads(text))
+    missing = sorted(set(layout.ranks) - set(by_rank))
+    if missing:
+        raise CheckpointError(f"{name}: ranks {missing[:8]} hold parts of it, but their states do not name it")
+    return Described(name, find_dtype(dtype), layout)

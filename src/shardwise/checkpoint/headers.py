@@ -1,0 +1,141 @@
+"""Headers of safetensors files: written, and read with every number checked.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON, padded with spaces), then the tensors' bytes
+without gaps. The header maps each key to a dtype, a shape and a range of those bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.geometry import DType, find_dtype
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_NUMBER = 2**62
+_ALIGNMENT = 64
+_PREFIX = 8
+_METADATA = "__metadata__"
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_DTYPES = {code: find_dtype(name) for name, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file: `begin` counts from the start of the file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+
+
+def described(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The code and shape under which a tensor is stored; dtypes that safetensors has no code for are bytes there.
+
+    >>> described(find_dtype("bf16"), (2, 3)), described(find_dtype("c128"), (2, 3))
+    (('BF16', [2, 3]), ('U8', [96]))
+    """
+    code = CODES.get(dtype.torch_name)
+    return ("U8", [math.prod(shape) * dtype.itemsize]) if code is None else (code, list(shape))
+
+
+def header_bytes(entries: Mapping[str, tuple[str, list[int], int]]) -> bytes:
+    """The start of a file that holds these (code, shape, bytes) entries in this order, without gaps.
+
+    >>> header_bytes({"x": ("F32", [2], 8)})[8:].decode().rstrip()
+    '{"__metadata__":{"format":"pt"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    """
+    content: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    position = 0
+    for key, (code, shape, size) in entries.items():
+        content[key] = {"dtype": code, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _PREFIX) % _ALIGNMENT)
+    return len(text).to_bytes(_PREFIX, "little") + text
+
+
+def header_size(start: bytes, file_bytes: int, name: str) -> int:
+    """The length of a file's start up to its data, from the file's first 8 bytes."""
+    length = int.from_bytes(start[:_PREFIX], "little")
+    if len(start) < _PREFIX or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - _PREFIX):
+        raise CheckpointError(
+            f"{name}: a file of {file_bytes} bytes that claims a header of {length} bytes is no safetensors file; "
+            "it is truncated, damaged, or something else"
+        )
+    return _PREFIX + length
+
+
+def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, Entry]:
+    """The tensors of a file, from its start as far as `header_size` says; every number is checked.
+
+    >>> parse_header(header_bytes({"x": ("F32", [2], 8)}), 136, "a file")["x"].shape
+    (2,)
+    """
+    data_start = len(start)
+    try:
+        content = json.loads(start[_PREFIX:])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: the header is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name}: the header is a {type(content).__name__}, it should be an object")
+    content.pop(_METADATA, None)
+    entries = {key: _entry(key, value, data_start, file_bytes, name) for key, value in content.items()}
+    _check_no_gaps(entries, data_start, file_bytes, name)
+    return entries
+
+
+def _entry(key: str, value: object, data_start: int, file_bytes: int, name: str) -> Entry:
+    try:
+        assert isinstance(value, dict)
+        code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
+        assert numbers and isinstance(code, str)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{name}: tensor {key!r}: its entry has no dtype, shape and data_offsets that make sense"
+        ) from None
+    if code not in _DTYPES:
+        raise CheckpointError(f"{name}: tensor {key!r}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
+    size = math.prod(shape) * _DTYPES[code].itemsize
+    if end - begin != size or data_start + end > file_bytes:
+        raise CheckpointError(
+            f"{name}: tensor {key!r}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
+            f"{file_bytes - data_start} bytes of data in the file"
+        )
+    return Entry(_DTYPES[code], shape, data_start + begin)
+
+
+def _check_no_gaps(entries: Mapping[str, Entry], data_start: int, file_bytes: int, name: str) -> None:
+    position = data_start
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, math.prod(item[1].shape))):
+        if entry.begin != position:
+            what = "overlaps another" if entry.begin < position else "leaves a gap before it"
+            raise CheckpointError(f"{name}: tensor {key!r} begins at byte {entry.begin} and {what}")
+        position += math.prod(entry.shape) * entry.dtype.itemsize
+    if position != file_bytes:
+        raise CheckpointError(f"{name}: its tensors end at byte {position}; the file has {file_bytes} bytes")

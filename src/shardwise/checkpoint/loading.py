@@ -1,0 +1,233 @@
+"""Loading a checkpoint into the tensors of a state, from all ranks at once, in any layout.
+
+1. Every rank reads the index and finds what it needs; the ranks agree, and a misfit on any is raised on all.
+2. Checksums are verified before anything is written. Where all ranks load the same state, each block is checked by one
+   of the ranks that need it.
+3. Each rank copies what it needs, straight from the mapped files into its local tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.background import finish_running
+from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.describe import attempt, description, gathered
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import Cut, TensorEntry
+from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
+from shardwise.checkpoint.matching import Matched, Names, match
+from shardwise.checkpoint.reading import Read, blocks_of, copy_reads, reads_for
+from shardwise.checkpoint.settle import as_sharded, settled_layout
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
+from shardwise.checkpoint.tree import flatten, refill
+from shardwise.comm import Comm
+from shardwise.geometry import Layout
+from shardwise.tensor import wrap
+from shardwise.tensor.comms import comm_for
+from shardwise.transfer.intersect import overlaps_with_boxes
+
+LABEL = "load"
+
+
+def load(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    names: Names = None,
+    cast: bool = False,
+    verify: bool = True,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    comm: Any = None,
+) -> Any:
+    """Fill the tensors of a state from a checkpoint of any layout and world size; return the state.
+
+    All ranks of the comm call it. Numbers and strings are replaced by the stored ones.
+
+    - `strict`: every entry of the state is stored, and nothing else is; else what both have is loaded.
+    - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
+    - `cast`: convert dtypes; else a dtype that differs is an error.
+    - `verify`: check all checksums before the first tensor is changed.
+    - `max_buffer_bytes`: a bound for memory beside the tensors themselves.
+
+    >>> import tempfile, torch
+    >>> from shardwise import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"w": torch.arange(4.0), "step": 3}, f"{folder}/ckpt")
+    ...     load({"w": torch.zeros(4, dtype=torch.float64), "step": 0}, f"{folder}/ckpt", cast=True)
+    {'w': tensor([0., 1., 2., 3.], dtype=torch.float64), 'step': 3}
+    """
+    comm = comm_for(comm)
+    finish_running(comm)
+    found, problem = attempt(lambda: _look(state, path, comm, strict, names, cast, max_buffer_bytes))
+    asked = None if found is None else [found[0].digest, _wanted_digest(found[1].tensors), verify, cast]
+    everyone = gathered(comm, asked, problem, LABEL)
+    store, matched = found
+    _check_same(comm, everyone)
+    loader = Loader(store, matched.tensors, comm, shared=len({one[1] for one in everyone}) == 1)
+    try:
+        _, problem = attempt(lambda: loader.check(verify))
+        gathered(comm, None, problem, LABEL)
+        _, problem = attempt(loader.copy)
+        gathered(comm, None, problem and f"{problem}; tensors may be half-loaded", LABEL)
+    finally:
+        store.close()
+    loader.settle()
+    return refill(state, matched.values)
+
+
+def _look(
+    state: Any,
+    path: str | os.PathLike[str],
+    comm: Comm,
+    strict: bool,
+    names: Names,
+    cast: bool,
+    max_buffer_bytes: int,
+) -> tuple[Store, Matched]:
+    if max_buffer_bytes < 1 << 16:
+        raise CheckpointError(f"max_buffer_bytes is at least 65536, got {max_buffer_bytes}")
+    store = open_store(path, max_buffer_bytes)
+    flat = flatten(state)
+    tensors = [leaf_of(name, tensor, comm) for name, tensor in flat.tensors.items()]
+    return store, match(store.index, tensors, flat.values, strict=strict, names=names, cast=cast)
+
+
+def _wanted_digest(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
+    text = json.dumps([description(None, [leaf for leaf, _ in tensors]), [entry.name for _, entry in tensors]])
+    return checksum(text.encode())
+
+
+def _check_same(comm: Comm, everyone: Sequence[Any]) -> None:
+    for number, what in ((0, "the checkpoint"), (2, "verify"), (3, "cast")):
+        for rank, asked in zip(comm.ranks, everyone, strict=True):
+            if asked[number] != everyone[0][number]:
+                raise CheckpointError(
+                    f"load: {what} is not the same on ranks {comm.ranks[0]} and {rank}; give the same path and options"
+                )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """A tensor to fill: what is stored, what this rank reads of it, and where to."""
+
+    leaf: Leaf
+    entry: TensorEntry
+    reads: Sequence[Read]
+    targets: tuple[Tensor, ...]
+
+
+class Loader:
+    """What one rank does in a load. `shared`: all ranks load the same tensors and divide the checking."""
+
+    def __init__(self, store: Store, tensors: Sequence[tuple[Leaf, TensorEntry]], comm: Comm, shared: bool) -> None:
+        self.store, self.comm, self.shared = store, comm, shared
+        self._reads: dict[tuple[int, Layout], Sequence[Read]] = {}
+        self._takers: dict[tuple[int, Layout], Sequence[Sequence[int]]] = {}
+        self.work = [self._work(leaf, entry) for leaf, entry in tensors]
+
+    def _work(self, leaf: Leaf, entry: TensorEntry) -> Work:
+        layout = settled_layout(leaf.layout)
+        reads = self._once(self._reads, entry.cut, layout, lambda: reads_for(entry.cut, layout, self.comm.rank))
+        if layout is leaf.layout:
+            return Work(leaf, entry, reads, leaf.locals)
+        shapes = layout.local_shapes(self.comm.rank)
+        device = leaf.locals[0].device if leaf.locals else self.comm.device
+        fresh = [torch.empty(shape, dtype=torch_dtype(leaf.dtype), device=device) for shape in shapes]
+        return Work(leaf, entry, reads, tuple(fresh))
+
+    def _once(self, kept: dict[tuple[int, Layout], Any], cut: Cut, layout: Layout, make: Callable[[], Any]) -> Any:
+        key = (id(cut), layout)
+        if key not in kept:
+            kept[key] = make()
+        return kept[key]
+
+    def check(self, verify: bool) -> None:
+        """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
+        needed = {work.entry.files[read.box] for work in self.work for read in work.reads}
+        for number in sorted(needed):
+            self.store.data(number)
+            if verify:
+                self.store.verify_header(number)
+        if not verify:
+            return
+        for number, work in enumerate(self.work):
+            if self.shared:
+                self._check_share(number, work)
+            else:
+                for read in work.reads:
+                    blocks = blocks_of(read, work.entry, self.store.index.block_bytes)
+                    self.store.verify(work.entry, read.box, *blocks)
+        self.store.let_go()
+
+    def _check_share(self, number: int, work: Work) -> None:
+        cut, layout = work.entry.cut, settled_layout(work.leaf.layout)
+        takers = self._once(self._takers, cut, layout, lambda: takers_of(cut, layout))
+        counts = -(-cut.bytes_of(work.entry.dtype) // self.store.index.block_bytes)
+        for box, count in enumerate(counts.tolist()):
+            first, last = share_of(takers[box], self.comm.rank, count, number + box)
+            if first < last:
+                self.store.verify(work.entry, box, first, last)
+
+    def copy(self) -> None:
+        """Fill the tensors."""
+        for work in self.work:
+            copy_reads(self.store, work.entry, work.reads, work.targets)
+            for local in work.leaf.locals:
+                torch.autograd.graph.increment_version(local)
+        self.store.let_go()
+
+    def settle(self) -> None:
+        """Give tensors with a pending reduction addends that reduce to what was read; all their ranks take part."""
+        for work in self.work:
+            if work.leaf.layout.pending is None:
+                continue
+            target = as_sharded(work.leaf, self.comm)
+            layout = settled_layout(work.leaf.layout)
+            read = wrap(layout, work.targets, target._comm, dtype=torch_dtype(work.leaf.dtype))
+            with torch.no_grad():
+                addends = read.redistribute(work.leaf.layout, label=f"load {work.leaf.name}")
+                for mine, addend in zip(work.leaf.locals, addends._locals, strict=True):
+                    mine.copy_(addend)
+
+
+def takers_of(cut: Cut, layout: Layout) -> list[list[int]]:
+    """For each stored box the ranks that need some of it, in the order of what they need.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> cut = Cut((4,), np.array([[0], [1]]), np.array([[1], [3]]))
+    >>> takers_of(cut, ChunkSpec(0, 2).layout((4,)))
+    [[0], [0, 1]]
+    """
+    table = layout.table
+    takers: list[dict[int, None]] = [{} for _ in range(len(cut))]
+    if len(cut):
+        found = overlaps_with_boxes(cut.shape, cut.offsets, cut.sizes, table.offsets, table.sizes)
+        order = np.lexsort((table.ranks[found.cells], *reversed(found.starts.T), found.boxes))
+        for box, row in zip(found.boxes[order].tolist(), found.cells[order].tolist(), strict=True):
+            takers[box][int(table.ranks[row])] = None
+    return [list(ranks) for ranks in takers]
+
+
+def share_of(takers: Sequence[int], rank: int, blocks: int, turn: int) -> tuple[int, int]:
+    """The first block that a rank checks, and the one after the last; every block is one rank's.
+
+    >>> [share_of([4, 5, 6], rank, 7, 0) for rank in (4, 5, 6)], [share_of([4, 5], rank, 1, 1) for rank in (4, 5)]
+    ([(0, 2), (2, 4), (4, 7)], [(0, 0), (0, 1)])
+    """
+    if rank not in takers:
+        return 0, 0
+    place, count = takers.index(rank), len(takers)
+    if blocks < count:
+        place = (place - turn) % count
+        return (place, place + 1) if place < blocks else (0, 0)
+    return blocks * place // count, blocks * (place + 1) // count

@@ -1,0 +1,212 @@
+"""Saving a nested state from all ranks at once.
+
+1. The ranks agree on what is saved, in one small exchange, before a file is touched.
+2. Each rank writes its share into a temporary folder, and syncs it.
+3. The places and checksums of all shares make the index, which the first rank writes last; then it puts the folder in
+   the checkpoint's place. If any rank fails before that, all raise and the previous checkpoint is as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.assign import CutPlan, Part, assign
+from shardwise.checkpoint.background import Saving, finish_running, remember
+from shardwise.checkpoint.describe import Described, agreed, attempt, gathered
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
+from shardwise.checkpoint.leaves import Leaf, leaf_of
+from shardwise.checkpoint.settle import settled_layout, settled_locals
+from shardwise.checkpoint.tree import Json, flatten
+from shardwise.checkpoint.writing import MAX_FILE_BYTES, Piece, pack, write_file
+from shardwise.comm import Comm
+from shardwise.tensor.comms import comm_for
+from shardwise.tensor.execute import view_of
+
+LABEL = "save"
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """All that is decided before the first byte is written."""
+
+    path: Path
+    token: str
+    tree: Json
+    tensors: Sequence[Described]
+    cuts: Sequence[CutPlan]
+    parts: Sequence[Part]
+    sources: Sequence[Tensor]
+
+    @property
+    def folder(self) -> Path:
+        return folders.sibling(self.path, folders.SAVING, self.token)
+
+
+@overload
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    async_op: Literal[False] = False,
+    max_file_bytes: int = ...,
+) -> None: ...
+
+
+@overload
+def save(
+    state: Any, path: str | os.PathLike[str], *, comm: Any = None, async_op: Literal[True], max_file_bytes: int = ...
+) -> Saving: ...
+
+
+@overload
+def save(
+    state: Any, path: str | os.PathLike[str], *, comm: Any = None, async_op: bool, max_file_bytes: int = ...
+) -> Saving | None: ...
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    async_op: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Saving | None:
+    """Save a nested state of tensors, numbers and strings; all ranks of the comm call it.
+
+    The folder `path` is replaced at once when everything is on disk. With `async_op`, the tensors are copied to host
+    memory and written in the background; `wait()` of what is returned, or the next save or load, waits for it.
+
+    >>> import tempfile, torch, shardwise
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"w": torch.arange(4.0), "step": 3}, f"{folder}/ckpt")
+    ...     checkpoint = shardwise.open(f"{folder}/ckpt")
+    ...     checkpoint.names(), checkpoint["w"][1:3].tolist(), checkpoint.values()
+    (['w'], [1.0, 2.0], {'step': 3})
+    """
+    comm = comm_for(comm)
+    finish_running(comm)
+    plan = _planned(state, path, comm, max_file_bytes, async_op)
+    if not async_op:
+        _save_now(plan, comm, max_file_bytes)
+        return None
+    sources, problem = attempt(lambda: [snapshot(t) for t in plan.sources])
+    gathered(comm, None, problem, LABEL)
+    return remember(
+        Saving(
+            comm,
+            plan.folder,
+            write=lambda: write_share(plan, sources, comm.rank, max_file_bytes),
+            finish=lambda records: _commit(plan, records),
+        )
+    )
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy.contiguous()
+
+
+def _planned(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: int, async_op: bool) -> SavePlan:
+    def look() -> tuple[Path, Json, list[Leaf]]:
+        target = folders.absolute(path)
+        if max_file_bytes < 1:
+            raise CheckpointError(f"max_file_bytes is at least 1, got {max_file_bytes}")
+        if comm.rank == comm.ranks[0]:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folders.recover(target)
+            folders.check_target(target)
+        flat = flatten(state)
+        return target, flat.tree, [leaf_of(name, t, comm) for name, t in flat.tensors.items()]
+
+    found, problem = attempt(look)
+    target, tree, leaves = found or (Path(), None, [])
+    asked = [str(target), async_op, max_file_bytes, secrets.token_hex(8)]
+    tree, tensors, everyone = agreed(comm, tree, leaves, asked, problem, LABEL)
+    _check_same(comm, everyone)
+    tensors = [Described(t.name, t.dtype, settled_layout(t.layout)) for t in tensors]
+    held = {leaf.name: settled_locals(leaf, comm) for leaf in leaves}
+    cuts, parts = assign(tensors, comm.rank)
+    sources = [view_of(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
+    return SavePlan(target, everyone[0][3], tree, tensors, cuts, parts, sources)
+
+
+def _check_same(comm: Comm, everyone: Sequence[Json]) -> None:
+    for number, what in enumerate(("path", "async_op", "max_file_bytes")):
+        for rank, asked in zip(comm.ranks, everyone, strict=True):
+            if asked[number] != everyone[0][number]:
+                raise CheckpointError(
+                    f"save: {what} is {everyone[0][number]!r} on rank {comm.ranks[0]} and {asked[number]!r} on rank "
+                    f"{rank}; give the same on every rank"
+                )
+
+
+def _save_now(plan: SavePlan, comm: Comm, max_file_bytes: int) -> None:
+    try:
+        record, problem = attempt(lambda: write_share(plan, plan.sources, comm.rank, max_file_bytes))
+        records = gathered(comm, record, problem, LABEL)
+        first = comm.rank == comm.ranks[0]
+        _, problem = attempt(lambda: _commit(plan, records)) if first else (None, None)
+        gathered(comm, None, problem, LABEL)
+    except BaseException:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        raise
+
+
+def write_share(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_bytes: int) -> Json:
+    """Write this rank's boxes; return its files, and for each box where it is."""
+    plan.folder.mkdir(exist_ok=True)
+    pieces = [_piece(plan, part, values) for part, values in zip(plan.parts, sources, strict=True)]
+    files, places = [], []
+    for number, chosen in enumerate(pack(pieces, max_file_bytes)):
+        written = write_file(plan.folder / f"rank{rank:05d}-{number:05d}.safetensors", [pieces[i] for i in chosen])
+        files.append([written.name, written.bytes, written.data_start, written.header_sum])
+        for i, (begin, sums) in zip(chosen, written.places, strict=True):
+            places.append([plan.parts[i].tensor, plan.parts[i].box, number, begin, sums])
+    return {"files": files, "places": places}
+
+
+def _piece(plan: SavePlan, part: Part, values: Tensor) -> Piece:
+    tensor, cut = plan.tensors[part.tensor], plan.cuts[part.tensor].cut
+    key = tensor.name if len(cut) == 1 else f"{tensor.name}{cut.box(part.box)}"
+    return Piece(key, tensor.dtype, values)
+
+
+def _commit(plan: SavePlan, records: Sequence[Json]) -> None:
+    index = joined(plan, records)
+    for file in index.files:
+        size = (plan.folder / file.name).stat().st_size
+        if size != file.bytes:
+            raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
+    folders.write_synced(plan.folder / INDEX_NAME, index.to_bytes())
+    folders.commit(plan.path, plan.token)
+
+
+def joined(plan: SavePlan, records: Sequence[Json]) -> Index:
+    """The index of what all ranks wrote."""
+    counts = [len(c.cut) for c in plan.cuts]
+    columns: list[tuple[list[Any], list[Any], list[Any]]] = [([None] * n, [None] * n, [None] * n) for n in counts]
+    files: list[FileEntry] = []
+    for record in records:
+        for tensor, box, file, begin, sums in record["places"]:
+            numbers, begins, all_sums = columns[tensor]
+            numbers[box], begins[box], all_sums[box] = file + len(files), begin, sums
+        files += [FileEntry(*entry) for entry in record["files"]]
+    tensors = {
+        t.name: TensorEntry(t.name, t.dtype, c.cut, *column)
+        for t, c, column in zip(plan.tensors, plan.cuts, columns, strict=True)
+    }
+    assert all(n is not None for e in tensors.values() for n in e.files), "every box is written by one rank"
+    return Index(files, tensors, plan.tree)

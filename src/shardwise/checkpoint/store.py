@@ -1,0 +1,145 @@
+"""The files of a checkpoint, mapped into memory when they are first needed.
+
+Bytes are only mapped, so reading a slice reads its pages and nothing else. A file is mapped after its length was
+compared with what the index says. Pages that have been read are let go of whenever they add up to the limit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
+from shardwise.checkpoint.huggingface_index import file_index, folder_index
+from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, FileEntry, Index, TensorEntry, parse_index
+
+DEFAULT_BUFFER_BYTES = 256 << 20
+CARRIERS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+class Store:
+    """An index and the folder that holds its files."""
+
+    def __init__(self, folder: Path, index: Index, digest: str, max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
+        self.folder, self.index, self.digest = folder, index, digest
+        self._limit = max(max_buffer_bytes, mmap.PAGESIZE)
+        self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
+        self._touched = 0
+        self._lock = threading.Lock()
+
+    def data(self, number: int) -> npt.NDArray[np.uint8]:
+        """All bytes of a file."""
+        with self._lock:
+            if number not in self._maps:
+                self._maps[number] = self._map(self.index.files[number])
+            return self._maps[number][1]
+
+    def _map(self, file: FileEntry) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+        path = self.folder / file.name
+        try:
+            with path.open("rb") as handle:
+                size = os.fstat(handle.fileno()).st_size
+                if size != file.bytes:
+                    raise CheckpointError(
+                        f"{path}: {size} bytes; the index says {file.bytes}: the file is truncated or not of this save"
+                    )
+                mapped = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        return mapped, np.frombuffer(mapped, np.uint8)
+
+    def piece(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
+        """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
+        carrier = np.dtype(CARRIERS[tensor.dtype.itemsize])
+        sizes = tensor.cut.sizes[number].tolist()
+        begin, count = tensor.begins[number], int(np.prod(sizes, dtype=np.int64))
+        data = self.data(tensor.files[number])[begin : begin + count * carrier.itemsize]
+        return data.view(carrier).reshape(sizes)
+
+    def touch(self, size: int) -> None:
+        """Say that this many mapped bytes have been read; pages are let go of at the limit."""
+        self._touched += size
+        if self._touched >= self._limit:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Drop the mapped pages from this process; the system may keep them."""
+        self._touched = 0
+        if sys.platform != "linux":
+            return
+        with self._lock:
+            for mapped, _ in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def step_bytes(self) -> int:
+        """The most bytes to read between two calls of `touch`."""
+        return max(mmap.PAGESIZE, self._limit // 4)
+
+    def verify_header(self, number: int) -> None:
+        """Raise unless the start of a file is what was written."""
+        file = self.index.files[number]
+        if file.header_sum is not None and checksum(self.data(number)[: file.data_start].data) != file.header_sum:
+            raise CheckpointError(f"{self.folder / file.name}: the header is damaged: its checksum differs")
+
+    def verify(self, tensor: TensorEntry, number: int, first: int, last: int) -> None:
+        """Raise unless the blocks `first` to `last` (exclusive) of a stored box have the checksums of the index."""
+        sums = tensor.sums[number]
+        if not sums:
+            return
+        data, size = self.data(tensor.files[number]), int(tensor.cut.bytes_of(tensor.dtype)[number])
+        start, step = tensor.begins[number], self.index.block_bytes
+        for block in range(first, last):
+            low, high = block * step, min((block + 1) * step, size)
+            found = checksum(data[start + low : start + high].data)
+            if found != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
+                raise CheckpointError(
+                    f"{self.folder / self.index.files[tensor.files[number]].name}: tensor {tensor.name!r}: bytes "
+                    f"{start + low} to {start + high} are damaged: their checksum differs"
+                )
+            self.touch(high - low)
+
+    def close(self) -> None:
+        """Unmap all files."""
+        with self._lock:
+            self._maps.clear()
+
+
+def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> Store:
+    """The checkpoint at a path: a shardwise folder, a Hugging Face folder, or one safetensors file."""
+    whole = resolve(absolute(path))
+    if whole.is_file():
+        index, digest = file_index(whole)
+        return Store(whole.parent, index, digest, max_buffer_bytes)
+    if (whole / INDEX_NAME).is_file():
+        data = read_limited(whole / INDEX_NAME)
+        return Store(whole, parse_index(data, str(whole / INDEX_NAME)), checksum(data), max_buffer_bytes)
+    if (whole / HF_INDEX_NAME).is_file():
+        index, digest = folder_index(whole, read_limited(whole / HF_INDEX_NAME))
+        return Store(whole, index, digest, max_buffer_bytes)
+    if (whole / HF_SINGLE_NAME).is_file():
+        index, digest = file_index(whole / HF_SINGLE_NAME)
+        return Store(whole, index, digest, max_buffer_bytes)
+    raise CheckpointError(
+        f"{whole}: no checkpoint: it holds no {INDEX_NAME}, no {HF_INDEX_NAME} and no {HF_SINGLE_NAME}"
+    )
+
+
+def read_limited(path: Path) -> bytes:
+    """The content of an index, unless it is absurdly long."""
+    size = path.stat().st_size
+    if size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path}: an index of {size} bytes; no more than {MAX_INDEX_BYTES} are read")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,141 @@
+"""Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
+
+Boxes are sorted by the width of their elements, widest first, so that each begins at a multiple of it. Tensors that do
+not lie in one run of host memory pass through a buffer of bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, checksum
+from shardwise.checkpoint.headers import described, header_bytes
+from shardwise.geometry import DType
+
+STAGING_BYTES = 32 << 20
+MAX_FILE_BYTES = 16 << 30
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """Something to store: the key in the file, the dtype, and the values."""
+
+    key: str
+    dtype: DType
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A file that was written: its name, length and header, and for each piece the first byte and the checksums."""
+
+    name: str
+    bytes: int
+    data_start: int
+    header_sum: str
+    places: list[tuple[int, str]]
+
+
+def pack(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[int]]:
+    """The numbers of the pieces of each file, in the order in which they are stored."""
+    files: list[list[int]] = []
+    room = 0
+    for number in sorted(range(len(pieces)), key=lambda i: -pieces[i].dtype.itemsize):
+        size = pieces[number].nbytes
+        if not files or size > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(number)
+        room -= size
+    return files
+
+
+def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
+    """Write one file and make it last."""
+    entries = {p.key: (*described(p.dtype, p.values.shape), p.nbytes) for p in pieces}
+    assert len(entries) == len(pieces), "keys of a file are different"
+    header = header_bytes(entries)
+    places: list[tuple[int, str]] = []
+    position = len(header)
+    with Sink(path) as sink:
+        sink.write(memoryview(header))
+        for piece in pieces:
+            sums = BlockSums()
+            for data in host_bytes(piece.values):
+                sums.update(data)
+                sink.write(data)
+            places.append((position, sums.text()))
+            position += piece.nbytes
+    return Written(path.name, position, len(header), checksum(header), places)
+
+
+class Sink:
+    """A new file: small writes are collected, large ones go straight through; synced when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._small = bytearray()
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        if len(data) + len(self._small) <= BLOCK_BYTES // 4:
+            self._small += data
+            return
+        self._flush()
+        self._put(data)
+
+    def _flush(self) -> None:
+        data, self._small = self._small, bytearray()
+        self._put(memoryview(data))
+
+    def _put(self, data: memoryview) -> None:
+        while len(data):
+            data = data[os.write(self._handle, data[: 1 << 30]) :]
+
+
+def host_bytes(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, in parts of at most a block where they lie ready in memory."""
+    if values.numel() == 0:
+        return
+    if values.is_conj() or values.is_neg():
+        values = values.resolve_conj().resolve_neg()
+    if values.device.type == "cpu" and values.is_contiguous():
+        data = values.reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), BLOCK_BYTES):
+            yield data[start : start + BLOCK_BYTES]
+        return
+    for part in _staged(values):
+        yield from host_bytes(part.to("cpu").contiguous())
+
+
+def _staged(values: Tensor) -> Iterator[Tensor]:
+    """A tensor in row-major parts of at most the staging size."""
+    if values.nbytes <= STAGING_BYTES:
+        yield values
+        return
+    dim = next(d for d, size in enumerate(values.shape) if size > 1)
+    half = values.shape[dim] // 2
+    yield from _staged(values.narrow(dim, 0, half))
+    yield from _staged(values.narrow(dim, half, values.shape[dim] - half))
