@@ -21,12 +21,13 @@ from shardwise.geometry import (
     MeshSpec,
     Partial,
     Piece,
+    Placement,
     Replicate,
     Shard,
 )
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
-from tests.local.op_cases import LINES, Combination, check_op, ramp
+from tests.local.op_cases import LINES, Combination, check_op, lay_out, ramp
 
 SMOOTH: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(),
@@ -214,3 +215,17 @@ def test_what_needs_no_communication_takes_a_shortcut(name: str, monkeypatch: py
     first = run_local(body, 2)
     monkeypatch.setattr(ShardedTensor, "__torch_dispatch__", classmethod(refuse))
     assert all(torch.equal(*pair) for pair in zip(first, run_local(body, 2), strict=True))
+
+
+def test_distance_and_trace() -> None:
+    check_op(torch.dist, ramp(3, 5), ramp(3, 5, step=0.2), limit=8)
+    check_op(torch.trace, ramp(5, 3), limit=10)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial("sum")], ids=str)
+def test_the_value_of_one_element_is_known_to_every_rank(placement: Placement) -> None:
+    def body(comm: Comm) -> list[Any]:
+        x = lay_out(torch.tensor([3.0], requires_grad=True), Mesh.of(dp=2), (placement,))
+        return [x.item(), float(x), bool(x > 2), x.sum().item()]
+
+    assert run_local(body, 2) == [[3.0, 3.0, True, 3.0]] * 2

@@ -20,6 +20,7 @@ from shardwise.ops import scan_rules as _scan_rules  # noqa: F401  # registers r
 from shardwise.ops import slice_rules as _slice_rules  # noqa: F401  # registers rules
 from shardwise.ops import softmax_rules as _softmax_rules  # noqa: F401  # registers rules
 from shardwise.ops import spread_rules as _spread_rules  # noqa: F401  # registers rules
+from shardwise.ops import value_rules as _value_rules  # noqa: F401  # registers rules
 from shardwise.ops import view_rules as _view_rules  # noqa: F401  # registers rules
 from shardwise.ops.engine import call_op
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate

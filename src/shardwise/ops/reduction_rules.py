@@ -229,3 +229,19 @@ def _in_rows(x: Any, dim: Dims, reduce: Callable[[Tensor], Tensor], name: str) -
         return NotImplemented
     dims = all_dims(dim, x.ndim)
     return row_for_each_rank(settled(x, name), dims, reduce, name) if axes_of(x, dims) else NotImplemented
+
+
+@handler(aten.dist.default)
+def _dist(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+    given = named(aten.dist.default, args, kwargs)
+    return aten.linalg_vector_norm.default(aten.sub.Tensor(given["self"], given["other"]), given["p"])
+
+
+def _trace_part(view: LocalView, x: Tensor) -> Tensor:
+    """The part of the diagonal that crosses this rank's block."""
+    return x.diagonal(view.interval(0, 0)[0] - view.interval(0, 1)[0]).sum()
+
+
+@register_sharding(aten.trace.default)
+def trace(x: TensorMeta) -> list[Any]:
+    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, None), local=_trace_part)
