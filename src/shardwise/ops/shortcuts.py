@@ -24,6 +24,7 @@ from shardwise.ops.vary import varied
 from shardwise.ops.watch import is_watched, watchers
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.per_layout import per_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _MOST = 16384
@@ -222,8 +223,16 @@ def _shortcut(
     layouts = tuple(o._layout for o in outputs)
     direct = several is None and not any(vary)
     made = Shortcut(layouts, several, vary, direct, tuple(t._layout for t in tensors))
+    if recording.operators > 1 and not all(_is_even(t._layout) for t in tensors):
+        return None
     verdict = recording.operators <= 1 or _gives_the_same(made, func, args, kwargs, outputs)
     return _UNKNOWN if verdict is None else (made if verdict else None)
+
+
+@per_layout
+def _is_even(layout: Layout) -> bool:
+    """Whether all ranks hold the same shape, so that what one of them finds out about a function holds for all."""
+    return len({layout.local_shapes(rank) for rank in layout.ranks}) <= 1
 
 
 def _varying_axes(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[tuple[int, ...], ...] | None:
