@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import layouts, move, plans
+from bench import layouts, move, ops, ops_share, plans
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -17,6 +17,8 @@ WIDTH = 150
 SECTIONS: dict[str, Section] = {
     "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.Sizes()),
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.Sizes()),
+    "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.Sizes()),
+    "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.Sizes()),
     "move": lambda tiny: move.run(move.TINY if tiny else move.Sizes()),
 }
 

@@ -26,7 +26,7 @@ from bench.report import Cell, Figures
 from shardwise.comm import CommError, LocalWorld
 
 KINDS = (RIGHT, "refused", UNCLEAR, WRONG)
-LIMIT = 60.0
+LIMIT = 30.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from shardwise.ops import attention_rules as _attention_rules  # noqa: F401  # registers rules
 from shardwise.ops import batch_norm_rules as _batch_norm_rules  # noqa: F401  # registers rules
+from shardwise.ops import batched_rules as _batched_rules  # noqa: F401  # registers rules
 from shardwise.ops import conv_rules as _conv_rules  # noqa: F401  # registers rules
 from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
 from shardwise.ops import embedding_rules as _embedding_rules  # noqa: F401  # registers rules

@@ -19,10 +19,28 @@ _CONVERT = torch.ops.aten._to_copy.default
 _NAMES = ("dtype", "device", "non_blocking", "memory_format")
 
 
-@register_sharding(_CONVERT)
-def _to_copy(x: TensorMeta, **_: Any) -> list[Strategy]:
+@register_sharding([_CONVERT, torch.ops.aten.alias.default])
+def _same_shape(x: TensorMeta, **_: Any) -> list[Strategy]:
     whole = Strategy((Replicate(),), (Replicate(),))
     return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
+
+
+@register_sharding([torch.ops.aten._conj.default, torch.ops.aten._neg_view.default])
+def _at_once(x: TensorMeta) -> list[Strategy]:
+    """Conjugated or negated now, not when it is read: local tensors are moved as they lie in memory."""
+    return [Strategy(s.outputs, s.inputs, _resolved(x.dtype.is_complex)) for s in _same_shape(x)]
+
+
+def _resolved(conjugate: bool) -> Any:
+    return lambda view, tensor: torch.conj_physical(tensor) if conjugate else torch.neg(tensor)
+
+
+@handler(torch.ops.aten._linalg_check_errors.default)
+def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+    """Every rank sees the verdicts of all, so that all raise or none."""
+    verdicts: ShardedTensor = args[0]
+    with recording():
+        torch.ops.aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
 
 
 @handler(_CONVERT)

@@ -19,10 +19,11 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_layout
 from shardwise.ops.choose import Operand, choose, cut_like, input_layout, leads, split_order
+from shardwise.ops.fallbacks import fall_back, find_fallback
 from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
 from shardwise.ops.placing import mesh_spec, mesh_view
-from shardwise.ops.pointwise import irregular_pointwise, pointwise_rule
+from shardwise.ops.pointwise import irregular_pointwise, is_pointwise, pointwise_rule
 from shardwise.ops.rules import Strategy, TensorMeta, find_rule, normalised
 from shardwise.ops.schema import Call, Slot, take_apart, written_slots
 from shardwise.ops.shortcuts import note_operator
@@ -82,6 +83,8 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     comm = tensors[0]._comm
     if any(mesh_view(t._layout) is None for t in tensors):
         return irregular_pointwise(call, tensors, comm)
+    if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
+        return fall_back(op, way, args, kwargs)
     return _run(call, tensors, comm, _decision(call, tensors))
 
 

@@ -72,7 +72,7 @@ def _broadcast(metas: Sequence[TensorMeta]) -> tuple[int, ...]:
 
 def _aligned_dim(meta: TensorMeta, dim: int, ndim: int, length: int) -> Placement:
     own = dim - (ndim - meta.ndim)
-    return Shard(own) if own >= 0 and (meta.shape[own] == length and length != 1) else Replicate()
+    return Shard(own) if own >= 0 and meta.shape[own] == length else Replicate()
 
 
 def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:

@@ -265,15 +265,16 @@ def _gives_the_same(
 
     None: these values do not tell. A mean over a wrong count of zeros, or of nothing, is right by chance.
     """
-    with torch.no_grad():
-        try:
-            result = _short(shortcut, func, args, kwargs)
-        except (RuntimeError, ValueError, IndexError):
-            return False
+    try:
+        result = _short(shortcut, func, args, kwargs)
+    except (RuntimeError, ValueError, IndexError):
+        return False
     again = list(result) if shortcut.several is not None else [result]
     if len(again) != len(outputs):
         return False
-    pairs = [(a._locals[0], o._locals[0].detach()) for a, o in zip(again, outputs, strict=True)]
+    if any(a.requires_grad != o.requires_grad for a, o in zip(again, outputs, strict=True)):
+        return False
+    pairs = [(a._locals[0].detach(), o._locals[0].detach()) for a, o in zip(again, outputs, strict=True)]
     if not all(_same(a, o) for a, o in pairs):
         return False
     return True if all(bool(o.any()) for _, o in pairs) else None

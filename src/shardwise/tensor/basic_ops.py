@@ -18,7 +18,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@handler(torch.detach, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+@handler(torch.detach, torch.ops.aten.detach.default)
 def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return tensor.detach()
