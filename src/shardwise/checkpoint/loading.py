@@ -26,7 +26,7 @@ from shardwise.checkpoint.index import Cut, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
 from shardwise.checkpoint.matching import Matched, Names, match
 from shardwise.checkpoint.reading import Read, blocks_of, copy_reads, reads_for
-from shardwise.checkpoint.settle import as_sharded, settled_layout
+from shardwise.checkpoint.settle import as_sharded, redistributed, settled_layout
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.checkpoint.tree import flatten, refill
 from shardwise.comm import Comm
@@ -188,16 +188,16 @@ class Loader:
 
     def settle(self) -> None:
         """Give tensors with a pending reduction addends that reduce to what was read; all their ranks take part."""
-        for work in self.work:
-            if work.leaf.layout.pending is None:
-                continue
-            target = as_sharded(work.leaf, self.comm)
-            layout = settled_layout(work.leaf.layout)
-            read = wrap(layout, work.targets, target._comm, dtype=torch_dtype(work.leaf.dtype))
-            with torch.no_grad():
-                addends = read.redistribute(work.leaf.layout, label=f"load {work.leaf.name}")
-                for mine, addend in zip(work.leaf.locals, addends._locals, strict=True):
-                    mine.copy_(addend)
+        pending = [work for work in self.work if work.leaf.layout.pending is not None]
+        read = [
+            wrap(
+                settled_layout(w.leaf.layout), w.targets, as_sharded(w.leaf, self.comm)._comm, dtype=w.leaf.tensor.dtype
+            )
+            for w in pending
+        ]
+        for work, moved in zip(pending, redistributed(read, [w.leaf.layout for w in pending]), strict=True):
+            for mine, addend in zip(work.leaf.locals, moved._locals, strict=True):
+                mine.copy_(addend)
 
 
 def takers_of(cut: Cut, layout: Layout) -> list[list[int]]:

@@ -137,7 +137,7 @@ def _planned(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_byte
     tree, tensors, everyone = agreed(comm, tree, leaves, asked, problem, LABEL)
     _check_same(comm, everyone)
     tensors = [Described(t.name, t.dtype, settled_layout(t.layout)) for t in tensors]
-    held = {leaf.name: settled_locals(leaf, comm) for leaf in leaves}
+    held = settled_locals(leaves, comm)
     cuts, parts = assign(tensors, comm.rank)
     sources = [view_of(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
     return SavePlan(target, everyone[0][3], tree, tensors, cuts, parts, sources)
