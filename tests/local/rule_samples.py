@@ -26,7 +26,11 @@ def mask(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bool)
 
 
-IMAGE, VOLUME = t(4, 6, 8, 5), t(4, 6, 8, 5, 7)
+LINE, IMAGE, VOLUME = t(4, 6, 8), t(4, 6, 8, 5), t(4, 6, 8, 5, 7)
+SQUARES, TALL = torch.eye(4).expand(5, 4, 4) * 2, t(5, 6, 4)
+LU, PIVOTS = torch.linalg.lu_factor(SQUARES + torch.ones(4, 4))
+LDL, LDL_PIVOTS = torch.linalg.ldl_factor(SQUARES)
+COMPLEX = torch.zeros(4, 6, dtype=torch.complex64)
 SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.scaled_dot_product_attention.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
@@ -37,7 +41,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.squeeze.dims: (t(4, 1, 6), [1]),
     aten.expand.default: (t(4, 1, 6), [4, 5, 6]),
     aten.unfold.default: (t(4, 9), 1, 3, 2),
-    aten.view_as_real.default: (torch.zeros(4, 6, dtype=torch.complex64),),
+    aten.view_as_real.default: (COMPLEX,),
     aten.view_as_complex.default: (t(4, 6, 2),),
     aten.index.Tensor: (t(8, 6), [ids(5, below=8)]),
     aten.index_select.default: (t(8, 6), 0, ids(5, below=8)),
@@ -72,6 +76,67 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.embedding.default: (t(10, 4), ids(3, 7, below=10)),
     aten._embedding_bag.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
     aten._embedding_bag_forward_only.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
+    aten.native_batch_norm.default: (t(4, 6, 5), t(6), t(6), None, None, True, 0.1, 1e-5),
+    aten.native_layer_norm.default: (t(4, 5, 6), [6], t(6), t(6), 1e-5),
+    aten._fused_rms_norm.default: (t(4, 5, 6), [6], t(6), 1e-5),
+    aten.native_group_norm.default: (t(4, 6, 5), t(6), t(6), 4, 6, 5, 2, 1e-5),
+    aten.nll_loss_forward.default: (t(8, 6), ids(8, below=6), t(6), 2, -100),
+    aten.nll_loss2d_forward.default: (t(4, 6, 5, 3), ids(4, 5, 3, below=6), t(6), 2, -100),
+    aten._linalg_eigh.default: (SQUARES,),
+    aten.linalg_eig.default: (SQUARES,),
+    aten._linalg_eigvals.default: (SQUARES,),
+    aten._linalg_slogdet.default: (SQUARES,),
+    aten._linalg_det.default: (SQUARES,),
+    aten.linalg_cholesky_ex.default: (SQUARES,),
+    aten.cholesky.default: (SQUARES,),
+    aten.cholesky_inverse.default: (SQUARES,),
+    aten.cholesky_solve.default: (t(5, 4, 3), SQUARES),
+    aten.linalg_inv_ex.default: (SQUARES,),
+    aten.linalg_ldl_factor_ex.default: (SQUARES,),
+    aten.linalg_matrix_exp.default: (SQUARES,),
+    aten.triangular_solve.default: (t(5, 4, 3), SQUARES),
+    aten.linalg_solve_triangular.default: (SQUARES, t(5, 4, 3), {"upper": True}),
+    aten.linalg_householder_product.default: (TALL, t(5, 4)),
+    aten._linalg_solve_ex.default: (SQUARES, t(5, 4, 3)),
+    aten.linalg_lu_solve.default: (LU, PIVOTS, torch.ones(5, 4, 3)),
+    aten.linalg_ldl_solve.default: (LDL, LDL_PIVOTS, torch.ones(5, 4, 3)),
+    aten.lu_unpack.default: (LU, PIVOTS),
+    aten.ormqr.default: (TALL, t(5, 4), t(5, 6, 3)),
+    aten.upsample_nearest1d.default: (LINE, [9]),
+    aten._upsample_nearest_exact1d.default: (LINE, [9]),
+    aten.upsample_linear1d.default: (LINE, [9], False),
+    aten._upsample_nearest_exact2d.default: (IMAGE, [9, 10]),
+    aten.upsample_bicubic2d.default: (IMAGE, [9, 10], False),
+    aten._upsample_bilinear2d_aa.default: (IMAGE, [9, 10], False),
+    aten._upsample_bicubic2d_aa.default: (IMAGE, [9, 10], False),
+    aten.upsample_nearest3d.default: (VOLUME, [9, 10, 3]),
+    aten._upsample_nearest_exact3d.default: (VOLUME, [9, 10, 3]),
+    aten.upsample_trilinear3d.default: (VOLUME, [9, 10, 3], False),
+    aten.reflection_pad1d.default: (LINE, [1, 2]),
+    aten.reflection_pad2d.default: (IMAGE, [1, 2, 1, 0]),
+    aten.reflection_pad3d.default: (VOLUME, [1, 2, 1, 0, 1, 1]),
+    aten.replication_pad1d.default: (LINE, [1, 2]),
+    aten.replication_pad2d.default: (IMAGE, [1, 2, 1, 0]),
+    aten.replication_pad3d.default: (VOLUME, [1, 2, 1, 0, 1, 1]),
+    aten.max_unpool2d.default: (t(4, 6, 3, 2), ids(4, 6, 3, 2, below=6), [8, 5]),
+    aten.max_unpool3d.default: (t(4, 6, 3, 2, 2), ids(4, 6, 3, 2, 2, below=12), [8, 5, 4], [2, 2, 2], [0, 0, 0]),
+    aten.fractional_max_pool2d.default: (IMAGE, [2, 2], [3, 2], torch.full((4, 6, 2), 0.5)),
+    aten.adaptive_max_pool3d.default: (VOLUME, [3, 2, 2]),
+    aten._fft_c2c.default: (COMPLEX, [1], 0, True),
+    aten._fft_c2r.default: (COMPLEX, [1], 0, 10),
+    aten.index_reduce.default: (t(8, 6), 0, ids(5, below=8), t(5, 6), "amax"),
+    aten.index_fill.int_Scalar: (t(8, 6), 0, ids(5, below=8), 2.0),
+    aten.index_copy.default: (t(8, 6), 0, torch.tensor([7, 0, 3]), t(3, 6)),
+    aten.grid_sampler_2d.default: (t(4, 6, 8, 5), t(4, 3, 7, 2), 0, 0, False),
+    aten.grid_sampler_3d.default: (VOLUME, t(4, 3, 7, 2, 3), 0, 0, False),
+    aten._histogramdd_bin_edges.default: (t(8, 2), [3, 4], {"range": [-1.0, 1.0, -1.0, 1.0]}),
+    aten.bincount.default: (ids(8, below=6), None, 6),
+    aten.put.default: (t(8, 6), torch.tensor([7, 0, 30]), t(3)),
+    aten.take.default: (t(8, 6), torch.tensor([7, 0, 30])),
+    aten.masked_scatter.default: (t(8, 6), mask(8, 6), t(8, 6)),
+    aten.segment_reduce.default: (t(8, 6), "sum", {"lengths": torch.tensor([3, 1, 4])}),
+    aten._conj.default: (COMPLEX,),
+    torch.ops.prims.where.default: (mask(4, 6), t(4, 6), t(4, 6)),
     aten.repeat.default: (t(4, 6), [2, 1, 1]),
     aten.constant_pad_nd.default: (t(4, 6), [1, 2]),
     aten.diagonal.default: (t(4, 5, 6), 0, 0, 2),
@@ -100,8 +165,9 @@ NEEDS_GPU = {
 }
 TAKES_THE_LEAF = {aten.lift_fresh.default}  # gives the very tensor back, which then is no leaf any more
 UNDEFINED_VALUES = {aten.empty_like.default}
-# Kernels that divide by the lengths they are given without a check end the process on parts that do not fit together.
+# Kernels that take the lengths they are given without a check end the process on parts that do not fit together.
 NOT_DISCOVERED = {
+    aten.lu_unpack.default,
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }

@@ -101,7 +101,7 @@ def test_missing_strategies_fail_when_asked_for() -> None:
     [
         (("aten.no_such_op.default", "--sample", "f32[4]"), "no operator 'aten.no_such_op.default'"),
         (("no.such.module:op", "--sample", "f32[4]"), "write package.module:op"),
-        (("aten.linalg_qr.default", "--sample", "f32[4,4]"), "has no rule"),
+        (("aten.arange.start_step", "--sample", "0, 4, 1"), "has no rule"),
         (("aten.mm.default", "--sample", "f32[4,6], f32[5,6]"), "does not run on tensors of shapes (4, 6), (5, 6)"),
     ],
 )

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
 from shardwise.geometry import LayoutError, Mesh, MeshSpec, format_layout
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, spec_of, torch_placements
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements
 from shardwise.ops.engine import call_op
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.shortcuts import call_through, note_special
@@ -45,7 +45,7 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
     """
     spec = tensor._spec
     shape = tuple(spec.shape)
-    native = spec_of(spec.mesh, spec.placements, shape, _explicit_order(spec))
+    native = spec_of(spec.mesh, spec.placements, shape, order_of(spec))
     layout = native.layout(shape)
     comm = comm or _comm_of(spec.mesh)
     _meshes[(native.mesh, spec.mesh.device_type)] = spec.mesh
@@ -60,12 +60,6 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
             f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
         )
     return wrap(layout, (local,), comm)
-
-
-def _explicit_order(spec: Any) -> Any:
-    """torch's order of splits where it is given apart from the placements."""
-    strided = getattr(spec, "use_strided_shard_as_shard_order", True)
-    return None if strided else getattr(spec, "shard_order", None)
 
 
 def _comm_of(device_mesh: DeviceMesh) -> Comm:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,11 +45,17 @@ class AutoRule:
         return take_apart(self.op, made, {k: _template(v, lengths, index_limit) for k, v in kwargs.items()})
 
     def _discovered(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
-        try:
-            findings = find_strategies(call)
-        except ValueError:
-            findings = find_strategies(self._call(args, kwargs, {}))
-        return self.remember(call, findings)
+        whole = self._call(args, kwargs, {})
+        tried = [call, whole]
+        tried += [_on_gpu(c) for c in tried] if torch.cuda.is_available() else []
+        problem: ValueError | None = None
+        for one in tried:
+            try:
+                return self.remember(call, find_strategies(one))
+            except ValueError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
 
     def remember(self, call: Call, findings: Findings) -> list[tuple[list[Any], list[Any]]]:
         """Keep what was found for calls of this kind."""
@@ -83,6 +90,11 @@ def short(placement: Any) -> str:
     if placement is None:
         return "-"
     return repr(placement).replace("Shard", "S").replace("Replicate()", "R").replace("Partial", "P").replace("'", "")
+
+
+def _on_gpu(call: Call) -> Call:
+    """The same call on the GPU, for operators that run nowhere else."""
+    return replace(call, tensors=tuple(t.cuda() for t in call.tensors))
 
 
 def _key(call: Call) -> Hashable:

@@ -33,6 +33,12 @@ def spec_of(device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], s
     return MeshSpec(mesh, [_ours(p) for p in placements], order or None)
 
 
+def order_of(spec: Any) -> Any:
+    """The order of splits that a DTensor's spec gives apart from its placements; None where strided shards say it."""
+    strided = any(type(p).__name__ == "_StridedShard" for p in spec.placements)
+    return None if strided else getattr(spec, "shard_order", None)
+
+
 def _ours(placement: Any) -> Placement:
     kind = type(placement).__name__
     if kind in ("Shard", "_StridedShard"):

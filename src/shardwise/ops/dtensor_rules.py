@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.geometry import Shard
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, spec_of, torch_placement
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, order_of, spec_of, torch_placement
 from shardwise.ops.registry import Rule, Strategy, TensorMeta, normalised
 from shardwise.ops.schema import Slot
 
@@ -128,8 +128,7 @@ def _seen(value: Any, metas: list[TensorMeta]) -> Any:
     """An argument with Slots in place of torch's strategies, whose specs are noted as metas."""
     if hasattr(value, "strategies"):
         spec = value.strategies[0].output_spec
-        order = None if spec.use_strided_shard_as_shard_order else spec.shard_order
-        native = spec_of(spec.mesh, spec.placements, spec.shape, order)
+        native = spec_of(spec.mesh, spec.placements, spec.shape, order_of(spec))
         shape = tuple(spec.shape)
         metas.append(TensorMeta(shape, spec.tensor_meta.dtype, native.layout(shape), native.placements))
         return Slot(len(metas) - 1)

@@ -48,13 +48,13 @@ def draw(template: Tensor, source: Source, trial: int, generator: torch.Generato
         return template.detach().to(dtype).clone()
     if number:
         values = torch.randn(template.shape, dtype=torch.float64, generator=generator)
-        return (values if trial % 2 == 0 else values.abs() + 0.1).to(dtype)
+        return (values if trial % 2 == 0 else values.abs() + 0.1).to(template.device, dtype)
     if template.dtype == torch.bool:
         density = (0.5, 0.1, 0.9, 0.02, 0.98)[trial % 5]
-        return torch.rand(template.shape, generator=generator) < density
+        return (torch.rand(template.shape, generator=generator) < density).to(template.device)
     if template.numel() == 0:
         return template.clone()
-    chosen = torch.randint(template.numel(), (template.numel(),), generator=generator)
+    chosen = torch.randint(template.numel(), (template.numel(),), generator=generator).to(template.device)
     return template.detach().reshape(-1)[chosen].reshape(template.shape)
 
 
@@ -103,10 +103,10 @@ def addends(value: Tensor, op: str, parts: int, generator: torch.Generator) -> l
     noise = [torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5 for _ in range(parts)]
     if not (value.is_floating_point() or value.is_complex()):
         noise = [(n * 4).round() for n in noise]
-    other = [n.to(value.dtype) for n in noise]
+    other = [n.to(value.device, value.dtype) for n in noise]
     if op in ("max", "min"):
         sign = 1 if op == "max" else -1
-        owner = torch.randint(parts, value.shape, generator=generator)
+        owner = torch.randint(parts, value.shape, generator=generator).to(value.device)
         return [torch.where(owner == r, value, value - sign * n) for r, n in enumerate(other)]
     rest = other[:-1]
     if op == "product":
