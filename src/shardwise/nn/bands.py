@@ -1,8 +1,8 @@
 """Which rows of a table does a rank hold, and whom does a rank ask for them?
 
 1. The pieces of a rank that span the same columns form a *band*: runs of rows, each with its place in a local tensor.
-2. Of several ranks that hold the same box, an asking rank takes itself, else one by its own number, so that the asking
-   ranks spread over the replicas.
+2. Of several ranks that hold the same box, an asking rank takes itself, else the one with the nearest number: often on
+   the same host, and the asking ranks spread over the replicas.
 3. A rank is asked with one list of row numbers, ascending, each once: those in the *reach* of its bands.
 
 Everything here follows from the layout, so that both sides of an edge know it without a word.
@@ -77,30 +77,34 @@ def _tensor(values: IntArray) -> Tensor:
 
 
 @lru_cache(maxsize=8192)
-def share(layout: Layout, holder: int, asker: int | None, ranks: tuple[int, ...]) -> Share:
+def share(layout: Layout, holder: int, asker: int | None) -> Share:
     """What `holder` has for `asker`; for None, all that it holds: there gradients go."""
     rows = layout.rows_of(holder)
     own = layout.table.take(rows)
     keep = own.sizes.all(axis=1)
     if asker is not None:
-        keep &= chosen_holders(layout, asker, ranks)[own.cells] == holder
+        keep &= chosen_holders(layout, asker)[own.cells] == holder
     kept = own.take(np.flatnonzero(keep))
     return Share(_bands(kept), _reach(kept))
 
 
 @lru_cache(maxsize=1024)
-def chosen_holders(layout: Layout, asker: int, ranks: tuple[int, ...]) -> IntArray:
-    """For each cell of a layout the rank that is asked for it."""
+def chosen_holders(layout: Layout, asker: int) -> IntArray:
+    """For each cell of a layout the rank that is asked for it.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
+    >>> layout = MeshSpec(Mesh.of(dp=2, tp=2), (Replicate(), Shard(0))).layout((4, 1))
+    >>> [chosen_holders(layout, asker).tolist() for asker in range(4)]
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    """
     table = layout.table
-    order = np.lexsort((table.ranks, table.cells))
-    cells, holders = table.cells[order], table.ranks[order]
+    # Of two ranks equally near, an even rank takes the higher and an odd one the lower.
+    side = table.ranks < asker if asker % 2 == 0 else table.ranks > asker
+    order = np.lexsort((2 * abs(table.ranks - asker) + side, table.cells))
+    cells = table.cells[order]
     first = np.flatnonzero(np.diff(cells, prepend=-1))
-    counts = np.diff(first, append=len(cells))
-    chosen = holders[first + ranks.index(asker) % counts]
-    own = np.unique(table.cells[table.ranks == asker])
     found = np.zeros(int(cells.max(initial=-1)) + 1, np.int64)
-    found[cells[first]] = chosen
-    found[own] = asker
+    found[cells[first]] = table.ranks[order][first]
     return found
 
 

@@ -121,7 +121,7 @@ class Request:
             part[once] = part[once] * factor.unsqueeze(1)
 
     def _bands(self, holder: int, asker: int | None) -> tuple[Band, ...]:
-        return share(self.layout, holder, asker, self.comm.ranks).bands
+        return share(self.layout, holder, asker).bands
 
     def _places(self, holder: int, asker: int | None) -> Iterator[tuple[Band, Where]]:
         """The bands of another rank, with the places of their rows in the result."""
@@ -175,7 +175,7 @@ def ask(
     A problem of one rank, or fields that differ between ranks, are raised on all of them before any row travels.
     """
     own = comm.rank
-    reached = {r: rows_in(share(layout, r, None if everyone else own, comm.ranks).reach, rows) for r in comm.ranks}
+    reached = {r: rows_in(share(layout, r, None if everyone else own).reach, rows) for r in comm.ranks}
     digest = zlib.crc32(repr((sorted(fields.items()), layout._meaning, everyone)).encode())
     head = [digest, int(problem is not None), *(length(reached[r]) for r in comm.ranks)]
     told = torch.stack(comm.all_gather(torch.tensor(head, device=comm.device), label=label)).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.geometry import ShardingSpec
 from shardwise.nn.bands import share
-from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.comms import Group
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.spec_shard import shard_tensor
@@ -79,8 +79,7 @@ def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
         with torch.no_grad():
             weight[padding].fill_(0)
         return
-    comm = comm_for(weight._comm)
-    for band in share(weight._layout, comm.rank, None, comm.ranks).bands:
+    for band in share(weight._layout, weight._comm.rank, None).bands:
         local = weight._locals[band.slot].detach()
         _, rows = band.runs.find(torch.tensor([padding % weight.shape[0]], device=local.device))
         band.of_local(local)[rows] = 0
