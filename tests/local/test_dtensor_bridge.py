@@ -109,13 +109,14 @@ assert "torch.distributed.tensor" not in sys.modules
 from torch.distributed.tensor import DTensor
 
 propagator = DTensor._op_dispatcher.sharding_propagator
+single = getattr(propagator, "op_single_dim_strategy_funcs", {})
 assert "shardwise" in propagator.op_strategy_funcs[relu].__module__
-assert relu not in propagator.op_single_dim_strategy_funcs
+assert relu not in single
 assert propagator.op_to_schema_info[relu].static_argnum == 0
 shardwise.remove_sharding(relu)
-assert relu in propagator.op_single_dim_strategy_funcs
-assert relu not in propagator.op_strategy_funcs
-assert torch.ops.aten.mm.default in propagator.op_single_dim_strategy_funcs, "built-in rules leave torch's alone"
+for op in (relu, torch.ops.aten.mm.default):
+    torchs = single.get(op) or propagator.op_strategy_funcs[op]
+    assert "shardwise" not in getattr(torchs, "__module__", ""), "torch's own are there again"
 print("registered late")
 """
 

@@ -58,8 +58,9 @@ def test_torchs_key_forgets_the_dims_and_ours_does_not(world: Ranks) -> None:
         assert ours == [True, True]
 
 
-def relu_placements() -> tuple[str, str, str]:
-    """Where relu of a row-sharded DTensor lies: by torch's registration of "replicate only", by ours, and after."""
+def relu_placements() -> tuple[bool, str, str, str]:
+    """Whether torch has a single-dim strategy for relu; where relu of a row-sharded DTensor lies by torch's
+    registration of "replicate only", by ours, and after."""
     relu = torch.ops.aten.relu.default
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
@@ -76,12 +77,15 @@ def relu_placements() -> tuple[str, str, str]:
         propagator.op_strategy_funcs[relu] = before
     with shardwise.sharding_rule(relu, replicated, dtensor=True):
         ours = str(torch.relu(x).placements)
-    return theirs, ours, str(torch.relu(x).placements)
+    single = relu in getattr(propagator, "op_single_dim_strategy_funcs", {})
+    return single, theirs, ours, str(torch.relu(x).placements)
 
 
 def test_a_registered_rule_wins_over_torchs_own_and_leaves_again(world: Ranks) -> None:
     shard, replicate = str((TorchShard(0),)), str((TorchReplicate(),))
-    assert world.run(relu_placements) == [(shard, replicate, shard)] * 2
+    for ignored_by_torch, theirs, ours, after in world.run(relu_placements):
+        assert theirs == (shard if ignored_by_torch else replicate)
+        assert (ours, after) == (replicate, shard)
 
 
 def split_op() -> Any:

@@ -60,7 +60,6 @@ IMAGES = {  # how many of the last dims are the image's
     aten.replication_pad3d.default: 3,
     aten.max_unpool2d.default: 2,
     aten.max_unpool3d.default: 3,
-    aten.fractional_max_pool2d.default: 2,
     aten.adaptive_max_pool3d.default: 3,
 }
 FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
@@ -85,6 +84,7 @@ WHOLE = (  # every tensor whole: positions in the result depend on all values, o
     aten.segment_reduce.default,
     aten.searchsorted.Tensor,
     aten.grid_sampler_3d.default,
+    aten.fractional_max_pool2d.default,
     aten._trilinear.default,
 )
 POINTWISE = (  # without torch's tag
