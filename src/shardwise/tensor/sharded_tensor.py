@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout, Placement, ShardingSpec
-from shardwise.tensor import pickling, rrefs
+from shardwise.tensor import dcp_protocol, pickling, rrefs
 from shardwise.tensor.allocate import allocate
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.dispatch import call_operator, enter_function
@@ -413,6 +413,17 @@ class ShardedTensor(LocallyTaped):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.reduce(self)
+
+    # Being saved and loaded by torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return list(dcp_protocol.write_items(self, fqn))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return list(dcp_protocol.chunks(self))
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return dcp_protocol.tensor_of(self, index)
 
 
 def _check_ranks(layout: Layout, comm: Comm) -> None:

@@ -1,0 +1,76 @@
+"""How `torch.distributed.checkpoint` sees a ShardedTensor: the boxes this rank writes and reads, and a box's tensor.
+
+torch calls these through methods of the tensor, so its modules are loaded by then and are not imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Layout
+from shardwise.tensor.shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+class Sharded(Protocol):
+    """What is asked of a ShardedTensor."""
+
+    _layout: Layout
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def local_shards(self) -> list[Shard]: ...
+
+
+def write_items(tensor: Sharded, name: str) -> list[WriteItem]:
+    """What this rank offers to write; torch drops the copies of other ranks."""
+    planner, metadata = (sys.modules[f"{_PACKAGE}.{part}"] for part in ("planner", "metadata"))
+    properties = metadata.TensorProperties(dtype=tensor.dtype)
+
+    def item(chunk: Any) -> Any:
+        data = planner.TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape)
+        return planner.WriteItem(
+            metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD, tensor_data=data
+        )
+
+    return [item(chunk) for chunk in chunks(tensor)]
+
+
+def chunks(tensor: Sharded) -> list[ChunkStorageMetadata]:
+    """The boxes that this rank holds, without the empty ones."""
+    if tensor._layout.pending is not None:
+        raise ValueError(
+            f"{tensor._layout!r} has a {tensor._layout.pending} pending, which torch.distributed.checkpoint cannot "
+            "store; redistribute it to Shard or Replicate first, or use shardwise.save"
+        )
+    chunk = sys.modules[f"{_PACKAGE}.metadata"].ChunkStorageMetadata
+    return [
+        chunk(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
+        for shard in tensor.local_shards()
+        if 0 not in shard.metadata.shard_sizes
+    ]
+
+
+def tensor_of(tensor: Sharded, index: MetadataIndex) -> Tensor:
+    """The tensor of the box that begins at the offset asked for."""
+    for shard in tensor.local_shards():
+        found = torch.Size(shard.metadata.shard_offsets) == index.offset
+        if found and 0 not in shard.metadata.shard_sizes:
+            return shard.tensor.detach()
+    raise ValueError(
+        f"{index.fqn}: this rank holds no box that begins at {tuple(index.offset or ())}; its boxes begin at "
+        f"{[tuple(s.metadata.shard_offsets) for s in tensor.local_shards()][:8]}"
+    )
