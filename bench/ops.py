@@ -219,5 +219,10 @@ def _measure_models(sizes: Sizes) -> dict[str, dict[str, float]]:
 
 
 def _made(model: Callable[[], torch.nn.Module]) -> Any:
-    torch.manual_seed(7)
-    return model()
+    """A model whose weights do not depend on the order in which its layers are made."""
+    made = model()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, parameter in sorted(made.named_parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return made

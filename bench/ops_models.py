@@ -108,7 +108,7 @@ def by_hand(model: nn.Module) -> nn.Module:
         kind = name.rpartition(".")[2]
         if kind in BY_ROWS or kind in BY_COLUMNS:
             assert isinstance(layer, nn.Linear)
-            layer.weight = nn.Parameter(layer.weight.detach().chunk(world, kind in BY_COLUMNS)[rank].clone())
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(world, int(kind in BY_COLUMNS))[rank].clone())
             if kind in BY_ROWS and layer.bias is not None:
                 layer.bias = nn.Parameter(layer.bias.detach().chunk(world)[rank].clone())
     return model

@@ -87,10 +87,11 @@ def make_model(sizes: Sizes, dtype: torch.dtype, *, tied: bool, rms: bool) -> Tr
 
 
 def batches(sizes: Sizes, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and the ids that follow them, the same on every rank."""
+    """Ids and the ids that follow them, the same on every rank: two batches, in turn."""
     generator = torch.Generator().manual_seed(11)
-    for _ in range(steps):
-        ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=generator)
+    texts = [torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=generator) for _ in range(2)]
+    for step in range(steps):
+        ids = texts[step % 2]
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
