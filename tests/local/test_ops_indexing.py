@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.ops import no_communication, plain_as_replicated, replicate
+from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import check_op, lay_out, ramp
 
 
@@ -146,6 +147,21 @@ def test_writing_to_rows_and_slices(name: str) -> None:
             x = laid(ramp(5, 3, grad=False), WORLD, (placement,))
             WRITES[name](x)
             assert torch.equal(x.full(), expected), placement
+
+    run_local(body, 2)
+
+
+def test_writing_to_a_row_that_shares_no_memory_is_an_error() -> None:
+    def body(comm: Comm) -> None:
+        x = laid(ramp(4, 3, grad=False), WORLD, (Shard(0),))
+        y = laid(ramp(3, grad=False), WORLD, (Replicate(),))
+        ways = (lambda r: r.add_(y), lambda r: r.mul_(2), lambda r: r.copy_(y), lambda r: r.zero_())
+        writes: tuple[Callable[[Any], Any], ...] = ways
+        for write in writes:
+            with pytest.raises(UnsupportedOpError, match="what is written to it would be lost; write x"):
+                write(x[3])
+        x[:, 1].mul_(0)
+        assert not bool(x.full()[:, 1].any())
 
     run_local(body, 2)
 

@@ -31,6 +31,7 @@ from shardwise.ops.vary import varied
 from shardwise.ops.watch import Entry, brief, is_watched, record, user_line
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -85,6 +86,8 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
         return irregular_pointwise(call, tensors, comm)
     if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
+    for index in _written(call):
+        check_writable(tensors[index])
     return _run(call, tensors, comm, _decision(call, tensors))
 
 

@@ -24,6 +24,7 @@ from shardwise.ops.placing import mesh_view
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.view_rules import pending_kinds, renumbered
 from shardwise.tensor.dispatch import handler
+from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -173,6 +174,17 @@ def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
         if start <= row < start + size:
             return x.select(at, int(place + row - start))
     return nothing_like(x, [n for d, n in enumerate(x.shape) if d != at])
+
+
+@handler(aten.select.int)
+def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """By the rule; a row of a sharded dim is marked, since it shares no memory."""
+    tensor: ShardedTensor = args[0]
+    spec = mesh_view(tensor._layout)
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if spec is None or not axes_of(spec, dim % max(1, tensor.ndim)):
+        return NotImplemented
+    return mark_copied(call_op(aten.select.int, types, args, kwargs), "a row of a sharded dim")
 
 
 def _pieces(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:

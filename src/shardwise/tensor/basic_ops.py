@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.moves import check_move, everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -38,6 +39,7 @@ def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor
         raise UnsupportedOpError("a plain tensor cannot take the values of a ShardedTensor; use source.full()")
     if tuple(source.shape) != tuple(target.shape):
         raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
+    check_writable(target)
     held = _aligned(source, target)
     for local, values in zip(target._locals, held, strict=True):
         local.copy_(values)

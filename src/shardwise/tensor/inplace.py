@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.distributions import Distribution
 from shardwise.tensor.moves import text_of
 from shardwise.tensor.random import check_not_pending, fill_locals
@@ -48,8 +49,25 @@ def draw_into(
     return tensor
 
 
+def mark_copied(tensor: ShardedTensor, name: str) -> ShardedTensor:
+    """Note that a tensor, which torch would give as a view, shares no memory with what it was taken from."""
+    tensor.__dict__["_copied_by"] = name
+    return tensor
+
+
+def check_writable(tensor: ShardedTensor) -> None:
+    """Raise if what is written to a tensor would be lost: it stands for a view, but had to be copied."""
+    name = tensor.__dict__.get("_copied_by")
+    if name is not None:
+        raise UnsupportedOpError(
+            f"{name} was copied to {text_of(tensor._layout)} and shares no memory with the tensor it was taken from, so "
+            "what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
+        )
+
+
 def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
     """Overwrite a tensor with one value."""
+    check_writable(tensor)
     check_fill(tensor._layout, value)
     for local in tensor._locals:
         local.fill_(value)
