@@ -1,4 +1,4 @@
-"""Checkpoints between real processes: ours, and torch.distributed.checkpoint's, with ShardedTensors and DTensors in both."""
+"""Checkpoints between real processes: ours and torch.distributed.checkpoint's, with ShardedTensors and DTensors."""
 
 from __future__ import annotations
 

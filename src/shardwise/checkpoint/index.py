@@ -20,7 +20,7 @@ import numpy as np
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import MAX_NUMBER
-from shardwise.checkpoint.tree import Json
+from shardwise.checkpoint.tree import Json, leaves
 from shardwise.geometry import Box, DType, LayoutError, find_dtype
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.mesh import IntArray
@@ -133,7 +133,7 @@ def parse_index(data: bytes, name: str) -> Index:
         )
     try:
         return _Parser(content, name).index()
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{name}: the index is damaged: {type(error).__name__}: {str(error)[:200]}") from error
@@ -158,7 +158,16 @@ class _Parser:
         cuts = [self.cut(entry) for entry in self.content["cuts"]]
         tensors = {name: self.tensor(name, entry, cuts) for name, entry in self.content["tensors"].items()}
         check_ranges(tensors, files, block_bytes, self.name)
+        self.check_tree(tensors)
         return Index(files, tensors, self.content["tree"], block_bytes)
+
+    def check_tree(self, tensors: Mapping[str, TensorEntry]) -> None:
+        try:
+            unknown = [t for _, t, _ in leaves(self.content["tree"]) if t is not None and t not in tensors]
+        except CheckpointError as error:
+            raise self.error(str(error)) from error
+        if unknown:
+            raise self.error(f"the tree names tensor {unknown[0]!r}, which is not stored")
 
     def file(self, entry: Any) -> FileEntry:
         name, size, data_start, header_sum = entry
