@@ -23,6 +23,7 @@ from shardwise.tensor.comms import Group, comm_for
 
 _WORDS = struct.Struct("<QQ")
 _MASK = (1 << 64) - 1
+_GENERATORS_FORGET = torch.Generator.__weakrefoffset__ != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ class _Book:
 
 _Books: TypeAlias = "WeakKeyDictionary[Comm | torch.Generator, _Book]"
 _books: _Books = WeakKeyDictionary()
+_generators: dict[int, tuple[torch.Generator, _Book]] = {}
+
+
+def _book_of(owner: Comm | torch.Generator) -> _Book:
+    """The counts of a comm or a generator; generators of older torch take no weak reference and are kept."""
+    if isinstance(owner, torch.Generator) and not _GENERATORS_FORGET:
+        return _generators.setdefault(id(owner), (owner, _Book()))[1]
+    return _books.setdefault(owner, _Book())
 
 
 def manual_seed(seed: int, process_group: Group | None = None) -> None:
@@ -66,7 +75,7 @@ def manual_seed(seed: int, process_group: Group | None = None) -> None:
     True
     """
     comm = comm_for(process_group)
-    book = _books.setdefault(comm, _Book())
+    book = _book_of(comm)
     torch_seed = torch.initial_seed()
     if _alone_in_process(comm):
         _take_mark(torch.default_generator)
@@ -97,7 +106,7 @@ def next_stream(
     own = Stream(seed) if seed is not None else _peek(comm, generator)
     stream = _first_ranks(comm, own, fields, label, problem)
     if seed is None:
-        book = _books.setdefault(comm if generator is None else generator, _Book())
+        book = _book_of(comm if generator is None else generator)
         book.counts[own.seed] = stream.count + 1
     return stream
 
@@ -114,7 +123,7 @@ def _first_ranks(comm: Comm, own: Stream, fields: Mapping[str, object], label: s
 
 def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
     """This rank's idea of the next stream."""
-    book = _books.setdefault(comm if generator is None else generator, _Book())
+    book = _book_of(comm if generator is None else generator)
     source = torch.default_generator if generator is None else generator
     torch_seed = source.initial_seed()
     if (generator is not None or _alone_in_process(comm)) and _take_mark(source):
