@@ -60,8 +60,8 @@ def check_writable(tensor: ShardedTensor) -> None:
     name = tensor.__dict__.get("_copied_by")
     if name is not None:
         raise UnsupportedOpError(
-            f"{name} was copied to {text_of(tensor._layout)} and shares no memory with the tensor it was taken from, so "
-            "what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
+            f"{name} was copied to {text_of(tensor._layout)} and shares no memory with the tensor it was taken from, "
+            "so what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
         )
 
 
