@@ -15,6 +15,7 @@ from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine import call_op
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.settle import nothing_of
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
 
 aten = torch.ops.aten
@@ -40,7 +41,34 @@ def attention(
     rows, columns = ndim - 2, ndim - 1
     local = _causal_rows if is_causal else None
     found.append(_strategy(Shard(rows), (Shard(rows), Replicate(), Replicate()), mask, rows, ndim, local))
-    return [*found, _strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim)]
+    found.append(_strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim))
+    return [_guarded(s) for s in found] if _may_be_empty(q, v) else found
+
+
+def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
+    """Whether some rank may hold no element: kernels of some versions of torch end the process on such tensors."""
+    spec = mesh_view(q.layout)
+    return spec is None or min((*q.shape, *v.shape), default=0) < math.prod(spec.mesh.shape)
+
+
+def _guarded(strategy: Strategy) -> Strategy:
+    """The same strategy, with nothing computed where there is nothing."""
+    attend = strategy.local or _attend
+
+    def local(
+        view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Tensor:
+        if q.numel() and v.numel():
+            return attend(view, q, k, v, mask, *rest, **named)
+        empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        return nothing_of(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
+
+    return Strategy(strategy.outputs, strategy.inputs, local)
+
+
+def _attend(view: Any, *args: Any, **named: Any) -> Tensor:
+    result: Tensor = aten.scaled_dot_product_attention.default(*args, **named)
+    return result
 
 
 def _batches(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
