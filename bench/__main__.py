@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import layouts, move, ops, ops_share, plans
+from bench import checkpoint, layouts, move, ops, ops_share, plans
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -20,6 +20,7 @@ SECTIONS: dict[str, Section] = {
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.Sizes()),
     "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.Sizes()),
     "move": lambda tiny: move.run(move.TINY if tiny else move.Sizes()),
+    "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.Sizes()),
 }
 
 

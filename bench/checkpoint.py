@@ -1,0 +1,193 @@
+"""Section "checkpoint": how long does a state take to disk and back, beside torch.distributed.checkpoint and the disk?
+
+1. Four ranks hold the state as Shard(0) and save it: ours, torch.distributed.checkpoint, and each rank's bytes written
+   raw to one file and synced. Ways take turns, with a barrier before each.
+2. Two ranks load it as Shard(1), which no rank held before: ours, without checksums, torch.distributed.checkpoint, and
+   as many bytes read raw into the same memory. What was loaded is compared with what was saved.
+3. The peak of each rank's memory beyond the tensors is counted once, apart from the timing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+import shardwise
+from bench.memory import Peak
+from bench.report import Cell, Figures
+from bench.timing import Contender, Span, interleaved, seconds
+from shardwise.comm import LocalWorld
+from shardwise.geometry import ChunkSpec
+from shardwise.tensor import ShardedTensor
+
+SAVERS, LOADERS = 4, 2
+OURS, UNCHECKED, PEER, RAW = "ours", "ours, verify=False", "torch.distributed.checkpoint", "raw disk"
+LIMIT = 64 << 20
+Load = tuple[str, int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Each load: its name, how many tensors of which shape; and the runs of each way."""
+
+    loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048)), ("2,000 small tensors", 2000, (64, 64)))
+    repeats: int = 5
+
+
+TINY = Sizes(loads=(("4 tensors", 4, (64, 64)),), repeats=1)
+Found = dict[str, tuple[list[Span], int | None]]
+
+
+def run(sizes: Sizes) -> list[Figures]:
+    """Both loads, saved and loaded, on spawned gloo ranks."""
+    rows: list[Sequence[Cell]] = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        for name, count, shape in sizes.loads:
+            place = str(Path(folder) / str(count))
+            os.mkdir(place)
+            for verb, ranks, work in (("save", SAVERS, measure_save), ("load", LOADERS, measure_load)):
+                with LocalWorld(ranks) as world:
+                    by_rank = world.run(work, place, count, shape, sizes.repeats)
+                rows += _rows(f"{verb} {name}", by_rank, count * shape[0] * shape[1] * 4)
+    columns = ("case", "way", "ms", "GB/s", "x raw disk", f"x {PEER}", "extra memory, MB")
+    notes = (
+        f"Saved by {SAVERS} ranks as Shard(0), loaded by {LOADERS} as Shard(1); files in the page cache; medians of "
+        f"{sizes.repeats} interleaved runs. Ours verifies checksums before a tensor is written, within a "
+        f"buffer limit of {LIMIT >> 20} MB.",
+        "Targets: large, within 1.3x of raw write+fsync and 1.1x of raw read; small, 20x faster than the peer.",
+    )
+    return [Figures("Checkpoints: save, and load in another layout", columns, rows, notes)]
+
+
+def _rows(case: str, by_rank: Sequence[Found], size: int) -> list[Sequence[Cell]]:
+    times = {way: seconds([found[way][0] for found in by_rank]) for way in by_rank[0]}
+    extra = {way: [e for found in by_rank if (e := found[way][1]) is not None] for way in times}
+    return [
+        (
+            case,
+            way,
+            1e3 * time,
+            size / time / 1e9,
+            time / times[RAW],
+            time / times[PEER],
+            max(extra[way]) / 1e6 if extra[way] else None,
+        )
+        for way, time in times.items()
+    ]
+
+
+def _quiet() -> None:
+    warnings.simplefilter("ignore")  # the peer deprecates its own arguments
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+
+
+def _state(count: int, shape: tuple[int, int], dim: int, ranks: int, filled: bool) -> dict[str, Any]:
+    spec = ChunkSpec(dim, ranks)
+    state: dict[str, Any] = {f"layers.{i}.weight": shardwise.zeros(spec, *shape) for i in range(count)}
+    for number, tensor in enumerate(state.values()):
+        for piece, local in zip(tensor.layout.pieces_of(dist.get_rank()), tensor.local_tensors(), strict=True):
+            local.copy_(_expected(number, shape)[piece.box.slices] if filled else torch.zeros(()))
+    return state
+
+
+def _expected(number: int, shape: tuple[int, int]) -> Tensor:
+    return torch.arange(shape[0] * shape[1], dtype=torch.float32).add_(number).reshape(shape)
+
+
+def _locals(state: dict[str, Any]) -> list[Tensor]:
+    return [local for tensor in state.values() for local in tensor.local_tensors()]
+
+
+def measure_save(folder: str, count: int, shape: tuple[int, int], repeats: int) -> Found:
+    """On one rank: save in every way, first once to count memory, then timed."""
+    _quiet()
+    state = _state(count, shape, 0, SAVERS, filled=True)
+    return _measured(
+        [
+            Contender(OURS, lambda _: shardwise.save(state, f"{folder}/ours")),
+            Contender(PEER, lambda _: state_dict_saver.save(state, checkpoint_id=f"{folder}/dcp")),
+            Contender(RAW, lambda _: _write_raw(f"{folder}/raw{dist.get_rank()}", _locals(state))),
+        ],
+        repeats,
+    )
+
+
+def _write_raw(path: str, tensors: Sequence[Tensor]) -> None:
+    with open(path, "wb", buffering=1 << 20) as file:
+        for tensor in tensors:
+            file.write(tensor.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure_load(folder: str, count: int, shape: tuple[int, int], repeats: int) -> Found:
+    """On one rank: load in every way, and compare what came."""
+    _quiet()
+    state = _state(count, shape, 1, LOADERS, filled=False)
+    ours = f"{folder}/ours"
+    found = _measured(
+        [
+            Contender(OURS, lambda _: shardwise.load(state, ours, max_buffer_bytes=LIMIT)),
+            Contender(UNCHECKED, lambda _: shardwise.load(state, ours, verify=False, max_buffer_bytes=LIMIT)),
+            Contender(PEER, lambda _: state_dict_loader.load(state, checkpoint_id=f"{folder}/dcp")),
+            Contender(RAW, lambda _: _read_raw(folder, _locals(state))),
+        ],
+        repeats,
+    )
+    for path in (
+        lambda: shardwise.load(state, ours),
+        lambda: state_dict_loader.load(state, checkpoint_id=f"{folder}/dcp"),
+    ):
+        for local in _locals(state):
+            local.zero_()
+        path()
+        _check(state, shape)
+    return found
+
+
+def _read_raw(folder: str, tensors: Sequence[Tensor]) -> None:
+    """Read this rank's share of the raw files into the memory that is loaded into, tensor by tensor."""
+    share = SAVERS // LOADERS
+    names = iter(f"{folder}/raw{dist.get_rank() * share + i}" for i in range(share))
+    file = open(next(names), "rb", buffering=0)  # noqa: SIM115  # the next file follows where one ends
+    for tensor in tensors:
+        place = tensor.numpy().data.cast("B")
+        while len(place):
+            got = file.readinto(place)
+            if not got:
+                file.close()
+                file = open(next(names), "rb", buffering=0)  # noqa: SIM115
+            place = place[got:]
+    file.close()
+
+
+def _check(state: dict[str, ShardedTensor], shape: tuple[int, int]) -> None:
+    for number, tensor in enumerate(state.values()):
+        piece = tensor.layout.pieces_of(dist.get_rank())[0]
+        if not torch.equal(tensor.local_tensor(), _expected(number, shape)[piece.box.slices]):
+            raise AssertionError(f"tensor {number} came back wrong")
+
+
+def _measured(ways: Sequence[Contender], repeats: int) -> Found:
+    extra = {way.name: _extra(way) for way in ways}
+    spans = interleaved(ways, repeats, before=dist.barrier)
+    return {name: (found, extra[name]) for name, found in spans.items()}
+
+
+def _extra(way: Contender) -> int | None:
+    dist.barrier()
+    peak = Peak()
+    way.run(None)
+    return peak.grown()
