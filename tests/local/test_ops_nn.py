@@ -80,6 +80,17 @@ def test_heads_and_rows_of_tables_stay_where_they_are() -> None:
     assert run_local(body, 2)[0] == ["(Partial('sum'),)", "(Shard(1),)", "(Shard(1),)"]
 
 
+def test_causal_rows_are_counted_from_the_first_one_also_where_another_axis_cuts_the_batch() -> None:
+    x = wave(2, 2, 4, 3).detach()
+    mesh = Mesh.of(dp=2, tp=2)
+
+    def body(comm: Comm) -> None:
+        rows, whole = laid(x, mesh, (Shard(0), Shard(2))), laid(x, mesh, (Shard(0), Replicate()))
+        torch.testing.assert_close(attend(rows, whole, whole, is_causal=True).full(), attend(x, x, x, is_causal=True))
+
+    run_local(body, 4)
+
+
 @pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Replicate(), Shard(0))], ids=str)
 def test_multihead_attention_module(placements: tuple[Placement, Placement]) -> None:
     given, weights = placements
