@@ -2,13 +2,13 @@
 
 1. What is not a table is held by every rank and fills all of them alike.
 2. Tables are taken from the largest to the smallest. One that fits on the emptiest rank goes there whole.
-3. One that does not is cut by rows, like water that is poured over the ranks: the emptiest get most.
+3. Those that do not fit come last and are cut by rows, like water that is poured over the ranks: it levels them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -109,12 +109,10 @@ class BalancedPlanner(ShardingPlanner):
         tables, rest = self._sorted_tables(module)
         self._check_total(sum(map(self.bytes_of, tables.values())), rest)
         loads = dict.fromkeys(self.ranks, rest)
-        placings = []
-        for name, tensor in tables.items():
-            placing = self._place(name, tensor, loads)
-            for rank, rows in placing.parts:
-                loads[rank] += rows * placing.row_bytes
-            placings.append(placing)
+        placings = [self._place(name, tensor, loads) for name, tensor in tables.items()]
+        placings = [
+            placing if placing.parts else self._split(placing, loads, self.memory_limit or 0) for placing in placings
+        ]
         return Balance(loads, rest, tuple(placings))
 
     def bytes_of(self, tensor: Tensor) -> int:
@@ -143,31 +141,31 @@ class BalancedPlanner(ShardingPlanner):
             )
 
     def _place(self, name: str, tensor: Tensor, loads: dict[int, int]) -> Placing:
-        size, rows = self.bytes_of(tensor), tensor.shape[0]
-        row_bytes = -(-size // rows) if rows else 0
+        """Put a table on the emptiest rank; one that does not fit there has no parts yet."""
+        rows = tensor.shape[0]
+        row_bytes = -(-self.bytes_of(tensor) // rows) if rows else 0
         emptiest = min(self.ranks, key=lambda r: loads[r])
-        if self.memory_limit is None or loads[emptiest] + rows * row_bytes <= self.memory_limit:
-            parts: tuple[tuple[int, int], ...] = ((emptiest, rows),)
-        else:
-            parts = self._poured(name, rows, row_bytes, loads, self.memory_limit)
-        return Placing(name, tuple(tensor.shape), row_bytes, parts)
+        fits = self.memory_limit is None or loads[emptiest] + rows * row_bytes <= self.memory_limit
+        loads[emptiest] += rows * row_bytes if fits else 0
+        return Placing(name, tuple(tensor.shape), row_bytes, ((emptiest, rows),) if fits else ())
 
-    def _poured(
-        self, name: str, rows: int, row_bytes: int, loads: dict[int, int], limit: int
-    ) -> tuple[tuple[int, int], ...]:
-        """The rows that each rank gets so that the emptiest are filled to one level."""
+    def _split(self, placing: Placing, loads: dict[int, int], limit: int) -> Placing:
+        """Give each rank rows so that the emptiest are filled to one level."""
+        rows, row_bytes = placing.shape[0], placing.row_bytes
         room = {rank: (limit - loads[rank]) // row_bytes for rank in self.ranks}
         if sum(room.values()) < rows:
             raise ValueError(
-                f"{name} has {rows:,} rows of {row_bytes:,} bytes, and the ranks have room for {sum(room.values()):,} "
-                f"of them within {limit:,} bytes each; give a larger memory_limit or more ranks"
+                f"{placing.name} has {rows:,} rows of {row_bytes:,} bytes, and the ranks have room for "
+                f"{sum(room.values()):,} of them within {limit:,} bytes each; give a larger memory_limit or more ranks"
             )
         level = _level(sorted(loads.values()), rows * row_bytes)
         given = {r: max(0, min(room[r], int((level - loads[r]) // row_bytes))) for r in self.ranks}
         for _ in range(rows - sum(given.values())):
             open_ranks = [r for r in self.ranks if given[r] < room[r]]
             given[min(open_ranks, key=lambda r: loads[r] + given[r] * row_bytes)] += 1
-        return tuple((rank, count) for rank, count in given.items() if count)
+        for rank, count in given.items():
+            loads[rank] += count * row_bytes
+        return replace(placing, parts=tuple((rank, count) for rank, count in given.items() if count))
 
 
 def _level(loads: Sequence[int], size: int) -> float:
