@@ -115,14 +115,14 @@ def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[An
 def _call_with_key(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
 ) -> Any:
-    if key is None or is_watched():
+    if key is None or (watchers[0] and is_watched()):
         return call_function(func, types, args, kwargs)
-    if len(_shortcuts) > _MOST:
-        _shortcuts.clear()
     shortcut = _shortcuts.get(key, _UNKNOWN)
     if shortcut is None:
         return call_function(func, types, args, kwargs)
     if shortcut is _UNKNOWN:
+        if len(_shortcuts) > _MOST:
+            _shortcuts.clear()
         return _recorded(func, types, args, kwargs, key)
     return _short(shortcut, func, args, kwargs)
 
@@ -139,14 +139,13 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if len(value._locals) != 1:
                 return None
             parts.append(id(value._layout))
-        elif kind in (int, float, bool, str) or value is None:
+        elif kind in _SIMPLE or kind is str:
             parts.append((kind, value))
         elif kind is tuple or kind is torch.Size or kind is list:
-            if any(type(v) is not int for v in value):
-                return None
+            for number in value:
+                if type(number) is not int:
+                    return None
             parts.append((kind, *value))
-        elif kind is torch.dtype:
-            parts.append(value)
         else:
             return None
     if kwargs:
@@ -157,6 +156,8 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shortcut.reshape:
         return _reshaped(shortcut.outputs[0], args[0])
+    if shortcut.direct:
+        return _direct(shortcut.outputs[0], func, args, kwargs)
     tensors = [value for value in args if type(value) is ShardedTensor]
     axes = iter(shortcut.vary)
     local_args = [_local(value, next(axes)) if type(value) is ShardedTensor else value for value in args]
@@ -168,6 +169,25 @@ def _short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], 
     if shortcut.several is None:
         return wrap(shortcut.outputs[0], (result,), comm)
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
+
+
+def _direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    comm: Any = None
+    local_args: list[Any] = []
+    for value in args:
+        if type(value) is ShardedTensor:
+            comm = value._comm
+            value = value._locals[0]
+        local_args.append(value)
+    if not kwargs:
+        return wrap(layout, (func(*local_args),), comm)
+    local_kwargs = {}
+    for name, value in kwargs.items():
+        if type(value) is ShardedTensor:
+            comm = value._comm
+            value = value._locals[0]
+        local_kwargs[name] = value
+    return wrap(layout, (func(*local_args, **local_kwargs),), comm)
 
 
 def _reshaped(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:

@@ -62,7 +62,8 @@ def wrap(
     tensor._layout = layout
     tensor._locals = locals_
     tensor._comm = comm
-    tensor._anchor = anchor
+    if anchor is not None:
+        tensor._anchor = anchor
     return tensor
 
 
@@ -82,7 +83,7 @@ class ShardedTensor(LocallyTaped):
     _layout: Layout
     _locals: tuple[Tensor, ...]
     _comm: Comm
-    _anchor: Tensor | None
+    _anchor: Tensor | None = None
     _init_rrefs: bool = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[Any]]
