@@ -52,23 +52,27 @@ def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
 
 
 def _guarded(strategy: Strategy) -> Strategy:
-    """The same strategy, with nothing computed where there is nothing."""
-    attend = strategy.local or _attend
+    """The same strategy with a local function that fits all of them: axes may choose different ones."""
+    return Strategy(strategy.outputs, strategy.inputs, _where_any)
 
-    def local(
-        view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest: Any, **named: Any
-    ) -> Tensor:
-        if q.numel() and v.numel():
-            return attend(view, q, k, v, mask, *rest, **named)
+
+def _where_any(
+    view: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Tensor:
+    """Attention of any rows of the queries, and nothing where there is nothing."""
+    if not (q.numel() and v.numel()):
         empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         return nothing_of(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
-
-    return Strategy(strategy.outputs, strategy.inputs, local)
-
-
-def _attend(view: Any, *args: Any, **named: Any) -> Tensor:
-    result: Tensor = aten.scaled_dot_product_attention.default(*args, **named)
-    return result
+    if is_causal:
+        return _causal_rows(view, q, k, v, **named)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
 
 
 def _batches(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
