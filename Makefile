@@ -15,7 +15,7 @@ demo: $(STAMP)  ## run the main job on 4 local ranks
 	$(BIN)/shardwise demo
 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
 lint: $(STAMP)  ## check the style with ruff
 	$(BIN)/ruff check .
