@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,15 @@ class Cut:
         """One of the boxes."""
         return Box(tuple(self.offsets[number].tolist()), tuple(self.sizes[number].tolist()))
 
-    def bytes_of(self, dtype: DType) -> IntArray:
-        """The bytes of each box."""
-        return np.asarray(self.sizes.prod(axis=1, dtype=np.int64) * dtype.itemsize)
+    @cached_property
+    def elements(self) -> IntArray:
+        """The number of elements of each box."""
+        return np.asarray(self.sizes.prod(axis=1, dtype=np.int64))
+
+    @cached_property
+    def extents(self) -> list[tuple[tuple[int, ...], int]]:
+        """The sizes of each box and their product."""
+        return [(tuple(sizes), count) for sizes, count in zip(self.sizes.tolist(), self.elements.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +244,7 @@ def check_ranges(
     owners = np.repeat(np.arange(len(entries)), [len(e.cut) for e in entries])
     numbers = _flat([n for e in entries for n in e.files], entries, name)
     begins = _flat([n for e in entries for n in e.begins], entries, name)
-    sizes = np.concatenate([e.cut.bytes_of(e.dtype) for e in entries]) if entries else np.zeros(0, np.int64)
+    sizes = np.concatenate([e.cut.elements * e.dtype.itemsize for e in entries]) if entries else np.zeros(0, np.int64)
     if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(files)):
         raise CheckpointError(f"{name}: a tensor names a file that is not listed; there are {len(files)}")
     starts = np.array([f.data_start for f in files], np.int64)[numbers]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.background import finish_running
-from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.checksums import block_count, checksum
 from shardwise.checkpoint.describe import attempt, description, gathered
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import Cut, TensorEntry
@@ -172,8 +172,8 @@ class Loader:
     def _check_share(self, number: int, work: Work) -> None:
         cut, layout = work.entry.cut, settled_layout(work.leaf.layout)
         takers = self._once(self._takers, cut, layout, lambda: takers_of(cut, layout))
-        counts = -(-cut.bytes_of(work.entry.dtype) // self.store.index.block_bytes)
-        for box, count in enumerate(counts.tolist()):
+        for box, (_, elements) in enumerate(cut.extents):
+            count = block_count(elements * work.entry.dtype.itemsize, self.store.index.block_bytes)
             first, last = share_of(takers[box], self.comm.rank, count, number + box)
             if first < last:
                 self.store.verify(work.entry, box, first, last)

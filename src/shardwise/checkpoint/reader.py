@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.leaves import torch_dtype
@@ -148,8 +149,8 @@ class Checkpoint:
         for number in range(len(index.files)):
             self._store.verify_header(number)
         for entry in index.tensors.values():
-            for box, size in enumerate(entry.cut.bytes_of(entry.dtype).tolist()):
-                self._store.verify(entry, box, 0, -(-size // index.block_bytes))
+            for box, (_, elements) in enumerate(entry.cut.extents):
+                self._store.verify(entry, box, 0, block_count(elements * entry.dtype.itemsize, index.block_bytes))
 
     def close(self) -> None:
         """Give the mapped files back."""

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.index import Cut, TensorEntry
 from shardwise.checkpoint.leaves import torch_dtype
-from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.tensor.execute import view_of
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_NUMPY = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def reads_of_boxes(cut: Cut, offsets: IntArray, sizes: IntArray, slots: IntArray
 
 def blocks_of(read: Read, tensor: TensorEntry, block_bytes: int) -> tuple[int, int]:
     """The first block that a read touches, and the one after the last."""
-    sizes = tensor.cut.sizes[read.box].tolist()
+    sizes, _ = tensor.cut.extents[read.box]
     first = last = 0
     for size, offset, length in zip(sizes, read.there.offsets, read.there.sizes, strict=True):
         first, last = first * size + offset, last * size + offset + length - 1
@@ -113,7 +112,7 @@ def _as_array(target: Tensor) -> npt.NDArray[Any]:
     if target.dtype != carrier:
         target = target.view(carrier)
     array: npt.NDArray[Any] = target.numpy()
-    return array.view(_NUMPY[target.dtype.itemsize])
+    return array.view(CARRIERS[target.dtype.itemsize])
 
 
 def _staged(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

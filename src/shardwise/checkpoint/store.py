@@ -23,7 +23,13 @@ from shardwise.checkpoint.huggingface_index import file_index, folder_index
 from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, FileEntry, Index, TensorEntry, parse_index
 
 DEFAULT_BUFFER_BYTES = 256 << 20
-CARRIERS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+CARRIERS: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+    16: np.dtype("<c16"),
+}
 
 
 class Store:
@@ -59,9 +65,9 @@ class Store:
 
     def piece(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
         """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
-        carrier = np.dtype(CARRIERS[tensor.dtype.itemsize])
-        sizes = tensor.cut.sizes[number].tolist()
-        begin, count = tensor.begins[number], int(np.prod(sizes, dtype=np.int64))
+        carrier = CARRIERS[tensor.dtype.itemsize]
+        sizes, count = tensor.cut.extents[number]
+        begin = tensor.begins[number]
         data = self.data(tensor.files[number])[begin : begin + count * carrier.itemsize]
         return data.view(carrier).reshape(sizes)
 
@@ -96,7 +102,7 @@ class Store:
         sums = tensor.sums[number]
         if not sums:
             return
-        data, size = self.data(tensor.files[number]), int(tensor.cut.bytes_of(tensor.dtype)[number])
+        data, size = self.data(tensor.files[number]), tensor.cut.extents[number][1] * tensor.dtype.itemsize
         start, step = tensor.begins[number], self.index.block_bytes
         for block in range(first, last):
             low, high = block * step, min((block + 1) * step, size)
