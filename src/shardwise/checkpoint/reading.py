@@ -89,15 +89,15 @@ def _copy(store: Store, tensor: TensorEntry, source: npt.NDArray[Any], target: T
             np.copyto(_as_array(place), part)
         else:
             place.copy_(_staged(part, torch_dtype(tensor.dtype)))
-        store.touch(part.nbytes)
+        store.touch(_span(part))
 
 
 def _steps(source: npt.NDArray[Any], step_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Cut an array along its first dims into parts of about this many bytes."""
-    if source.nbytes <= step_bytes or source.ndim == 0:
+    """Cut an array along its first dims into parts that span about this many bytes of the file."""
+    if _span(source) <= step_bytes or source.ndim == 0:
         yield ()
         return
-    row = source.nbytes // len(source)
+    row = _span(source) // len(source)
     count = max(1, step_bytes // max(1, row))
     for start in range(0, len(source), count):
         rows = slice(start, start + count)
@@ -105,6 +105,11 @@ def _steps(source: npt.NDArray[Any], step_bytes: int) -> Iterator[tuple[slice, .
             yield (rows,)
         else:
             yield from ((rows, *rest) for rest in _steps(source[start], step_bytes))
+
+
+def _span(source: npt.NDArray[Any]) -> int:
+    """The bytes of the file between the first and the last element of a part: a narrow one touches the pages of all."""
+    return source.strides[0] * source.shape[0] if source.ndim and source.size else source.nbytes
 
 
 def _as_array(target: Tensor) -> npt.NDArray[Any]:

@@ -74,7 +74,7 @@ class Store:
     def touch(self, size: int) -> None:
         """Say that this many mapped bytes have been read; pages are let go of at the limit."""
         self._touched += size
-        if self._touched >= self._limit:
+        if self._touched >= self._limit // 2:
             self.let_go()
 
     def let_go(self) -> None:
