@@ -52,12 +52,15 @@ def register_sharding(
 
     >>> import torch
     >>> from shardwise.geometry import Replicate, Shard
-    >>> @register_sharding(torch.ops.aten.cholesky_inverse.default, dtensor=False)
-    ... def rule(x, upper=False):
-    ...     return [([Replicate()], [Replicate(), None])]
-    >>> find_rule(torch.ops.aten.cholesky_inverse.default) is rule
+    >>> @torch.library.custom_op("example::twice", mutates_args=())
+    ... def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x
+    >>> @register_sharding(torch.ops.example.twice.default, dtensor=False)
+    ... def rule(x):
+    ...     return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
+    >>> find_rule(torch.ops.example.twice.default) is rule
     True
-    >>> remove_sharding(torch.ops.aten.cholesky_inverse.default)
+    >>> remove_sharding(torch.ops.example.twice.default)
     """
     ops = tuple(op) if isinstance(op, list | tuple) else (op,)
     if rule is None:
