@@ -117,7 +117,12 @@ def _narrow(box: Box, dim: int, start: int, length: int) -> Box:
 
 def assign(tensors: Sequence[Described], rank: int) -> tuple[list[CutPlan], list[Part]]:
     """The plan of every tensor, and the boxes that this rank writes."""
-    plans = [cut_plan(t.layout, t.dtype.itemsize) for t in tensors]
+    known: dict[tuple[Layout, int], CutPlan] = {}  # one object for each kind: threads may have made one twice
+    for tensor in tensors:
+        kind = (tensor.layout, tensor.dtype.itemsize)
+        if kind not in known:
+            known[kind] = cut_plan(*kind)
+    plans = [known[t.layout, t.dtype.itemsize] for t in tensors]
     load: dict[int, int] = {}
     parts: list[Part] = []
     shared: list[tuple[int, int, int, Sequence[Holder]]] = []
