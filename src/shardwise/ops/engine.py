@@ -141,7 +141,7 @@ def _wanted(
 
 
 def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
-    meshes = {s.mesh for s, t in zip(specs, tensors, strict=True) if not t.__dict__.get("_plain", False)}
+    meshes = {s.mesh for s in specs}
     if len(meshes) > 1:
         raise UnsupportedOpError(
             f"{_describe(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.placing import mesh_view
-from shardwise.ops.schema import Call
+from shardwise.ops.schema import Call, Slot
+from shardwise.tensor.comms import comm_for
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
+_ANY_MESH = "_any_mesh"
 _plain_is_replicated: ContextVar[bool] = ContextVar("shardwise_plain_as_replicated", default=False)
 
 
@@ -30,9 +32,17 @@ def plain_as_replicated() -> Iterator[None]:
         _plain_is_replicated.reset(token)
 
 
-def replicate(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """A plain tensor that every rank holds, as a ShardedTensor on the mesh of another; nothing is sent or copied."""
-    return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like._comm)
+def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTensor:
+    """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
+
+    Without `like` it takes the mesh of the tensors it is computed with.
+    """
+    if like is not None:
+        return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like._comm)
+    comm = comm_for(None)
+    made = wrap(_replicated(tuple(tensor.shape), Mesh(("all",), comm.ranks)), (tensor,), comm)
+    made.__dict__[_ANY_MESH] = True
+    return made
 
 
 def _mesh_of(tensor: ShardedTensor) -> Mesh:
@@ -46,17 +56,28 @@ def _replicated(shape: tuple[int, ...], mesh: Mesh) -> Layout:
 
 def as_sharded(call: Call) -> list[ShardedTensor]:
     """All tensors of a call as ShardedTensors; plain ones that are not 0-dim are refused unless read as replicated."""
-    first = next(t for t in call.tensors if isinstance(t, ShardedTensor))
+    sharded = [t for t in call.tensors if isinstance(t, ShardedTensor)]
+    first = next((t for t in sharded if _ANY_MESH not in t.__dict__), sharded[0])
     found = []
     for number, tensor in enumerate(call.tensors):
         if isinstance(tensor, ShardedTensor):
-            found.append(tensor)
+            found.append(replicate(tensor._locals[0], first) if _ANY_MESH in tensor.__dict__ else tensor)
         elif tensor.ndim == 0 or _plain_is_replicated.get():
             found.append(replicate(tensor, first))
         else:
             raise MixedTensorsError(
-                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as tensor argument {number} beside a "
-                "ShardedTensor; if every rank holds the same values pass shardwise.replicate(t, like), or use "
+                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_name_of(call, number)!r} "
+                "beside a ShardedTensor; if every rank holds the same values pass shardwise.replicate(t), or use "
                 "`with shardwise.plain_as_replicated():`"
             )
     return found
+
+
+def _name_of(call: Call, number: int) -> str:
+    """The name of the argument that holds tensor number `number` of a call."""
+    schema = getattr(call.op, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else [str(i) for i in range(len(call.args))]
+    for name, value in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+        if Slot(number) in (value if isinstance(value, list | tuple) else [value]):
+            return name
+    return str(number)
