@@ -176,7 +176,7 @@ def test_plain_indices_are_named_and_can_be_read_as_replicated() -> None:
             x[ids(3, 0)]
         return str(caught.value)
 
-    assert run_local(body, 2)[0].startswith("aten.index.Tensor got a plain tensor of shape (2,) as tensor argument 1")
+    assert run_local(body, 2)[0].startswith("aten.index.Tensor got a plain tensor of shape (2,) as argument 'indices'")
 
 
 def test_a_row_that_is_not_there() -> None:

@@ -55,6 +55,17 @@ def _keeps(now: Placement, then: Placement) -> bool:
     return same_kind(now, then)
 
 
+def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> bool:
+    """Whether an axis cuts dims of different lengths: for some operators a sign of shapes that do not fit."""
+    for strategy in chosen:
+        lengths = {
+            operand.shape[p.dim] for operand, p in zip(operands, strategy.inputs, strict=True) if isinstance(p, Shard)
+        }
+        if len(lengths) > 1:
+            return True
+    return False
+
+
 def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
     """For each axis how its dim is cut and the length of that dim.
 

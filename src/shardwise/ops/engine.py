@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_layout
-from shardwise.ops.choose import Operand, choose, cut_like, input_layout, leads, split_order
+from shardwise.ops.choose import Operand, choose, cut_lengths_differ, cut_like, input_layout, leads, split_order
 from shardwise.ops.fallbacks import fall_back, find_fallback
 from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
@@ -112,6 +114,8 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
         raise UnsupportedOpError(
             f"{_describe(call, tensors)}: no strategy of its rule fits; redistribute the tensors first"
         )
+    if cut_lengths_differ(chosen, operands):
+        _check_shapes(call, tensors)
     cuts, order = leads(chosen, operands), split_order(operands, mesh)
     wanted = tuple(
         _wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True))
@@ -138,6 +142,14 @@ def _wanted(
     wanted = input_layout(operand, index, chosen, cuts, order)
     own = tensor._layout
     return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
+
+
+def _check_shapes(call: Call, tensors: Sequence[ShardedTensor]) -> None:
+    """Let the operator itself refuse shapes that do not fit: local parts of them might fit by chance."""
+    values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+    args, kwargs = call.filled(values)
+    with torch.no_grad(), contextlib.suppress(NotImplementedError):
+        call.op(*args, **kwargs)
 
 
 def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
