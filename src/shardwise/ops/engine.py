@@ -106,7 +106,6 @@ def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
 def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     specs = [view for t in tensors if (view := mesh_view(t._layout)) is not None]
     mesh = _common_mesh(call, tensors, specs)
-    specs = [s if s.mesh == mesh else MeshSpec(mesh, [Replicate()] * mesh.ndim) for s in specs]
     operands = _operands(call, tensors, specs)
     strategies = _strategies(call, tensors, specs)
     chosen = choose(strategies, operands, mesh)
