@@ -196,7 +196,7 @@ def test_core_loads_without_torch() -> None:
     assert torch_modules_after("import " + ", ".join(core)) == []
 
 
-@pytest.mark.parametrize("name", ["shardwise", "shardwise.cli.main"])
+@pytest.mark.parametrize("name", ["shardwise", "shardwise.cli.main", "shardwise.checkpoint.store"])
 def test_entrances_load_without_torch(name: str) -> None:
     assert torch_modules_after(f"import {name}") == []
 

@@ -1,12 +1,30 @@
-"""L4: checkpoints that load anywhere. A folder of safetensors files and one JSON index."""
+"""L4: checkpoints that load anywhere. A folder of safetensors files and one JSON index.
 
-from shardwise.checkpoint.background import Saving
+Names that need torch are loaded on first use: looking into a checkpoint's index does without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import clean, leftovers
-from shardwise.checkpoint.huggingface import save_hf
-from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.reader import Checkpoint, StoredTensor, open
-from shardwise.checkpoint.saving import save
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.background import Saving
+    from shardwise.checkpoint.huggingface import save_hf
+    from shardwise.checkpoint.loading import load
+    from shardwise.checkpoint.reader import Checkpoint, StoredTensor, open
+    from shardwise.checkpoint.saving import save
+
+_MODULE_OF = {
+    "Checkpoint": "shardwise.checkpoint.reader",
+    "Saving": "shardwise.checkpoint.background",
+    "StoredTensor": "shardwise.checkpoint.reader",
+    "load": "shardwise.checkpoint.loading",
+    "open": "shardwise.checkpoint.reader",
+    "save": "shardwise.checkpoint.saving",
+    "save_hf": "shardwise.checkpoint.huggingface",
+}
 
 __all__ = [
     "Checkpoint",
@@ -20,3 +38,16 @@ __all__ = [
     "save",
     "save_hf",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name that needs torch."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -25,8 +25,9 @@ from shardwise.checkpoint.describe import Described, agreed, attempt, gathered
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import CODES, header_bytes
 from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
+from shardwise.checkpoint.states import flatten
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
-from shardwise.checkpoint.tree import Json, flatten
+from shardwise.checkpoint.tree import Json
 from shardwise.checkpoint.writing import Sink, host_bytes
 from shardwise.comm import Comm
 from shardwise.tensor import redistribute_many, wrap

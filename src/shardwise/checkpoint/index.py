@@ -21,7 +21,7 @@ import numpy as np
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import MAX_NUMBER
-from shardwise.checkpoint.tree import Json, leaves
+from shardwise.checkpoint.tree import Json, Scalar, leaves
 from shardwise.geometry import Box, DType, LayoutError, find_dtype
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.mesh import IntArray
@@ -120,6 +120,17 @@ class Index:
             "tree": self.tree,
         }
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def stored_values(index: Index) -> dict[str, Scalar]:
+    """The values of a checkpoint that are no tensors, by name."""
+    return {name: value for name, tensor, value in leaves(index.tree) if tensor is None}
+
+
+def stored_names(index: Index) -> dict[str, str]:
+    """The names by which tensors are found: where the tree has them, and as they are stored."""
+    named = {name: tensor for name, tensor, _ in leaves(index.tree) if tensor is not None}
+    return {**{name: name for name in index.tensors}, **named}
 
 
 def _cut_json(cut: Cut) -> Json:

@@ -27,8 +27,8 @@ from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
 from shardwise.checkpoint.matching import Matched, Names, match
 from shardwise.checkpoint.reading import Read, blocks_of, copy_reads, reads_for
 from shardwise.checkpoint.settle import as_sharded, redistributed, settled_layout
+from shardwise.checkpoint.states import flatten, refill
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
-from shardwise.checkpoint.tree import flatten, refill
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap

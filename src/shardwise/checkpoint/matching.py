@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Index, TensorEntry
+from shardwise.checkpoint.index import Index, TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.leaves import Leaf
-from shardwise.checkpoint.tree import Scalar, leaves
+from shardwise.checkpoint.tree import Scalar
 
 Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | None
 _LISTED = 5
@@ -22,17 +22,6 @@ class Matched:
 
     tensors: Sequence[tuple[Leaf, TensorEntry]]
     values: Mapping[str, Scalar]
-
-
-def stored_values(index: Index) -> dict[str, Scalar]:
-    """The values of a checkpoint that are no tensors, by name."""
-    return {name: value for name, tensor, value in leaves(index.tree) if tensor is None}
-
-
-def stored_names(index: Index) -> dict[str, str]:
-    """The names by which tensors are found: where the tree has them, and as they are stored."""
-    named = {name: tensor for name, tensor, _ in leaves(index.tree) if tensor is not None}
-    return {**{name: name for name in index.tensors}, **named}
 
 
 def match(

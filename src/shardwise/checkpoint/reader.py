@@ -13,9 +13,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.leaves import torch_dtype
-from shardwise.checkpoint.matching import stored_names, stored_values
 from shardwise.checkpoint.reading import copy_reads, reads_of_boxes, verify_reads
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.checkpoint.stored_layout import stored_layout

@@ -26,7 +26,8 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of
 from shardwise.checkpoint.settle import settled_layout, settled_locals
-from shardwise.checkpoint.tree import Json, flatten
+from shardwise.checkpoint.states import flatten
+from shardwise.checkpoint.tree import Json
 from shardwise.checkpoint.writing import MAX_FILE_BYTES, Piece, pack, write_file
 from shardwise.comm import Comm
 from shardwise.tensor.comms import comm_for
