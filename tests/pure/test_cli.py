@@ -222,3 +222,24 @@ def test_no_command_loads_torch_and_plain_text_needs_no_rich(arguments: tuple[st
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+PROGRAM = "import sys; from shardwise.cli.main import app; sys.argv[0] = 'shardwise'; app()"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    arguments = [sys.executable, "-W", "error", "-c", PROGRAM, "show", "--json", "f32[4096] on tp=4096: S(0)"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 141)
+    process.stderr.close()
+
+
+def test_an_interrupt_is_one_line_and_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.cli.show.parse_layout", interrupted)
+    result = run("show", "f32[4]")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")

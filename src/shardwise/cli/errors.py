@@ -1,17 +1,24 @@
-"""How do errors reach the user of a command? As one red line and exit status 2, without a traceback."""
+"""How does a command end? With an exit status; an error is one red line, without a traceback.
+
+0: done, or yes. 1: the answer is no (different, broken, wrong). 2: what was asked makes no sense or cannot be read.
+130: interrupted. 141: the reader of the output went away.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from shardwise.checkpoint.errors import CheckpointError
 from shardwise.geometry import LayoutError, NotationError
 from shardwise.view.lines import fitting, wants_colour
 
 BEFORE, AROUND = 50, 76
+NO, UNUSABLE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
 
 class Commands(TyperGroup):
@@ -19,15 +26,42 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except LayoutError as error:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            _forget_output()
+            raise typer.Exit(NO_READER) from None
+        except (LayoutError, CheckpointError, OSError) as error:
             print_error(error)
-            raise typer.Exit(2) from error
+            raise typer.Exit(UNUSABLE) from error
 
 
-def print_error(error: LayoutError) -> None:
+def _forget_output() -> None:
+    """Let what is still to be written go nowhere, or Python complains when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def message_of(error: Exception) -> str:
+    """What to tell; an error of the system without its number.
+
+    >>> message_of(PermissionError(13, "Permission denied", "runs/ckpt"))
+    'runs/ckpt: Permission denied'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error)
+
+
+def print_error(error: Exception) -> None:
     """Print what went wrong to the error stream; a mistake in the notation is pointed at."""
-    first, *rest = str(error).split("\n")
+    first, *rest = message_of(error).split("\n")
     if isinstance(error, NotationError):
         rest = pointer_lines(error.text, error.position)
     red, normal = ("\x1b[31m", "\x1b[0m") if wants_colour(sys.stderr) else ("", "")
