@@ -16,7 +16,7 @@ from torch import Tensor
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
 from shardwise.checkpoint import assign, clean, leftovers, writing
-from shardwise.checkpoint.describe import Described
+from shardwise.checkpoint.described import Described
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
 from shardwise.testing.small import small_layouts

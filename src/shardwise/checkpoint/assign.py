@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwise.checkpoint.describe import Described
+from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.index import Cut
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.serialize import layout_to_json

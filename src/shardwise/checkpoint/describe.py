@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.leaves import Leaf
 from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
-from shardwise.geometry import DType, Layout, find_dtype, layout_from_json, layout_to_json
+from shardwise.geometry import Layout, find_dtype, layout_from_json, layout_to_json
 from shardwise.tensor.moves import everywhere
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Described:
-    """A tensor that the ranks save together."""
-
-    name: str
-    dtype: DType
-    layout: Layout
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:

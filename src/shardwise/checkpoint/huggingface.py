@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.background import finish_running
-from shardwise.checkpoint.describe import Described, agreed, attempt, gathered
+from shardwise.checkpoint.describe import agreed, attempt, gathered
+from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import CODES, header_bytes
 from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype

@@ -21,7 +21,8 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.assign import CutPlan, Part, assign
 from shardwise.checkpoint.background import Saving, finish_running, remember
-from shardwise.checkpoint.describe import Described, agreed, attempt, gathered
+from shardwise.checkpoint.describe import agreed, attempt, gathered
+from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of
