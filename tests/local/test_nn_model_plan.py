@@ -357,3 +357,24 @@ def test_optimizer_state_goes_to_another_world_size() -> None:
     for _, found in run_local(lambda comm: run_steps(comm, "S(1)", half, 2), 2):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+def test_sharded_optimizer_trains_parameters_that_are_copied_along_an_axis() -> None:
+    def losses(comm: Comm) -> list[tuple[float, float]]:
+        whole, net = copy.deepcopy(LAYERS), copy.deepcopy(LAYERS)
+        shard_module(net, ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)"))
+        optimizers = [ShardedOptimizer(dict(m.named_parameters()), torch.optim.SGD, lr=0.1) for m in (whole, net)]
+        rows = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)
+        found = []
+        for _ in range(3):
+            each = whole(rows).square().sum(), net(rows.tensor_split(2)[comm.rank]).square().sum()
+            for loss, optimizer in zip(each, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            found.append((each[0].item(), each[1].full().item()))
+        return found
+
+    for pairs in run_local(losses, 2):
+        assert all(ours == pytest.approx(dense, rel=1e-12) for dense, ours in pairs)
+        assert pairs[2][0] < pairs[0][0]

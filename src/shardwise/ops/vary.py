@@ -2,7 +2,8 @@
 
 Where an operation differs from rank to rank along an axis, the gradients that its replicated inputs get are addends.
 `vary` passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor
-and its axes, however often the tensor is used.
+and its axes, however often the tensor is used; once more after the local tensor was changed in place, as an optimizer
+that works on local tensors does.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor
     local = tensor._locals[0]
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
-    cache: dict[tuple[int, ...], tuple[Tensor, Tensor]] = tensor.__dict__.setdefault("_varied", {})
+    cache: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = tensor.__dict__.setdefault("_varied", {})
     key = tuple(axes)
     known = cache.get(key)
-    if known is None or known[0] is not local:
+    if known is None or known[0] is not local or known[1] != local._version:
         link = _gradient_link(tensor, layout, key)
         out: Tensor = _Vary.apply(link, local)  # type: ignore[no-untyped-call]  # untyped in torch
-        known = cache[key] = (local, out)
-    return known[1]
+        known = cache[key] = (local, local._version, out)
+    return known[2]
 
 
 def _gradient_link(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> Link:
