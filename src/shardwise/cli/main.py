@@ -10,6 +10,7 @@ from shardwise._version import __version__
 from shardwise.cli.check_rule import check_rule
 from shardwise.cli.demo import demo
 from shardwise.cli.errors import Commands
+from shardwise.cli.inspect import inspect
 from shardwise.cli.plan import plan
 from shardwise.cli.show import show
 
@@ -37,6 +38,7 @@ def main(
     Examples:
       shardwise show "f32[8,6] on dp=2,tp=2: S(0), S(1)"
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
+      shardwise inspect runs/step-1000 --verify
       shardwise demo
     """
 
@@ -45,3 +47,4 @@ app.command()(show)
 app.command()(plan)
 app.command()(demo)
 app.command()(check_rule)
+app.command()(inspect)

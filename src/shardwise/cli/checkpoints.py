@@ -1,0 +1,158 @@
+"""What do the commands on checkpoints have in common? Opening with errors that help, words for what is stored."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
+from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry
+from shardwise.checkpoint.store import Store, open_store
+from shardwise.checkpoint.stored_layout import stored_layout
+from shardwise.geometry import Layout, LayoutError, format_layout
+
+DCP_NAME = ".metadata"
+FORMATS = {
+    INDEX_NAME: "shardwise",
+    DCP_NAME: "torch.distributed.checkpoint",
+    HF_INDEX_NAME: "Hugging Face",
+    HF_SINGLE_NAME: "Hugging Face",
+}
+EXPECTED = (
+    f"a folder with {INDEX_NAME} (shardwise), {DCP_NAME} (torch.distributed.checkpoint), {HF_INDEX_NAME} or "
+    f"{HF_SINGLE_NAME} (Hugging Face), or a .safetensors file"
+)
+_SHOWN = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A checkpoint that a command looks into."""
+
+    path: str
+    format: str
+    store: Store
+
+
+def open_checkpoint(path: str) -> Opened:
+    """The checkpoint at a path; an error says what was found there and what was expected."""
+    return Opened(path, find_format(path), open_store(path))
+
+
+def find_format(path: str) -> str:
+    """The format of the checkpoint at a path, by the names of its files."""
+    whole = absolute(path)
+    try:
+        place = resolve(whole)
+    except CheckpointError:
+        raise CheckpointError(_nothing_at(path, whole)) from None
+    if place.is_dir() and format_of(place) is None:
+        raise CheckpointError(_something_else(path, place))
+    if place.is_file() and place.suffix != ".safetensors":
+        raise CheckpointError(_other_file(path, place))
+    return format_of(place) or "safetensors file"
+
+
+def format_of(folder: Path) -> str | None:
+    """The format of a folder by the files in it, or None if it is no checkpoint."""
+    return next((kind for name, kind in FORMATS.items() if (folder / name).is_file()), None)
+
+
+def _nothing_at(path: str, whole: Path) -> str:
+    if whole.is_dir():
+        return f"{path}: an empty folder; expected {EXPECTED}"
+    beside = _checkpoints_in(whole.parent)
+    near = difflib.get_close_matches(whole.name, beside, n=2, cutoff=0.4)
+    hint = f"; near: {', '.join(os.path.join(os.path.dirname(path), name) for name in near)}" if near else ""
+    return f"{path}: nothing is there{hint}; expected {EXPECTED}"
+
+
+def _something_else(path: str, place: Path) -> str:
+    names = sorted(e.name + ("/" if e.is_dir() else "") for e in place.iterdir())
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    inside = _checkpoints_in(place)
+    hint = f"; inside are {', '.join(os.path.join(path, name) for name in inside[:_SHOWN])}" if inside else ""
+    return f"{path}: a folder with {', '.join(names[:_SHOWN])}{more}, no checkpoint{hint}; expected {EXPECTED}"
+
+
+def _other_file(path: str, place: Path) -> str:
+    if format_of(place.parent) is not None:
+        return f"{path}: a file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}"
+    return f"{path}: a file of {place.stat().st_size} bytes, no checkpoint; expected {EXPECTED}"
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    """The names of the checkpoints in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".") and e.is_dir() and format_of(e))
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that fit one of the patterns; all of them where there is no pattern.
+
+    >>> matching(["a.weight", "a.bias", "b.bias"], ["a.*", "*.weight"])
+    ['a.weight', 'a.bias']
+    """
+    wanted = list(patterns)
+    return [name for name in names if not wanted or any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Known:
+    """What is known of a cut; it is kept with its cut, so that the id of this is not used again."""
+
+    cut: Cut
+    layout: Layout | None
+    rule: str
+    elements: Mapping[int, int]
+
+
+class Layouts:
+    """The layouts of stored tensors, worked out once for all that are cut alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def layout(self, entry: TensorEntry) -> Layout | None:
+        """The layout a tensor was saved with; None where the format has no layouts, or it is damaged."""
+        return None if entry.cut.spec is None else self._look(entry).layout
+
+    def notation(self, entry: TensorEntry) -> str | None:
+        """The rule of the layout in the notation, without dtype and shape; None where the format has no layouts."""
+        return None if entry.cut.spec is None else self._look(entry).rule
+
+    def elements_per_rank(self, entry: TensorEntry) -> Mapping[int, int]:
+        """How many elements each rank held, as far as that is known."""
+        return {} if entry.cut.spec is None else self._look(entry).elements
+
+    def _look(self, entry: TensorEntry) -> _Known:
+        if id(entry.cut) not in self._known:
+            self._known[id(entry.cut)] = _known(entry)
+        return self._known[id(entry.cut)]
+
+
+def _known(entry: TensorEntry) -> _Known:
+    try:
+        layout = stored_layout(entry)
+    except CheckpointError:
+        return _Known(entry.cut, None, "damaged", {})
+    return _Known(entry.cut, layout, rule_of(layout), layout.elements_per_rank())
+
+
+def rule_of(layout: Layout) -> str:
+    """How a layout cuts, in the notation; a tensor that lies whole on rank 0 has the rule "@ 0".
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> rule_of(ChunkSpec(0, 4).layout((8, 2)))
+    'as chunk(0) over 0-3'
+    """
+    try:
+        return format_layout(layout).partition("]")[2].strip() or "@ 0"
+    except LayoutError:  # pieces with a pending reduction have no notation
+        return repr(layout.spec)

@@ -1,0 +1,239 @@
+"""`shardwise inspect`: what a checkpoint holds, how it is spread, and whether it is whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import TensorEntry, stored_values
+from shardwise.checkpoint.verifying import Problem, checked_bytes, find_problems
+from shardwise.cli.balance import Balance, balance_of, spread
+from shardwise.cli.checkpoints import Layouts, Opened, find_format, matching, open_checkpoint
+from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json, table_lines
+from shardwise.cli.progress import byte_progress
+from shardwise.transfer.report import format_bytes
+from shardwise.view import Line, line, print_lines
+
+SHOWN_TENSORS, SHOWN_ROWS, SHOWN_PROBLEMS, LONGEST_CELL = 50, 16, 40, 60
+
+
+class Order(StrEnum):
+    """How the table of tensors is sorted."""
+
+    stored = "stored"
+    name = "name"
+    bytes = "bytes"
+
+
+def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The names of tensors that begin so, for the shell; a checkpoint that cannot be opened has none."""
+    try:
+        names = open_checkpoint(ctx.params["path"]).store.index.tensors
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+PathText = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors file.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="GLOB",
+        autocompletion=complete_name,
+        help="Only tensors of this name, * and ? allowed; may be repeated.",
+    ),
+]
+Sort = Annotated[Order, typer.Option(help="The order of the tensors: as stored, by name, or the largest first.")]
+Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help="Show at most N tensors; 0: all.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read every byte and check it against its checksum.")]
+
+
+def inspect(
+    path: PathText,
+    name: Names = None,
+    sort: Sort = Order.stored,
+    limit: Limit = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the tensors and values of a checkpoint, and what each rank and file holds.
+
+    It may be a folder of shardwise, of torch.distributed.checkpoint or of Hugging Face.
+    Exit status 0: fine; 1: --verify found something broken; 2: there is no checkpoint to look into.
+
+    \b
+    Examples:
+      shardwise inspect runs/step-1000
+      shardwise inspect runs/step-1000 --name "*.attention.*" --sort bytes --limit 10
+      shardwise inspect runs/step-1000 --verify
+    """
+    kind = find_format(path)
+    try:
+        found = open_checkpoint(path)
+    except CheckpointError as error:
+        if not verify:
+            raise
+        report_unreadable(path, kind, str(error), as_json)
+        raise typer.Exit(NO) from error
+    entries = chosen_entries(found, name or [], sort)
+    problems = verified(found) if verify else None
+    if as_json:
+        print_json(to_json(found, entries[: limit or None], problems))
+    else:
+        print_lines(to_lines(found, entries, SHOWN_TENSORS if limit is None else limit, problems), sys.stdout)
+    if problems:
+        raise typer.Exit(NO)
+
+
+def report_unreadable(path: str, kind: str, text: str, as_json: bool) -> None:
+    """Say that a checkpoint is so broken that nothing in it can be listed."""
+    if as_json:
+        problems = [{"file": None, "tensor": None, "problem": text}]
+        verdict = {"ok": False, "checked_bytes": 0, "problems": problems}
+        print_json({"path": path, "format": kind, "verified": verdict})
+    else:
+        print_lines([line("broken: 1 problem"), line(f"  {text}")], sys.stdout)
+
+
+def chosen_entries(found: Opened, patterns: Sequence[str], order: Order) -> list[TensorEntry]:
+    """The tensors whose names fit, in the order asked for."""
+    tensors = found.store.index.tensors
+    names = matching(tensors, patterns)
+    if patterns and not names:
+        raise CheckpointError(f"{found.path}: no tensor is called {' or '.join(patterns)}; it has {list(tensors)[:4]}")
+    keys: dict[Order, Callable[[TensorEntry], Any]] = {
+        Order.stored: lambda entry: 0,
+        Order.name: lambda entry: entry.name,
+        Order.bytes: lambda entry: -entry.nbytes,
+    }
+    return sorted((tensors[n] for n in names), key=keys[order])
+
+
+def verified(found: Opened) -> list[Problem]:
+    """Everything that is wrong, found with a progress bar."""
+    with byte_progress("verifying", checked_bytes(found.store)) as advance:
+        return list(find_problems(found.store, advance))
+
+
+def to_json(found: Opened, entries: Sequence[TensorEntry], problems: Sequence[Problem] | None) -> dict[str, Any]:
+    """All that is known, as plain data."""
+    index, layouts = found.store.index, Layouts()
+    balance = balance_of(index, layouts)
+    tensors = [
+        {
+            "name": e.name,
+            "dtype": e.dtype.name,
+            "shape": list(e.shape),
+            "layout": layouts.notation(e),
+            "bytes": e.nbytes,
+            "files": sorted({index.files[n].name for n in e.files}),
+        }
+        for e in entries
+    ]
+    return {
+        "path": found.path,
+        "format": found.format,
+        "count": len(index.tensors),
+        "bytes": sum(e.nbytes for e in index.tensors.values()),
+        "tensors": tensors,
+        "values": stored_values(index),
+        "ranks": [
+            {"rank": r, "held_bytes": balance.held.get(r), "written_bytes": balance.written.get(r)}
+            for r in balance.ranks
+        ],
+        "files": [{"name": f.name, "bytes": f.bytes} for f in index.files],
+        "verified": None if problems is None else _verified_json(found, problems),
+    }
+
+
+def _verified_json(found: Opened, problems: Sequence[Problem]) -> dict[str, Any]:
+    return {
+        "ok": not problems,
+        "checked_bytes": checked_bytes(found.store),
+        "problems": [{"file": p.file, "tensor": p.tensor, "problem": p.text} for p in problems],
+    }
+
+
+def to_lines(
+    found: Opened, entries: Sequence[TensorEntry], limit: int, problems: Sequence[Problem] | None
+) -> list[Line]:
+    """All that is known, as text."""
+    layouts = Layouts()
+    balance = balance_of(found.store.index, layouts)
+    lines = [*_summary(found, balance), line(), *_tensor_lines(entries, layouts, limit)]
+    lines += [*_rank_lines(balance), *_file_lines(found, balance), *_value_lines(found)]
+    return lines if problems is None else [*lines, line(), *_problem_lines(found, problems)]
+
+
+def _summary(found: Opened, balance: Balance) -> list[Line]:
+    index = found.store.index
+    total = format_bytes(sum(e.nbytes for e in index.tensors.values()))
+    rows = [
+        ("checkpoint", found.path),
+        ("format", found.format),
+        ("tensors", f"{len(index.tensors)}, {total} in {len(index.files)} file{'s' * (len(index.files) != 1)}"),
+        ("values", str(len(stored_values(index)))),
+    ]
+    rows += [("held", spread(balance.held, "rank"))] if balance.held else []
+    rows += [("written", spread(balance.written, "rank"))] if balance.written else []
+    return [line(f"{name:<10}  {value}") for name, value in rows]
+
+
+def _tensor_lines(entries: Sequence[TensorEntry], layouts: Layouts, limit: int) -> list[Line]:
+    shown = entries[: limit or None]
+    rows = [
+        (e.name, e.dtype.name, str(e.shape), cut_off(layouts.notation(e) or "whole"), format_bytes(e.nbytes))
+        for e in shown
+    ]
+    hidden = len(entries) - len(shown)
+    more = [line(f"and {hidden} more tensors; --limit 0 shows all")] if hidden else []
+    return [*table_lines(("tensor", "dtype", "shape", "layout", "bytes"), rows, left=4), *more] if rows else []
+
+
+def cut_off(text: str) -> str:
+    """A text short enough for a column."""
+    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 1]}…"
+
+
+def _some(rows: Sequence[tuple[str, ...]], what: str) -> tuple[Sequence[tuple[str, ...]], list[Line]]:
+    """The first rows, and a line that says how many were left out."""
+    hidden = len(rows) - SHOWN_ROWS
+    return rows[:SHOWN_ROWS], [line(f"and {hidden} more {what}; --json lists all")] if hidden > 0 else []
+
+
+def _rank_lines(balance: Balance) -> list[Line]:
+    both = [(balance.held.get(r), balance.written.get(r)) for r in balance.ranks]
+    texts = [tuple("-" if n is None else format_bytes(n) for n in pair) for pair in both]
+    rows, more = _some([(str(r), *text) for r, text in zip(balance.ranks, texts, strict=True)], "ranks")
+    return [line(), *table_lines(("rank", "held", "written"), rows, left=0), *more] if rows else []
+
+
+def _file_lines(found: Opened, balance: Balance) -> list[Line]:
+    files = found.store.index.files
+    counts = zip(files, balance.tensors_by_file, strict=True)
+    rows, more = _some([(f.name, format_bytes(f.bytes), str(count)) for f, count in counts], "files")
+    return [line(), *table_lines(("file", "bytes", "tensors"), rows), *more] if rows else []
+
+
+def _value_lines(found: Opened) -> list[Line]:
+    values = stored_values(found.store.index)
+    rows, more = _some([(name, cut_off(repr(value))) for name, value in values.items()], "values")
+    return [line(), *table_lines(("value", ""), rows, left=2), *more] if rows else []
+
+
+def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
+    checked = checked_bytes(found.store)
+    if not problems:
+        what = f"{format_bytes(checked)} have the right checksums" if checked else "it stores no checksums of its bytes"
+        return [line(f"verified: lengths, headers and places are right; {what}")]
+    hidden = len(problems) - SHOWN_PROBLEMS
+    more = [f"and {hidden} more; --json lists all"] if hidden > 0 else []
+    shown = [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+    return [line(text) for text in (f"broken: {len(problems)} problem{'s' * (len(problems) != 1)}", *shown, *more)]
