@@ -378,3 +378,31 @@ def test_sharded_optimizer_trains_parameters_that_are_copied_along_an_axis() -> 
     for pairs in run_local(losses, 2):
         assert all(ours == pytest.approx(dense, rel=1e-12) for dense, ours in pairs)
         assert pairs[2][0] < pairs[0][0]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "NAdam", "RMSprop", "Rprop"])
+def test_blank_state_takes_a_checkpoint_of_another_world_and_training_goes_on(name: str, tmp_path: Path) -> None:
+    make = getattr(torch.optim, name)
+    options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9} if name == "SGD" else {"lr": 0.05}
+
+    def steps(comm: Comm, first: int, last: int) -> list[Tensor]:
+        net = copy.deepcopy(LAYERS)
+        shard_module(net, ModelPlan(Mesh.of(x=comm.world_size), {"*.weight": "S(0)"}, input_plan="replicated"))
+        optimizer = ShardedOptimizer(dict(net.named_parameters()), make, **options)
+        if first:
+            optimizer.init_state()
+            assert all(torch.equal(a.full(), b) for a, b in zip(net.parameters(), LAYERS.parameters(), strict=True))
+            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+            optimizer.load_state_dict(shardwise.load(state, tmp_path / "half")["optimizer"])
+        for _ in range(first, last):
+            optimizer.zero_grad()
+            net(torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)).square().sum().backward()
+            optimizer.step()
+        if last == 2:
+            shardwise.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "half")
+        return [p.full().detach() for p in net.parameters()]
+
+    expected = run_local(steps, 3, 0, 4)[0]
+    run_local(steps, 3, 0, 2)
+    for found in run_local(steps, 2, 2, 4):
+        torch.testing.assert_close(found, expected)

@@ -80,6 +80,34 @@ class ShardedOptimizer(optim.Optimizer):
         """Do one step, on local tensors only; return what the closure returned."""
         return self._optim.step(closure) if closure is not None else self._optim.step()
 
+    def init_state(self) -> None:
+        """Make the state that the first step would make, and change no parameter: something to load a checkpoint into.
+
+        It takes a step with gradients of zero and a learning rate of zero; parameters that have state are left out. Load
+        before the next step, since counters stand at one step already.
+
+        >>> optimizer = ShardedOptimizer({"w": nn.Parameter(torch.ones(2))}, optim.Adam)
+        >>> optimizer.init_state()
+        >>> sorted(optimizer.state_dict()["state"]["w"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+        """
+        groups = self._optim.param_groups
+        tensors = [t for group in groups for t in group["params"]]
+        kept = [(t.grad, t) for t in tensors]
+        rates = [group["lr"] for group in groups]
+        for tensor in tensors:
+            wanted = tensor.requires_grad and tensor not in self._optim.state
+            tensor.grad = torch.zeros_like(tensor) if wanted else None
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+            self._optim.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            for grad, tensor in kept:
+                tensor.grad = grad
+
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Add parameters with their own options; `params` maps names to parameters (or lists such pairs)."""
         named = _named(param_group["params"])
