@@ -83,8 +83,8 @@ class ShardedOptimizer(optim.Optimizer):
     def init_state(self) -> None:
         """Make the state that the first step would make, and change no parameter: something to load a checkpoint into.
 
-        It takes a step with gradients of zero and a learning rate of zero; parameters that have state are left out. Load
-        before the next step, since counters stand at one step already.
+        It takes a step with gradients of zero and a learning rate of zero; parameters that have state are left out.
+        Load before the next step, since counters stand at one step already.
 
         >>> optimizer = ShardedOptimizer({"w": nn.Parameter(torch.ones(2))}, optim.Adam)
         >>> optimizer.init_state()
