@@ -18,7 +18,8 @@ from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
 from tests.moving import local_parts, same_bytes, values
 from tests.ranks.world import Ranks, world_fixture
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
+IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
 SHAPE = (300, 70)
 ROWS, COLUMNS = ChunkSpec(0, 3), ChunkSpec(1, 3)
 LIMIT = 20_000
@@ -50,7 +51,7 @@ def report(tensor: ShardedTensor, call: Callable[[], Any]) -> Any:
     try:
         call()
     except CommError as error:
-        return str(error), error.ranks, time.monotonic() - began < TIMEOUT + 2.5, is_whole(tensor)
+        return str(error), error.ranks, time.monotonic() - began < IN_TIME, is_whole(tensor)
     return "no error"
 
 

@@ -20,6 +20,11 @@ class Engine(Protocol):
         """Where the tensors handed to it must live."""
         ...
 
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The ranks that the present wait is for."""
+        ...
+
     def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
         """Move byte views along edges between different ranks."""
         ...

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._faults import Accident
+from ._faults import Accident, failure
 from ._tensors import Edges, as_bytes, reduce_runs
 from ._torch_compat import all_gather_single
 from ._work import Done, Pending
@@ -39,6 +39,7 @@ class GlooEngine:
         self._group, self._rank, self._ranks, self._timeout = group, rank, ranks, timeout
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
+        self.awaited = self._others
 
     def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
         """Post every receive and every send at once; nothing is packed."""
@@ -50,7 +51,7 @@ class GlooEngine:
             for peer, tensors in sends.items():
                 works += [(peer, dist.isend(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
         except RuntimeError as error:
-            raise Accident(_first_line(error), (peer,)) from error
+            raise failure(error, (peer,)) from error
         return Pending(partial(self._wait, works))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
@@ -139,26 +140,24 @@ class GlooEngine:
     def _wait(self, works: list[tuple[int, dist.Work | None]]) -> None:
         deadline = time.monotonic() + self._timeout
         for peer, work in works:
+            self.awaited = (peer,)
             try:
                 if work is not None:
                     work.wait(_left(deadline))
             except RuntimeError as error:
-                raise Accident(_first_line(error), (peer,)) from error
+                raise failure(error, (peer,)) from error
 
     def _native(self, work: dist.Work | None) -> None:
+        self.awaited = self._others
         try:
             if work is not None:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise Accident(_first_line(error), self._others) from error
+            raise failure(error, self._others) from error
 
 
 def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _window_length(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._faults import Accident
+from ._faults import failure
 from ._tensors import Edges, as_bytes
 from ._torch_compat import all_gather_single, reduce_scatter_single
 from ._work import Done, Pending
@@ -24,7 +24,7 @@ class NativeEngine:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], device: torch.device) -> None:
         self._group, self._ranks, self.device = group, ranks, device
-        self._others = tuple(r for r in ranks if r != rank)
+        self._others = self.awaited = tuple(r for r in ranks if r != rank)
 
     def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
         """Post all sends and receives as one batch."""
@@ -86,7 +86,7 @@ class NativeEngine:
         try:
             return call()
         except RuntimeError as error:
-            raise Accident(str(error).splitlines()[0][:200], self._others) from error
+            raise failure(error, self._others) from error
 
 
 def _torch_op(op: ReduceOp) -> Any:

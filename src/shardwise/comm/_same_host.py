@@ -40,6 +40,7 @@ class SameHostEngine:
         self._rank, self._ranks, self._links, self._pids, self._timeout = rank, ranks, links, pids, timeout
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
+        self.awaited: tuple[int, ...] = self._others
         self._lock = threading.RLock()
         self._started = 0
         self._open: dict[int, Operation] = {}
@@ -151,11 +152,12 @@ class SameHostEngine:
             while self._unfinished(operation):
                 self._raise_failure()
                 missing = operation.awaited()
+                self.awaited = tuple(sorted(missing))
                 left = deadline - time.monotonic()
                 if missing & self._links.ended:
                     raise Accident("its process ended", sorted(missing & self._links.ended))
                 if left <= 0:
-                    raise Accident(f"no answer within {self._timeout:g} s", sorted(missing))
+                    raise Accident(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
                 for frame in self._links.receive(left):
                     self._dispatch(frame)
             self._open.pop(operation.number, None)

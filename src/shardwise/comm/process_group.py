@@ -11,6 +11,8 @@ Tensors that live elsewhere than the engine's memory are copied there and back (
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -21,18 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _tensors as tensors
 from ._engine import Engine
-from ._faults import Accident, explain
+from ._faults import Accident, Board
 from ._gloo import GlooEngine
 from ._nccl import NativeEngine
 from ._same_host_setup import connect_same_host
 from ._staging import Stage
 from ._torch_compat import backends, group_name
+from ._waiting import Waits
 from ._work import Pending
 from .errors import CommError
 from .protocol import DEFAULT_TIMEOUT, ReduceOp, Work
 
 _GRACE = 1.0
 _known: dict[str, ProcessGroupComm] = {}
+_made: Counter[str] = Counter()
 
 
 class ProcessGroupComm:
@@ -58,6 +62,9 @@ class ProcessGroupComm:
         self.timeout, self._shared_memory = timeout, shared_memory
         self._calls = 0
         self._engine: Engine | None = None
+        self._failure: CommError | None = None
+        self._board = _new_board(self.process_group, self.rank)
+        self._waits = Waits(self._board, partial(_awaited, weakref.ref(self)))
         self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
 
     @classmethod
@@ -135,37 +142,47 @@ class ProcessGroupComm:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
-        number = self._next()
+        number = self._begin(label)
         try:
             return self._ready_engine().all_gather_bytes(data, label=label)
         except Accident as accident:
             raise self._explain(accident, number, label) from accident
+        finally:
+            self._waits.end(number)
 
     def _start(self, label: str, call: Callable[[Engine, Stage], Work]) -> Work:
-        number = self._next()
+        number = self._begin(label)
         try:
             engine = self._ready_engine()
             stage = Stage(engine.device)
             work = call(engine, stage)
         except Accident as accident:
             raise self._explain(accident, number, label) from accident
+        finally:
+            self._waits.end(number)
         return Pending(partial(self._finish, work, stage, number, label))
 
     def _finish(self, work: Work, stage: Stage, number: int, label: str) -> None:
+        self._waits.begin(number, label)
         try:
             work.wait()
         except Accident as accident:
             raise self._explain(accident, number, label) from accident
+        finally:
+            self._waits.end(number)
         stage.finish()
 
-    def _next(self) -> int:
+    def _begin(self, label: str) -> int:
+        """Number a call; after one that failed the ranks are out of step, and all further ones are refused."""
+        if self._failure is not None:
+            raise CommError(str(self._failure), self._failure.ranks)
         self._calls += 1
+        self._waits.begin(self._calls, label)
         return self._calls
 
     def _explain(self, accident: Accident, number: int, label: str) -> CommError:
-        name = group_name(self.process_group)
-        grace = min(_GRACE, self.timeout)
-        error = explain(accident, rank=self.rank, group=name, number=number, label=label, grace=grace)
+        error = self._board.explain(accident, number=number, label=label, grace=min(_GRACE, self.timeout))
+        self._failure = self._failure or error
         if self._engine is not None:
             self._engine.give_up(str(error), error.ranks)
         return error
@@ -194,6 +211,17 @@ class ProcessGroupComm:
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:
     """Return the comm of one axis of torch's DeviceMesh that this rank is in (of a mesh of one axis, of that one)."""
     return ProcessGroupComm.of(mesh.get_group(axis))
+
+
+def _new_board(group: dist.ProcessGroup, rank: int) -> Board:
+    name = group_name(group)
+    _made[name] += 1
+    return Board(name, _made[name], rank)
+
+
+def _awaited(comm: weakref.ref[ProcessGroupComm]) -> tuple[int, ...]:
+    alive = comm()
+    return alive._engine.awaited if alive is not None and alive._engine is not None else ()
 
 
 def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
