@@ -77,7 +77,7 @@ def check_op(
                     error.add_note(f"on mesh {mesh} with {chosen}")
                     raise
 
-        run_local(body, mesh.ranks.size, timeout=20)
+        run_local(body, mesh.ranks.size, timeout=60)
 
 
 def placements_of(tensor: Tensor, ranks: int, pending: bool = True, ragged: bool = True) -> list[Placement]:

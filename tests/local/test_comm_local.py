@@ -127,7 +127,7 @@ def test_an_exception_ends_all_ranks_and_names_its_own() -> None:
             raise
 
     with pytest.raises(ValueError, match="bad weight") as caught:
-        run_local(body, 4, timeout=20)
+        run_local(body, 4, timeout=60)
     assert caught.value.__notes__ == ["on rank 2 of run_local (world of 4)"]
     assert seen == ["barrier 'step 7': rank 2 raised ValueError: bad weight"] * 3
 
@@ -178,7 +178,7 @@ def test_mismatches_are_raised_on_all_ranks(body: Any, message: str) -> None:
             raise
 
     with pytest.raises(CommError):
-        run_local(watched, 3, timeout=20)
+        run_local(watched, 3, timeout=60)
     assert set(seen) == {message}
 
 

@@ -78,7 +78,7 @@ def test_losses_and_norms_of_five_steps(kind: str, mode: str, clip: float | None
                 for name, value in optimizer.state[param].items():
                     assert not isinstance(value, ShardedTensor) or value.layout == param.layout, name
 
-        run_local(body, mesh.ranks.size, timeout=30)
+        run_local(body, mesh.ranks.size, timeout=60)
 
 
 WORLD = Mesh.of(tp=2)

@@ -28,7 +28,7 @@ _comms: dict[bool, ProcessGroupComm] = {}
 def comm_for(shared: bool) -> ProcessGroupComm:
     """Return one comm per transport, kept over the life of the rank."""
     if shared not in _comms:
-        _comms[shared] = ProcessGroupComm(timeout=20, shared_memory=shared)
+        _comms[shared] = ProcessGroupComm(timeout=60, shared_memory=shared)
     return _comms[shared]
 
 
@@ -204,7 +204,7 @@ def test_no_operation_warns(world: Ranks, shared: bool) -> None:
 
 def with_device_tensors(shared: bool) -> list[Any]:
     """Tensors of one GPU that all ranks share, through a gloo group."""
-    comm = ProcessGroupComm(device="cuda", timeout=20, shared_memory=shared)
+    comm = ProcessGroupComm(device="cuda", timeout=60, shared_memory=shared)
     other = {0: 1, 1: 0, 2: 2}[comm.rank]
     got = torch.zeros(50_000, device="cuda")
     comm.exchange({other: [torch.full_like(got, comm.rank)]}, {other: [got]}, label="swap").wait()

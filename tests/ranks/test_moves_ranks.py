@@ -59,7 +59,7 @@ _comms: dict[bool, ProcessGroupComm] = {}
 def comm_for(shared: bool) -> ProcessGroupComm:
     """One comm per transport, kept over the life of the rank."""
     if shared not in _comms:
-        _comms[shared] = ProcessGroupComm(timeout=20, shared_memory=shared)
+        _comms[shared] = ProcessGroupComm(timeout=60, shared_memory=shared)
     return _comms[shared]
 
 

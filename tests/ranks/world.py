@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.comm import LocalWorld, Outcome
 
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 class Ranks:
@@ -35,7 +35,7 @@ class Ranks:
         self._world.close()
 
 
-def world_fixture(nprocs: int, timeout: float = 20.0) -> Any:
+def world_fixture(nprocs: int, timeout: float = 60.0) -> Any:
     """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""
 
     @pytest.fixture(scope="module")
