@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.comm import LocalWorld, Outcome
 
-LIMIT = 120.0
+LIMIT = 240.0
 
 
 class Ranks:
