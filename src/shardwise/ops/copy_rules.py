@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Replicate, Shard
+from shardwise.ops.engine import call_op
 from shardwise.ops.local_tape import recording
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.tensor.dispatch import handler
+from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _CONVERT = torch.ops.aten._to_copy.default
@@ -25,14 +28,25 @@ def _same_shape(x: TensorMeta, **_: Any) -> list[Strategy]:
     return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
 
 
-@register_sharding([torch.ops.aten._conj.default, torch.ops.aten._neg_view.default])
-def _at_once(x: TensorMeta) -> list[Strategy]:
-    """Conjugated or negated now, not when it is read: local tensors are moved as they lie in memory."""
-    return [Strategy(s.outputs, s.inputs, _resolved(x.dtype.is_complex)) for s in _same_shape(x)]
+def _register_at_once(op: Any, function: Callable[[Tensor], Tensor]) -> None:
+    """Conjugated or negated now, not when it is read: local tensors are moved as they lie in memory.
+
+    The result is marked, since torch's own would share memory.
+    """
+
+    @register_sharding(op)
+    def rule(x: TensorMeta) -> list[Strategy]:
+        return [Strategy(s.outputs, s.inputs, lambda view, tensor: function(tensor)) for s in _same_shape(x)]
+
+    @handler(op)
+    def at_once(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        if mesh_view(args[0]._layout) is None:
+            return NotImplemented
+        return mark_copied(call_op(op, types, args, kwargs), "a conjugate or negative")
 
 
-def _resolved(conjugate: bool) -> Any:
-    return lambda view, tensor: torch.conj_physical(tensor) if conjugate else torch.neg(tensor)
+_register_at_once(torch.ops.aten._conj.default, torch.conj_physical)
+_register_at_once(torch.ops.aten._neg_view.default, torch.neg)
 
 
 @handler(torch.ops.aten._linalg_check_errors.default)

@@ -33,7 +33,7 @@ from shardwise.ops.vary import varied
 from shardwise.ops.watch import Entry, brief, is_watched, record, user_line
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.inplace import check_writable, mark_moved_views
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -228,6 +228,7 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     note_operator(plain=_is_plain(call, tensors, decision, local))
     outputs = _wrapped(call, tensors, comm, decision, result)
+    mark_moved_views(call.op, tensors, aligned, outputs)
     if is_watched():
         _record(name, decision, outputs)
     return outputs

@@ -20,6 +20,7 @@ from shardwise.ops.mixed import MixedTensorsError
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.schema import written_slots
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.moves import everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -39,6 +40,8 @@ def _is_list(value: Any) -> bool:
 def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the local tensors of lists; each output has the layout of the first list's tensor."""
     lead = next(value for value in (*args, *kwargs.values()) if _is_list(value))
+    if written_slots(op):
+        _check_writable(lead)
     _check_pending(op, lead, args)
     counts = [len(t._locals) if isinstance(t, ShardedTensor) else 1 for t in lead]
     local_args = [_local(op, value, lead, counts) for value in args]
@@ -50,6 +53,12 @@ def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.__dict__.pop("_varied", None)
         return None
     return _regrouped(result, lead, counts)
+
+
+def _check_writable(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, ShardedTensor):
+            check_writable(tensor)
 
 
 def _regrouped(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:

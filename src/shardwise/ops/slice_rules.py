@@ -74,7 +74,8 @@ def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
     if cut.result is None:
         assert cut.through is not None
         locals_, anchor = moved(tensor, cut.through, "slice")
-        return sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
+        part = sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
+        return mark_copied(part, "a slice of a dim that had to be gathered")
     with recording():
         local = aten.slice.Tensor(tensor._locals[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor._comm)
@@ -172,7 +173,7 @@ def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
     row = index % layout.shape[at]
     for start, size, place in zip(own.offsets[:, at], own.sizes[:, at], own.local_offsets[:, at], strict=True):
         if start <= row < start + size:
-            return x.select(at, int(place + row - start))
+            return x.select(at, int(place + row - start)).clone()
     return nothing_like(x, [n for d, n in enumerate(x.shape) if d != at])
 
 
@@ -222,7 +223,8 @@ def _unbind(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     spec = mesh_view(tensor._layout)
     if spec is None or not axes_of(spec, dim):
         return NotImplemented
-    return [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
+    rows = [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
+    return [mark_copied(row, "a row of a sharded dim") for row in rows]
 
 
 def _triangle(op: Any) -> Callable[..., list[Strategy]]:

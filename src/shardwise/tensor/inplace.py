@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from shardwise.tensor.moves import text_of
 from shardwise.tensor.random import check_not_pending, fill_locals
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.streams import next_stream
+
+_COPIED_BY = "shardwise_copied_by"
 
 
 def draw_into(
@@ -33,6 +37,7 @@ def draw_into(
     asked = {"layout": text_of(tensor._layout), "dtype": tensor.dtype, **(fields or {})}
     distribution, problem = None, None
     try:
+        check_writable(tensor)
         check_not_pending(tensor._layout, label)
         distribution = values()
     except (ValueError, RuntimeError) as error:
@@ -50,14 +55,38 @@ def draw_into(
 
 
 def mark_copied(tensor: ShardedTensor, name: str) -> ShardedTensor:
-    """Note that a tensor, which torch would give as a view, shares no memory with what it was taken from."""
-    tensor.__dict__["_copied_by"] = name
+    """Note that a tensor, which torch would give as a view, shares no memory with what it was taken from.
+
+    The note is kept with the memory, so that it holds for views of this tensor as well, however they are made.
+    """
+    for local in tensor._locals:
+        local.untyped_storage().__dict__[_COPIED_BY] = name
     return tensor
+
+
+def mark_moved_views(
+    op: Any, given: Sequence[ShardedTensor], taken: Sequence[ShardedTensor], outputs: ShardedTensor | Sequence[Any]
+) -> None:
+    """Mark what an operator gave as views, if tensors were moved before it took them."""
+    if gives_views(op) and any(t._locals[0] is not g._locals[0] for g, t in zip(given, taken, strict=True)):
+        for output in [outputs] if isinstance(outputs, ShardedTensor) else outputs:
+            mark_copied(output, f"what {op} gave, after its input had to be moved,")
+
+
+@cache
+def gives_views(op: Any) -> bool:
+    """Whether an operator's results share memory with an argument that it does not write to.
+
+    >>> gives_views(torch.ops.aten.squeeze.dim), gives_views(torch.ops.aten.add_.Tensor)
+    (True, False)
+    """
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def check_writable(tensor: ShardedTensor) -> None:
     """Raise if what is written to a tensor would be lost: it stands for a view, but had to be copied."""
-    name = tensor.__dict__.get("_copied_by")
+    name = next((n for t in tensor._locals if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None)
     if name is not None:
         raise UnsupportedOpError(
             f"{name} was copied to {text_of(tensor._layout)} and shares no memory with the tensor it was taken from, "
