@@ -9,6 +9,7 @@ import typer
 from shardwise._version import __version__
 from shardwise.cli.check_rule import check_rule
 from shardwise.cli.demo import demo
+from shardwise.cli.diff import diff
 from shardwise.cli.errors import Commands
 from shardwise.cli.inspect import inspect
 from shardwise.cli.plan import plan
@@ -39,6 +40,7 @@ def main(
       shardwise show "f32[8,6] on dp=2,tp=2: S(0), S(1)"
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise inspect runs/step-1000 --verify
+      shardwise diff runs/step-1000 runs/step-2000
       shardwise demo
     """
 
@@ -48,3 +50,4 @@ app.command()(plan)
 app.command()(demo)
 app.command()(check_rule)
 app.command()(inspect)
+app.command()(diff)

@@ -1,0 +1,166 @@
+"""Do two stored tensors have the same values? Whatever their formats, layouts and worlds, in bounded memory.
+
+1. The stored boxes of one meet those of the other in regions, each of which lies in one file on either side.
+2. A region is read in parts that touch few pages. Equal bits are equal elements; nothing else is done with them.
+3. The elements whose bits differ are turned into numbers: how many differ, and by how much.
+
+Elements are equal if their bits are, or if both are NaN. With tolerances they are also equal if they are near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.checkpoint.decoding import has_numbers, numbers
+from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.store import Store
+from shardwise.geometry import Box, DType
+from shardwise.transfer.intersect import overlaps_with_boxes
+
+PART_BYTES = 4 << 20
+_PART_ELEMENTS = 1 << 18
+Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far apart equal elements may be: |a - b| <= atol + rtol * |b|. Nothing at all by default."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        return self.atol == self.rtol == 0
+
+
+EXACT = Tolerance()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How many elements differ, the largest |a - b| and the largest |a - b| / |b|; NaN is infinitely far from numbers.
+
+    >>> Difference(1, 0.5, 0.1) + Difference(2, 0.25, 0.2)
+    Difference(count=3, max_abs=0.5, max_rel=0.2)
+    """
+
+    count: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+
+    def __add__(self, other: Difference) -> Difference:
+        absolute, relative = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        return Difference(self.count + other.count, absolute, relative)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stored:
+    """A tensor of a checkpoint: its entry in the index, and the files."""
+
+    store: Store
+    entry: TensorEntry
+
+
+def compare_stored(
+    a: Stored, b: Stored, tolerance: Tolerance = EXACT, on_bytes: Callable[[int], None] = lambda count: None
+) -> Difference:
+    """Compare two tensors of one shape; `on_bytes` is told how many bytes of the first have been read."""
+    kinds = (a.entry.dtype, b.entry.dtype)
+    found = Difference()
+    for left, right in _parts(a, b):
+        found += _compare((left, right), kinds, tolerance)
+        on_bytes(left.nbytes)
+        a.store.touch(_span(left))
+        b.store.touch(_span(right))
+    return found
+
+
+def _parts(a: Stored, b: Stored) -> Iterator[Pair]:
+    """The same elements of both, part by part."""
+    cut, other = a.entry.cut, b.entry.cut
+    if not len(cut) or not len(other):
+        return
+    met = overlaps_with_boxes(cut.shape, cut.offsets, cut.sizes, other.offsets, other.sizes)
+    columns = (met.boxes, met.cells, met.starts - cut.offsets[met.boxes], met.starts - other.offsets[met.cells])
+    for box, cell, here, there, sizes in zip(*(c.tolist() for c in (*columns, met.sizes)), strict=True):
+        left = a.store.piece(a.entry, box)[Box(tuple(here), tuple(sizes)).slices]
+        right = b.store.piece(b.entry, cell)[Box(tuple(there), tuple(sizes)).slices]
+        yield from _steps(np.asarray(left), np.asarray(right))
+
+
+def _steps(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[Pair]:
+    """Cut two arrays of one shape along their first dims, so that each part spans few bytes of its file."""
+    span = max(_span(left), _span(right))
+    if span <= PART_BYTES or left.ndim == 0:
+        yield left, right
+        return
+    count = PART_BYTES * len(left) // span
+    for start in range(0, len(left), max(1, count)):
+        if count > 1:
+            yield left[start : start + count], right[start : start + count]
+        else:
+            yield from _steps(left[start], right[start])
+
+
+def _span(part: npt.NDArray[Any]) -> int:
+    """The bytes of the file from the first to the last row of a part."""
+    return part.strides[0] * part.shape[0] if part.ndim and part.size else part.nbytes
+
+
+def _compare(pair: Pair, kinds: tuple[DType, DType], near: Tolerance) -> Difference:
+    left, right = pair
+    if kinds[0] == kinds[1]:
+        apart = _bits(left) != _bits(right)
+        if not apart.any():
+            return Difference()
+        left, right = left[apart], right[apart]
+    left, right = left.reshape(-1), right.reshape(-1)
+    found = Difference()
+    for start in range(0, len(left), _PART_ELEMENTS):
+        part = slice(start, start + _PART_ELEMENTS)
+        found += _compare_values(left[part], right[part], kinds, near)
+    return found
+
+
+def _bits(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Elements as something that is equal if, and only if, its bits are; 16 bytes are carried as complex numbers."""
+    return part.view([("real", "<u8"), ("imag", "<u8")]) if part.dtype.kind == "c" else part
+
+
+def _compare_values(
+    left: npt.NDArray[Any], right: npt.NDArray[Any], kinds: tuple[DType, DType], near: Tolerance
+) -> Difference:
+    """Compare elements that may differ; those of one type are known to have different bits."""
+    if not all(map(has_numbers, kinds)):
+        return Difference(len(left), np.inf, np.inf)
+    a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
+    with np.errstate(all="ignore"):
+        distance = _distance(a, b)
+        size = np.abs(b.astype(np.float64) if b.dtype.kind in "iu" else b)
+        same = np.isnan(a) & np.isnan(b)
+        if kinds[0] != kinds[1] or not near.exact:
+            same |= (a == b) | (distance <= near.atol + near.rtol * size)
+        distance, size = distance[~same], size[~same]
+        distance[np.isnan(distance)] = np.inf
+        relative = distance / size
+        relative[np.isnan(relative)] = np.inf
+        relative[distance == 0] = 0
+    if not len(distance):
+        return Difference()
+    return Difference(len(distance), float(distance.max()), float(relative.max()))
+
+
+def _distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """|a - b|; that of two integers is found without overflow."""
+    if a.dtype != b.dtype:
+        a, b = (n.astype(np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64) for n in (a, b))
+    if a.dtype.kind in "iu":
+        left, right = a.view(np.uint64), b.view(np.uint64)
+        return np.where(a > b, left - right, right - left).astype(np.float64)
+    return np.asarray(np.abs(a - b))

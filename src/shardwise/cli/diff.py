@@ -1,0 +1,291 @@
+"""`shardwise diff`: where two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.checkpoint.checksums import block_count
+from shardwise.checkpoint.comparing import Difference, Stored, Tolerance, compare_stored
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
+from shardwise.checkpoint.tree import Scalar
+from shardwise.cli.checkpoints import Layouts, Opened, matching, open_checkpoint
+from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json
+from shardwise.cli.progress import byte_progress
+from shardwise.cli.units import shortened
+from shardwise.view import line, print_lines
+
+SHOWN = 50
+WITHOUT_VALUES = ("Hugging Face", "safetensors file")
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """A tensor that both have: how its type, shape and values differ; `values` is None where shapes differ."""
+
+    name: str
+    a: TensorEntry
+    b: TensorEntry
+    values: Difference | None
+
+    @property
+    def same(self) -> bool:
+        return self.a.dtype == self.b.dtype and self.values is not None and self.values.count == 0
+
+
+@dataclass(frozen=True)
+class ValueDiff:
+    """What is no tensor and differs; `compared` is the number of names looked at, None where a format has no values."""
+
+    compared: int | None = None
+    only_a: Mapping[str, Scalar] = field(default_factory=dict)
+    only_b: Mapping[str, Scalar] = field(default_factory=dict)
+    different: Mapping[str, tuple[Scalar, Scalar]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.only_a) + len(self.only_b) + len(self.different)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that two checkpoints differ in; layouts are rules by name of the tensor."""
+
+    only_a: Sequence[str]
+    only_b: Sequence[str]
+    tensors: Sequence[TensorDiff]
+    layouts: Mapping[str, tuple[str, str]]
+    values: ValueDiff
+
+    @property
+    def different(self) -> list[TensorDiff]:
+        return [t for t in self.tensors if not t.same]
+
+    def same(self, with_layouts: bool) -> bool:
+        """Whether there is nothing to tell."""
+        return not any((self.only_a, self.only_b, self.different, self.values)) and not (with_layouts and self.layouts)
+
+
+def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The names of tensors of the first checkpoint that begin so, for the shell."""
+    try:
+        names = open_checkpoint(ctx.params["a"]).store.index.tensors
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+PathA = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder, or a .safetensors file.")]
+PathB = Annotated[str, typer.Argument(metavar="B", help="Another one, of any format, layout and number of ranks.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="GLOB",
+        autocompletion=complete_name,
+        help="Only tensors and values of this name, * and ? allowed; may be repeated.",
+    ),
+]
+Atol = Annotated[float, typer.Option(min=0, help="Elements are equal if |a - b| <= ATOL + RTOL * |b|.")]
+Rtol = Annotated[float, typer.Option(min=0, help="See --atol. Without both, bits are compared; NaN equals NaN.")]
+WithLayouts = Annotated[bool, typer.Option("--layouts", help="Count tensors of different layouts as different.")]
+Limit = Annotated[int, typer.Option(min=0, metavar="N", help="Show at most N differences; 0: all.")]
+
+
+def diff(
+    a: PathA,
+    b: PathB,
+    name: Names = None,
+    atol: Atol = 0.0,
+    rtol: Rtol = 0.0,
+    layouts: WithLayouts = False,
+    limit: Limit = SHOWN,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the tensors and values of two checkpoints, whatever their formats, layouts and numbers of ranks.
+
+    Exit status 0: the same; 1: different; 2: one of them cannot be read.
+
+    \b
+    Examples:
+      shardwise diff runs/step-1000 runs/step-2000
+      shardwise diff runs/step-1000 model-hf --name "model.*" --rtol 1e-3
+    """
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    found = compare(first, second, name or [], Tolerance(atol, rtol))
+    same = found.same(layouts)
+    if as_json:
+        print_json(to_json(first, second, found, same))
+    else:
+        texts = [shortened(text) for text in to_texts(found)]
+        hidden = len(texts) - limit if limit else 0
+        more = [f"and {hidden} more; --limit 0 shows all"] if hidden > 0 else []
+        shown = [*texts[: limit or None], *more, verdict(found, same, layouts)]
+        print_lines([line(text) for text in shown], sys.stdout)
+    if not same:
+        raise typer.Exit(NO)
+
+
+def compare(first: Opened, second: Opened, patterns: Sequence[str], tolerance: Tolerance) -> Comparison:
+    """Compare two checkpoints; what is read is told by a progress bar."""
+    sides = [_tensors_of(found, patterns) for found in (first, second)]
+    both = [name for name in sides[0] if name in sides[1]]
+    pairs = [(name, sides[0][name], sides[1][name]) for name in both]
+    total = sum(a.nbytes for _, a, b in pairs if a.shape == b.shape)
+    with byte_progress("comparing", total) as advance:
+        tensors = [
+            TensorDiff(name, a, b, _compared(Stored(first.store, a), Stored(second.store, b), tolerance, advance))
+            for name, a, b in pairs
+        ]
+    only_a, only_b = ([n for n in one if n not in other] for one, other in (sides, sides[::-1]))
+    values = _value_differences(first, second, patterns, tolerance)
+    if patterns and not any(sides) and not values.compared:
+        raise CheckpointError(f"neither {first.path} nor {second.path} has anything called {' or '.join(patterns)}")
+    return Comparison(only_a, only_b, tensors, _layout_differences(pairs), values)
+
+
+def _tensors_of(found: Opened, patterns: Sequence[str]) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint by the names that its state gives them."""
+    index = found.store.index
+    named = stored_names(index)
+    own = {stored: name for name, stored in named.items()}  # the last name of each is that of the tree
+    return {name: index.tensors[named[name]] for name in matching(own.values(), patterns)}
+
+
+def _compared(a: Stored, b: Stored, tolerance: Tolerance, advance: Any) -> Difference | None:
+    """The difference between the values of two tensors; damaged bytes are an error, never a difference."""
+    if a.entry.shape != b.entry.shape:
+        return None
+    found = compare_stored(a, b, tolerance, advance)
+    if found.count:
+        for side in (a, b):
+            for box, (_, elements) in enumerate(side.entry.cut.extents):
+                blocks = block_count(elements * side.entry.dtype.itemsize, side.store.index.block_bytes)
+                side.store.verify(side.entry, box, 0, blocks)
+    return found
+
+
+def _layout_differences(pairs: Sequence[tuple[str, TensorEntry, TensorEntry]]) -> dict[str, tuple[str, str]]:
+    layouts = Layouts()
+    known: dict[tuple[int, int], bool] = {}
+    found: dict[str, tuple[str, str]] = {}
+    for name, a, b in pairs:
+        key = (id(a.cut), id(b.cut))
+        if key not in known:
+            known[key] = layouts.layout(a) == layouts.layout(b) or None in (layouts.notation(a), layouts.notation(b))
+        if a.shape == b.shape and not known[key]:
+            found[name] = (layouts.notation(a) or "", layouts.notation(b) or "")
+    return found
+
+
+def _value_differences(first: Opened, second: Opened, patterns: Sequence[str], tolerance: Tolerance) -> ValueDiff:
+    """What differs beside the tensors; formats that cannot hold values are not compared."""
+    if first.format in WITHOUT_VALUES or second.format in WITHOUT_VALUES:
+        return ValueDiff()
+    stored = [stored_values(found.store.index) for found in (first, second)]
+    a, b = ({name: values[name] for name in matching(values, patterns)} for values in stored)
+    return ValueDiff(
+        compared=len({*a, *b}),
+        only_a={name: value for name, value in a.items() if name not in b},
+        only_b={name: value for name, value in b.items() if name not in a},
+        different={n: (a[n], b[n]) for n in a if n in b and not same_value(a[n], b[n], tolerance)},
+    )
+
+
+def same_value(a: Scalar, b: Scalar, tolerance: Tolerance) -> bool:
+    """Whether two values are of one type and equal, floats as elements of tensors are.
+
+    >>> same_value(1, True, Tolerance()), same_value(1.0, 1.05, Tolerance(atol=0.1))
+    (False, True)
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        near = not math.isinf(a - b) and abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b)
+        return a == b or near or (math.isnan(a) and math.isnan(b))
+    return a == b
+
+
+def to_texts(found: Comparison) -> list[str]:
+    """A line for each difference; tensors whose layouts differ alike share one."""
+    lines = [f"only in A: tensor {name}" for name in found.only_a]
+    lines += [f"only in B: tensor {name}" for name in found.only_b]
+    for tensor in found.different:
+        lines += [f"{tensor.name}: {text}" for text in _tensor_texts(tensor)]
+    lines += [f"only in A: {name} = {value!r}" for name, value in found.values.only_a.items()]
+    lines += [f"only in B: {name} = {value!r}" for name, value in found.values.only_b.items()]
+    lines += [f"{name}: {a!r} in A, {b!r} in B" for name, (a, b) in found.values.different.items()]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, rules in found.layouts.items():
+        groups.setdefault(rules, []).append(name)
+    for (a, b), names in groups.items():
+        more = f" and {len(names) - 1} more tensor{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{more}: layout {a} in A, {b} in B")
+    return lines
+
+
+def _tensor_texts(tensor: TensorDiff) -> list[str]:
+    a, b, values = tensor.a, tensor.b, tensor.values
+    lines = [f"{a.dtype} in A, {b.dtype} in B"] if a.dtype != b.dtype else []
+    if values is None:
+        return [*lines, f"shape {a.shape} in A, {b.shape} in B"]
+    if not values.count:
+        return lines
+    share = f"{values.count} of {math.prod(a.shape)} elements differ"
+    return [*lines, f"{share}, by at most {values.max_abs:.6g}, relative {values.max_rel:.6g}"]
+
+
+def verdict(found: Comparison, same: bool, with_layouts: bool) -> str:
+    """The answer in one line."""
+    notes = "" if found.values.compared is not None else "; values are not compared: one of the formats has none"
+    if found.layouts and not with_layouts:
+        notes += f"; {len(found.layouts)} of other layout (--layouts counts them)"
+    if same:
+        values = f", {found.values.compared} values" if found.values.compared else ""
+        return f"the same: {len(found.tensors)} tensors{values}{notes}"
+    counts = [
+        (len(found.different), f"of {len(found.tensors)} tensors in both"),
+        (len(found.only_a), "tensors only in A"),
+        (len(found.only_b), "tensors only in B"),
+        (len(found.values), "values"),
+        (len(found.layouts) if with_layouts else 0, "layouts"),
+    ]
+    return f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{notes}"
+
+
+def to_json(first: Opened, second: Opened, found: Comparison, same: bool) -> dict[str, Any]:
+    """The comparison as plain data."""
+    return {
+        "a": {"path": first.path, "format": first.format},
+        "b": {"path": second.path, "format": second.format},
+        "same": same,
+        "compared": len(found.tensors),
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "different": [_tensor_json(t) for t in found.different],
+        "layouts": [{"name": name, "a": a, "b": b} for name, (a, b) in found.layouts.items()],
+        "values": {
+            "compared": found.values.compared,
+            "only_a": found.values.only_a,
+            "only_b": found.values.only_b,
+            "different": [{"name": name, "a": a, "b": b} for name, (a, b) in found.values.different.items()],
+        },
+    }
+
+
+def _tensor_json(tensor: TensorDiff) -> dict[str, Any]:
+    values = tensor.values
+    return {
+        "name": tensor.name,
+        "dtype": {"a": tensor.a.dtype.name, "b": tensor.b.dtype.name},
+        "shape": {"a": list(tensor.a.shape), "b": list(tensor.b.shape)},
+        "elements": None if values is None else values.count,
+        "max_abs": None if values is None else values.max_abs,
+        "max_rel": None if values is None else values.max_rel,
+    }
