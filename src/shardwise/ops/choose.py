@@ -16,12 +16,13 @@ from shardwise.ops.rules import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor of a call, seen on the call's mesh."""
+    """A tensor of a call, seen on the call's mesh; `first` is where the call has the same tensor for the first time."""
 
     spec: MeshSpec
     shape: tuple[int, ...]
     nbytes: int
     written: bool
+    first: int
 
 
 def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
@@ -40,14 +41,18 @@ def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Me
 
 
 def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
+    """What the inputs' changes cost; a tensor that is given twice and wanted alike moves once."""
     total = 0.0
+    paid = set()
     for operand, then in zip(operands, strategy.inputs, strict=True):
         now = operand.spec.placements[axis]
         if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
             return None
         if operand.written and not _keeps(now, then):
             return None
-        total += change_cost(now, then, operand.nbytes, ranks)
+        if (operand.first, then) not in paid:
+            paid.add((operand.first, then))
+            total += change_cost(now, then, operand.nbytes, ranks)
     return total
 
 

@@ -96,11 +96,17 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
 def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     if len(_decisions) > _MOST:
         _decisions.clear()
-    key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors))
+    key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors), _first_places(tensors))
     known = _decisions.get(key)
     if known is None:
         known = _decisions[key] = _decide(call, tensors)
     return known
+
+
+def _first_places(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
+    """For each tensor its first place in the call; None where no tensor is given twice."""
+    numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 
 
 def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
@@ -163,8 +169,9 @@ def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[M
 
 def _operands(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
     written = _written(call)
+    first = _first_places(tensors) or range(len(tensors))
     return [
-        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written)
+        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written, first[i])
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 
@@ -210,7 +217,7 @@ def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, .
 
 def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
     name = str(call.op)
-    aligned = [_aligned(t, wanted, name) for t, wanted in zip(tensors, decision.inputs, strict=True)]
+    aligned = _all_aligned(tensors, decision.inputs, name)
     if not aligned[0]._locals and comm.rank not in decision.mesh.ranks:
         raise UnsupportedOpError(
             f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
@@ -239,6 +246,16 @@ def _is_plain(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, 
     moved_none = all(t._layout is wanted for t, wanted in zip(tensors, decision.inputs, strict=True))
     given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
     return moved_none and given and local is None and not written_slots(call.op)
+
+
+def _all_aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
+    """The tensors in the layouts wanted; one that is given twice and wanted alike is moved once."""
+    made: dict[tuple[int, int], ShardedTensor] = {}
+    for tensor, layout in zip(tensors, wanted, strict=True):
+        key = (id(tensor), id(layout))
+        if key not in made:
+            made[key] = _aligned(tensor, layout, name)
+    return [made[id(tensor), id(layout)] for tensor, layout in zip(tensors, wanted, strict=True)]
 
 
 def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:

@@ -79,6 +79,8 @@ def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> flo
     """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
 
     A change that moves nothing costs a fraction of a byte, so that of two free ways the one without changes is taken.
+    A pending sum costs the same wherever it goes: what is saved by scattering it is paid when its parts, or its
+    gradients, are gathered again. So it is scattered only to meet something that is sharded.
     """
     share = nbytes * (ranks - 1) / ranks
     if same_kind(now, then):
@@ -86,5 +88,5 @@ def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> flo
     if isinstance(now, Replicate):
         return 0.25 if isinstance(then, Shard) else 0.5
     if isinstance(now, Shard):
-        return 0.5 + (share / ranks if isinstance(then, Shard) else share)
-    return 0.5 + (share if isinstance(then, Shard) else 2 * share)
+        return 0.5 + (share if isinstance(then, Replicate) else share / ranks if isinstance(then, Shard) else 3 * share)
+    return 2 * share + (1.0 if isinstance(then, Shard) else 0.5)

@@ -53,8 +53,13 @@ def reduction_strategies(
     return found + [Strategy((p,) * outputs, (p,)) for p in sorted(pending, key=repr)]
 
 
-@register_sharding([aten.sum.default, aten.nansum.default])
-def total(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
+@register_sharding(aten.sum.default)
+def total(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
+    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, dtype))
+
+
+@register_sharding(aten.nansum.default)
+def total_of_numbers(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, Partial("sum"))
 
 

@@ -1,0 +1,106 @@
+"""Does a tensor-parallel model communicate as code by hand does: one sum for each half of a block and each way?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import Comm, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardedTensor, explain, shard
+from shardwise.comm import run_local
+from shardwise.ops.placing import change_cost
+from shardwise.ops.watch import Log
+
+RANKS, WIDTH, TOKENS, HEAD = 2, 8, 6, 2
+ROWS, COLUMNS = ("query", "key", "value", "up"), ("out", "down")
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a norm and beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.before(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        raised: Tensor = self.down(F.relu(self.up(self.between(x))))
+        return x + raised
+
+
+def _on_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
+    for name, layer in model.named_modules():
+        kind = name.rpartition(".")[2]
+        cut: Placement = Shard(0) if kind in ROWS else Shard(1) if kind in COLUMNS else Replicate()
+        for key, parameter in list(layer.named_parameters(recurse=False)):
+            setattr(layer, key, nn.Parameter(shard(parameter.detach(), MeshSpec(mesh, [cut]), None)))
+    return model
+
+
+def _moves(log: Log) -> list[tuple[tuple[str, ...], tuple[str, ...], int]]:
+    return [(e.inputs, e.outputs, e.moved_bytes) for e in log.entries if e.moved_bytes]
+
+
+def _steps(comm: Comm) -> list[list[tuple[tuple[str, ...], tuple[str, ...], int]]]:
+    """The moves of a first and of a second step: what is remembered of the first changes nothing."""
+    torch.manual_seed(3)
+    mesh = Mesh.of(tp=RANKS)
+    model = _on_mesh(Block(), mesh)
+    x = shard(torch.randn(2, TOKENS, WIDTH), MeshSpec(mesh, [Replicate()]), None)
+    found = []
+    for _ in range(2):
+        with explain() as log:
+            y = model(x)
+            (y * y).sum().backward()
+        found.append(_moves(log))
+    return found
+
+
+def test_a_block_makes_two_sums_forward_and_two_backward() -> None:
+    one_sum = (("tp=2: P(sum)",), ("tp=2: R",), 2 * (2 * TOKENS * WIDTH * 4))
+    for by_rank in run_local(_steps, RANKS):
+        assert by_rank == [[one_sum] * 4] * 2
+
+
+def _moved(comm: Comm, compute: Callable[[ShardedTensor, ShardedTensor], Tensor]) -> tuple[list[str], list[str]]:
+    mesh = Mesh.of(tp=RANKS)
+    pending = shard(torch.ones(4, 6), MeshSpec(mesh, [Partial("sum")]), None)
+    rows = shard(torch.ones(4, 6), MeshSpec(mesh, [Shard(0)]), None)
+    with explain() as log:
+        compute(pending, rows)
+    moves = _moves(log)
+    return [src[0] for src, _, _ in moves], [dst[0] for _, dst, _ in moves]
+
+
+@pytest.mark.parametrize(
+    ("compute", "towards"),
+    [
+        (lambda pending, rows: pending * pending, ["tp=2: R"]),
+        (lambda pending, rows: torch.stack([pending.exp(), pending.exp()]), ["tp=2: R", "tp=2: R"]),
+        (lambda pending, rows: pending + rows, ["tp=2: S(0)"]),
+        (lambda pending, rows: pending.sum(), []),
+        (lambda pending, rows: pending + pending, []),
+    ],
+    ids=["with itself", "twice", "beside shards", "summed", "added"],
+)
+def test_where_a_pending_sum_goes(
+    compute: Callable[[ShardedTensor, ShardedTensor], Tensor], towards: list[str]
+) -> None:
+    for sources, targets in run_local(_moved, RANKS, compute):
+        assert sources == ["tp=2: P(sum)"] * len(towards)
+        assert targets == towards
+
+
+def test_a_pending_sum_costs_the_same_wherever_it_goes() -> None:
+    everywhere, scattered = (change_cost(Partial("sum"), to, 1000, 4) for to in (Replicate(), Shard(0)))
+    assert everywhere == pytest.approx(scattered, abs=1)
+    assert everywhere < scattered
