@@ -49,7 +49,7 @@ def numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
 def _numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     name = dtype.torch_name
     if name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.asarray((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
     if name == "complex32":
         parts = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
         return np.asarray(parts[:, 0] + 1j * parts[:, 1])
@@ -82,7 +82,8 @@ def small_floats(name: str) -> npt.NDArray[np.float64]:
     sign = np.where(codes & 128, -1.0, 1.0)
     exponent, fraction = (codes & 127) >> fraction_bits, codes & (2**fraction_bits - 1)
     part = fraction / 2**fraction_bits
-    values: npt.NDArray[np.float64] = sign * np.where(exponent == 0, part * 2.0 ** (1 - bias), (1 + part) * 2.0 ** (exponent - bias))
+    size = np.where(exponent == 0, part * 2.0 ** (1 - bias), (1 + part) * 2.0 ** (exponent - bias))
+    values: npt.NDArray[np.float64] = sign * size
     if unsigned_zero:
         values[128] = np.nan
     elif name == "float8_e4m3fn":
