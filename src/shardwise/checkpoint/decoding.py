@@ -49,12 +49,12 @@ def numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
 def _numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     name = dtype.torch_name
     if name == "bfloat16":
-        return np.asarray((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if name == "complex32":
         parts = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
         return np.asarray(parts[:, 0] + 1j * parts[:, 1])
     if name.startswith("float8"):
-        return small_floats(name)[bits]
+        return np.asarray(small_floats(name)[bits])
     if name not in _NATIVE:
         raise CheckpointError(f"elements of type {dtype} are no single numbers; they are compared bit by bit only")
     native = bits.view(_NATIVE[name])
