@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.huggingface import save_hf
     from shardwise.checkpoint.loading import load
     from shardwise.checkpoint.reader import Checkpoint, StoredTensor, open
+    from shardwise.checkpoint.resharding import ReshardReport, reshard
     from shardwise.checkpoint.saving import save
 
 _MODULE_OF = {
     "Checkpoint": "shardwise.checkpoint.reader",
+    "ReshardReport": "shardwise.checkpoint.resharding",
     "Saving": "shardwise.checkpoint.background",
     "StoredTensor": "shardwise.checkpoint.reader",
     "load": "shardwise.checkpoint.loading",
     "open": "shardwise.checkpoint.reader",
+    "reshard": "shardwise.checkpoint.resharding",
     "save": "shardwise.checkpoint.saving",
     "save_hf": "shardwise.checkpoint.huggingface",
 }
@@ -29,19 +32,21 @@ _MODULE_OF = {
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "ReshardReport",
     "Saving",
     "StoredTensor",
     "clean",
     "leftovers",
     "load",
     "open",
+    "reshard",
     "save",
     "save_hf",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that needs torch."""
+    """Load a name on first use."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME
 
-SAVING, REPLACED = "saving", "replaced"
+SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 HF_INDEX_NAME = "model.safetensors.index.json"
 HF_SINGLE_NAME = "model.safetensors"
 _COMPLETE = (INDEX_NAME, HF_INDEX_NAME, HF_SINGLE_NAME)
@@ -139,13 +139,13 @@ def recover(path: Path) -> None:
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[Path]:
-    """The temporary folders that killed saves of this checkpoint left; those that hold the checkpoint itself are none.
+    """The temporary folders that killed saves and reshards left beside this checkpoint, but for those that hold it.
 
     >>> leftovers("no/such/checkpoint")
     []
     """
     whole = absolute(path)
-    found = _siblings(whole, SAVING, REPLACED)
+    found = _siblings(whole, SAVING, REPLACED, RESHARDING)
     if not found or (whole.exists() and not _is_empty(whole)):
         return found
     try:

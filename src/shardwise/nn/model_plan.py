@@ -62,7 +62,7 @@ class ModelPlan:
         problems: list[str] = []
         found: dict[str, MeshSpec] = {}
         for name, tensor in tensors.items():
-            spec = self._spec(name, tensor, matched.get(name), problems)
+            spec = self._spec(name, tuple(tensor.shape), matched.get(name), problems)
             if spec is not None:
                 found[name] = spec
         problems += _share_alike(tensors, found, matched)
@@ -70,10 +70,23 @@ class ModelPlan:
             raise PlanError("\n".join(problems))
         return found
 
-    def _spec(self, name: str, tensor: Tensor, pattern: str | None, problems: list[str]) -> MeshSpec | None:
+    def specs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, MeshSpec]:
+        """The spec of every tensor of these names and shapes, as for the parameters of a model.
+
+        >>> ModelPlan(Mesh.of(tp=2), {"*.weight": "S(0)"}).specs_of({"up.weight": (8, 4), "up.bias": (8,)})["up.bias"]
+        MeshSpec(tp=2, (Replicate(),))
+        """
+        matched = match(self.parameters, list(shapes))
+        problems: list[str] = []
+        found = {name: self._spec(name, shape, matched.get(name), problems) for name, shape in shapes.items()}
+        if problems:
+            raise PlanError("\n".join(problems))
+        return {name: spec for name, spec in found.items() if spec is not None}
+
+    def _spec(self, name: str, shape: tuple[int, ...], pattern: str | None, problems: list[str]) -> MeshSpec | None:
         try:
             spec = self.replicated if pattern is None else self._written(self.parameters[pattern])
-            spec.layout(tuple(tensor.shape))
+            spec.layout(shape)
         except LayoutError as error:
             problems.append(f"{name} ({pattern!r}): {error}")
             return None

@@ -1,0 +1,159 @@
+"""What is written where? The files of the new checkpoint as values, and the segments in which they are written.
+
+An `Item` is a box of a tensor that lies in one run of bytes of a file. A segment is a part of a file that is copied,
+synced and noted as done at once: some items, or some blocks of a large one. Segments do not depend on the number of
+workers, so an interrupted run is taken up by any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.checkpoint.index import Index, TensorEntry
+from shardwise.geometry import Box
+
+SEGMENT_BYTES = 8 * BLOCK_BYTES
+Sums: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A box of a tensor, whose bytes begin at `begin` in its file."""
+
+    tensor: str
+    box: Box
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file to write: its length, and the items in it in ascending order; what is between them is written last."""
+
+    name: str
+    bytes: int
+    items: Sequence[Item]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The bytes `low` to `high` of an item, which begin at `begin` in the file."""
+
+    item: int
+    tensor: str
+    box: Box
+    begin: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring ranges of one file that are copied together."""
+
+    file: int
+    name: str
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.high - r.low for r in self.ranges)
+
+
+def segments_of(files: Sequence[TargetFile], index: Index) -> list[Segment]:
+    """All segments, in the order in which the source stores what they begin with.
+
+    Files that need the same part of the source then ask for it one after another, while it is in memory.
+    """
+    found = [s for number, file in enumerate(files) for s in _segments(number, file)]
+    return sorted(found, key=lambda s: (*_place(index.tensors[s.ranges[0].tensor], s.ranges[0]), s.file))
+
+
+def _segments(number: int, file: TargetFile) -> Iterator[Segment]:
+    gathered: list[Range] = []
+    size = 0
+    for part in _ranges(file):
+        if gathered and size + part.high - part.low > SEGMENT_BYTES:
+            yield Segment(number, file.name, tuple(gathered))
+            gathered, size = [], 0
+        gathered.append(part)
+        size += part.high - part.low
+    if gathered:
+        yield Segment(number, file.name, tuple(gathered))
+
+
+def _ranges(file: TargetFile) -> Iterator[Range]:
+    for number, item in enumerate(file.items):
+        for low in range(0, item.nbytes, SEGMENT_BYTES):
+            high = min(item.nbytes, low + SEGMENT_BYTES)
+            yield Range(number, item.tensor, item.box, item.begin + low, low, high)
+
+
+def _place(entry: TensorEntry, part: Range) -> tuple[int, int]:
+    """The file of the source, and the place in it, that holds the first element of a range, about."""
+    first = part.low // entry.dtype.itemsize
+    at = [o + i for o, i in zip(part.box.offsets, unravelled(first, part.box.sizes), strict=True)]
+    inside = ((entry.cut.offsets <= at) & (at < entry.cut.offsets + entry.cut.sizes)).all(axis=1)
+    number = int(inside.argmax())
+    row = 0
+    for length, offset, point in zip(
+        entry.cut.sizes[number].tolist(), entry.cut.offsets[number].tolist(), at, strict=True
+    ):
+        row = row * length + point - offset
+    return entry.files[number], entry.begins[number] + row * entry.dtype.itemsize
+
+
+def unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates of an element, from its number in row-major order.
+
+    >>> unravelled(7, (2, 3, 4))
+    (0, 1, 3)
+    """
+    found: list[int] = []
+    for size in reversed(sizes):
+        place, digit = divmod(place, size)
+        found.append(digit)
+    return tuple(reversed(found))
+
+
+def runs(sizes: Sequence[int], first: int, last: int) -> Iterator[Box]:
+    """The elements `first` to `last` of a box in row-major order, as boxes in that order.
+
+    >>> [str(box) for box in runs((3, 4), 2, 9)]
+    ['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:1]']
+    """
+    if first >= last:
+        return
+    if not sizes:
+        yield Box((), ())
+        return
+    row = 1
+    for size in sizes[1:]:
+        row *= size
+    top, bottom = -(-first // row), last // row
+    if top > bottom:  # within one row
+        yield from _in_row(sizes, bottom, first - bottom * row, last - bottom * row)
+        return
+    if first < top * row:
+        yield from _in_row(sizes, top - 1, first - (top - 1) * row, row)
+    if top < bottom:
+        yield Box((top, *(0 for _ in sizes[1:])), (bottom - top, *sizes[1:]))
+    yield from _in_row(sizes, bottom, 0, last - bottom * row)
+
+
+def _in_row(sizes: Sequence[int], number: int, first: int, last: int) -> Iterator[Box]:
+    for box in runs(sizes[1:], first, last):
+        yield Box((number, *box.offsets), (1, *box.sizes))
+
+
+def joined_sums(segments: Sequence[Segment], done: Mapping[int, Sequence[Sums]]) -> dict[tuple[int, int], list[Sums]]:
+    """For each (file, item) what was found of its ranges, in order; `done` is by the number of the segment."""
+    found: dict[tuple[int, int], list[tuple[int, Sums]]] = {}
+    for number, results in done.items():
+        segment = segments[number]
+        for part, sums in zip(segment.ranges, results, strict=True):
+            found.setdefault((segment.file, part.item), []).append((part.low, sums))
+    return {key: [sums for _, sums in sorted(parts)] for key, parts in found.items()}

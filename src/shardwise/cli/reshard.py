@@ -1,0 +1,162 @@
+"""`shardwise reshard`: write a checkpoint anew in another layout, for other ranks, or in another format."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.resharding import ReshardReport, reshard
+from shardwise.cli.errors import INTERRUPTED
+from shardwise.cli.output import AsJson, print_json
+from shardwise.cli.units import format_seconds, parse_bytes
+from shardwise.geometry import LayoutError
+from shardwise.transfer.report import format_bytes
+from shardwise.view import Line, line, print_lines
+
+_LISTED = 5
+
+
+class FormatName(StrEnum):
+    """The formats that are written."""
+
+    shardwise = "shardwise"
+    hf = "hf"
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch or Hugging Face.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="A plan by pattern: .toml, .json, .yaml.")
+]
+LayoutText = Annotated[
+    str | None,
+    typer.Option("--layout", metavar="TEXT", help='For all tensors: "S(0)" with --ranks, or "on tp=4: S(0)".'),
+]
+Ranks = Annotated[int | None, typer.Option(min=1, metavar="N", help="The number of ranks of a short layout.")]
+AsFormat = Annotated[FormatName, typer.Option("--format", help="What to write; hf: Hugging Face.")]
+Workers = Annotated[int | None, typer.Option(min=1, metavar="W", help="Processes to copy with; by size and cores.")]
+Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory that all processes together may use.")]
+MaxFile = Annotated[str | None, typer.Option("--max-file", metavar="SIZE", help="The most bytes of tensors in a file.")]
+Unchecked = Annotated[bool, typer.Option("--no-verify", help="Do not check the checksums of the source.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint DST when all is written.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Do not take up a run that was stopped; start anew.")]
+
+
+def command(
+    src: Source,
+    dst: Destination,
+    plan: PlanFile = None,
+    layout: LayoutText = None,
+    ranks: Ranks = None,
+    format: AsFormat = FormatName.shardwise,
+    workers: Workers = None,
+    memory: Memory = "256MB",
+    max_file: MaxFile = None,
+    no_verify: Unchecked = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint anew in another layout, for another number of ranks, or in another format.
+
+    Tensors that --plan does not name are replicated; without --plan and --layout they keep their layouts. A run that
+    was stopped or killed is taken up by the same command.
+
+    \b
+    Examples:
+      shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2
+      shardwise reshard runs/step-1000 runs/tp4 --plan plan.toml --memory 1GB
+      shardwise reshard runs/step-1000 runs/model --format hf
+    """
+    options: dict[str, Any] = {
+        "plan": None if plan is None else read_plan(plan),
+        "layout": layout,
+        "ranks": ranks,
+        "format": format.value,
+        "workers": workers,
+        "max_buffer_bytes": parse_bytes(memory),
+        "max_file_bytes": None if max_file is None else parse_bytes(max_file),
+        "verify": not no_verify,
+        "overwrite": overwrite,
+        "resume": not restart,
+    }
+    try:
+        with shown_progress() as progress:
+            report = reshard(src, dst, progress=progress, **options)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here, `shardwise clean` removes it", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except (LayoutError, CheckpointError):
+        raise
+    except ValueError as error:  # a plan that does not fit
+        raise LayoutError(str(error)) from error
+    if as_json:
+        print_json(report_json(report))
+    else:
+        print_lines(report_lines(report), sys.stdout)
+
+
+def read_plan(path: Path) -> Any:
+    """The plan in a file; what is wrong with it is an error like any other."""
+    from shardwise.nn import load_plan  # loads torch
+
+    try:
+        return load_plan(path)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with rate and time left on the error stream, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def report_json(report: ReshardReport) -> dict[str, Any]:
+    """What was done, as plain data."""
+    return {**vars(report), "path": str(report.path)}
+
+
+def report_lines(report: ReshardReport) -> list[Line]:
+    """What was done, in words."""
+    where = f" for {len(report.ranks)} ranks" if report.ranks else ""
+    rate = format_bytes((report.bytes - report.kept_bytes) / max(report.seconds, 1e-9))
+    lines = [
+        f"wrote {report.path} ({report.format}): {report.tensors} tensors, {format_bytes(report.bytes)} in "
+        f"{report.files} files{where}",
+        f"{format_seconds(report.seconds)}, {rate}/s, {report.workers} workers",
+    ]
+    if report.kept_bytes:
+        lines.append(f"{format_bytes(report.kept_bytes)} were there from a run that was stopped")
+    if report.unfit:
+        lines.append(f"in copies along axes that cut a dim they lack, or that do not fit: {_some(report.unfit)}")
+    if report.left_out:
+        lines.append(f"left out, since the format has no place for them: {_some(report.left_out)}")
+    return [line(text) for text in lines]
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
