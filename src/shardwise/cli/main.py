@@ -13,6 +13,7 @@ from shardwise.cli.diff import diff
 from shardwise.cli.errors import Commands
 from shardwise.cli.inspect import inspect
 from shardwise.cli.plan import plan
+from shardwise.cli.reshard import command as reshard
 from shardwise.cli.show import show
 
 # Plain help texts: the rich ones load rich, which takes a quarter of the start-up time.
@@ -50,4 +51,5 @@ app.command()(plan)
 app.command()(demo)
 app.command()(check_rule)
 app.command()(inspect)
+app.command("reshard")(reshard)
 app.command()(diff)
