@@ -5,8 +5,12 @@ Each order of imports needs a fresh interpreter. The programs print one line for
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+import threading
+
+from shardwise.compat import install, uninstall
 
 AFTER = "import torch.distributed.checkpoint as dcp, torch.distributed.fsdp as fsdp, torch.distributed._shard.api"
 HOLDERS = [
@@ -110,3 +114,36 @@ print("uninstalled", *homes(), path())
         "installed shardwise shardwise",
         "uninstalled torch torch",
     ]
+
+
+def home() -> str:
+    """The package that torch's path leads to now."""
+    return str(importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor.__module__)
+
+
+def test_blocks_in_threads_and_inside_each_other_end_with_the_last() -> None:
+    inside, leave, seen = threading.Barrier(2), threading.Event(), []
+
+    def second() -> None:
+        with install():
+            inside.wait(60)
+            leave.wait(60)
+            seen.append(home())
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with install():
+        inside.wait(60)
+        with install():
+            pass
+        seen.append(home())
+    leave.set()
+    thread.join()
+    seen.append(home())
+    install()
+    with install():
+        pass
+    seen.append(home())
+    uninstall()
+    seen.append(home())
+    assert [name.partition(".")[0] for name in seen] == ["shardwise", "shardwise", "torch", "shardwise", "torch"]

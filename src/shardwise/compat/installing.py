@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, TracebackType
@@ -40,12 +41,13 @@ class _Change:
             self.names[self.name] = self.before
 
 
-@dataclass
+@dataclass(eq=False)
 class _Patch:
-    """All changes of one installation."""
+    """All changes of one installation, and how many calls of `install()` are not yet at their end."""
 
     packages: tuple[str, ...]
     changes: list[_Change] = field(default_factory=list)
+    holders: int = 0
 
     def set(self, names: MutableMapping[str, Any], name: str, value: object) -> None:
         self.changes.append(_Change(names, name, names.get(name, _ABSENT)))
@@ -60,27 +62,33 @@ class _Patch:
         self.changes.clear()
 
 
+_lock = threading.RLock()
 _installed: list[_Patch] = []
 
 
 class Installation:
-    """What `install()` returns: leave it alone, or use it in a `with` block that undoes it at the end."""
+    """What `install()` returns: leave it alone, or use it in a `with` block that undoes it at the end.
 
-    def __init__(self, owns: bool) -> None:
-        self._owns = owns
+    Where there are several, in threads or one inside another, the end of the last one undoes it.
+    """
+
+    def __init__(self, patch: _Patch) -> None:
+        self._patch = patch
 
     def __enter__(self) -> Installation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._owns:
-            uninstall()
+        with _lock:
+            self._patch.holders -= 1
+            if self._patch in _installed and not self._patch.holders:
+                uninstall()
 
 
 def install(packages: Sequence[str] = PACKAGES) -> Installation:
     """Let code that imports `torch.distributed._shard` get Shardwise: FSDP, torch.distributed.checkpoint, TorchRec.
 
-    `packages` are those whose loaded modules are searched for names that were imported before. A second call does
+    `packages` are those whose loaded modules are searched for names that were imported before. A second call changes
     nothing. Tensors made before stay what they are.
 
     >>> import importlib
@@ -88,9 +96,14 @@ def install(packages: Sequence[str] = PACKAGES) -> Installation:
     ...     importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor.__module__
     'shardwise.tensor.sharded_tensor'
     """
-    if _installed:
-        return Installation(owns=False)
-    patch = _Patch(tuple(packages))
+    with _lock:
+        if not _installed:
+            _installed.append(_put_in_place(_Patch(tuple(packages))))
+        _installed[0].holders += 1
+        return Installation(_installed[0])
+
+
+def _put_in_place(patch: _Patch) -> _Patch:
     mirrors = mirror_modules()
     torchs = {name: module for name, module in sys.modules.items() if _inside(name, TORCH)}
     swaps = {id(theirs): ours for theirs, ours in _pairs(torchs, mirrors)}
@@ -103,8 +116,7 @@ def install(packages: Sequence[str] = PACKAGES) -> Installation:
         patch.set(sys.modules, name, module)
     parent, _, last = TORCH.rpartition(".")
     patch.set(vars(importlib.import_module(parent)), last, mirrors[TORCH])
-    _installed.append(patch)
-    return Installation(owns=True)
+    return patch
 
 
 def uninstall() -> None:
@@ -112,11 +124,11 @@ def uninstall() -> None:
 
     >>> uninstall()
     """
-    if not _installed:
-        return
-    patch = _installed.pop()
-    patch.undo()
-    _give_back(patch.packages)
+    with _lock:
+        if _installed:
+            patch = _installed.pop()
+            patch.undo()
+            _give_back(patch.packages)
 
 
 def mirror_modules() -> dict[str, ModuleType]:

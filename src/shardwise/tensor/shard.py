@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,12 +15,31 @@ from shardwise.tensor.metadata import ShardMetadata
 class Shard:
     """A local tensor and the metadata of the shard it holds; the two are checked against each other.
 
+    `_replaced` is called with the old and the new tensor before one is assigned; the shard's ShardedTensor sets it.
+
     >>> Shard(torch.zeros(2, 4), ShardMetadata([2, 0], [2, 4], "rank:1/cpu")).metadata.shard_offsets
     [2, 0]
     """
 
     tensor: torch.Tensor
     metadata: ShardMetadata
+    _replaced: Callable[[torch.Tensor, torch.Tensor], None] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        replaced = getattr(self, "_replaced", None) if name == "tensor" else None
+        if replaced is not None:
+            replaced(self.tensor, value)
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"tensor": self.tensor, "metadata": self.metadata}
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        object.__setattr__(self, "_replaced", None)
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         size, placement = list(self.tensor.size()), self.metadata.placement

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import Box, Layout, Placement, ShardingSpec
+from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
 from shardwise.tensor.allocate import allocate
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.dispatch import call_operator, enter_function
-from shardwise.tensor.execute import view_of
 from shardwise.tensor.from_shards import Parts, parts_from_metadata, parts_from_shards, parts_from_tensor
 from shardwise.tensor.handles import Handle
+from shardwise.tensor.held_shards import held_shards
+from shardwise.tensor.local_memory import InLocalMemory
 from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
@@ -67,7 +68,7 @@ def wrap(
     return tensor
 
 
-class ShardedTensor(LocallyTaped):
+class ShardedTensor(InLocalMemory, LocallyTaped):
     """A tensor whose pieces lie on many ranks.
 
     >>> from shardwise.comm import run_local
@@ -161,19 +162,14 @@ class ShardedTensor(LocallyTaped):
         return self._locals[0]
 
     def local_shards(self) -> list[Shard]:
-        """This rank's pieces with their metadata; the tensors are views of the local tensors."""
+        """This rank's pieces with their metadata; the tensors are views of the local tensors.
+
+        A tensor that is assigned to `shard.tensor` becomes the local tensor.
+        """
         if "_shards" not in self.__dict__:
-            self.__dict__["_shards"] = self._make_shards()
+            self.__dict__["_shards"] = held_shards(self)
         shards: list[Shard] = self.__dict__["_shards"]
         return shards
-
-    def _make_shards(self) -> list[Shard]:
-        rows = self._layout.rows_of(self._comm.rank)
-        own = self._layout.table.take(rows)
-        described = self.metadata().shards_metadata
-        boxes = [Box(tuple(o), tuple(s)) for o, s in zip(own.local_offsets.tolist(), own.sizes.tolist(), strict=True)]
-        tensors = [view_of(self._locals[slot], box) for slot, box in zip(own.slots.tolist(), boxes, strict=True)]
-        return [Shard(t, described[row]) for t, row in zip(tensors, rows.tolist(), strict=True)]
 
     def metadata(self) -> ShardedTensorMetadata:
         """The metadata of all pieces on all ranks."""
@@ -192,10 +188,6 @@ class ShardedTensor(LocallyTaped):
     def remote_shards(self) -> dict[int, list[Any]]:
         """RRefs to the shards of other ranks, by RPC rank; needs `init_rrefs=True`."""
         return rrefs.remote_shards(self)
-
-    def is_pinned(self, device: Any = None) -> bool:
-        """Whether the local tensors lie in pinned memory."""
-        return bool(self._locals) and all(t.is_pinned() for t in self._locals)
 
     @property
     def _metadata(self) -> ShardedTensorMetadata:
