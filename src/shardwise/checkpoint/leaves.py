@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,13 +38,13 @@ def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
     else:
         _check_plain(name, tensor)
         layout, held, plain = everywhere(tuple(tensor.shape), comm.ranks), (tensor,), True
-    outside = sorted(set(layout.ranks) - set(comm.ranks))
-    if outside:
+    if layout.ranks != comm.ranks and (outside := sorted(set(layout.ranks) - set(comm.ranks))):
         raise CheckpointError(
             f"{name}: it lies on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
             "give a comm that holds all of them"
         )
-    return Leaf(name, layout, dtype_of(tensor.dtype), tuple(t.detach() for t in held), plain, tensor)
+    values = tuple(t.detach() if t.requires_grad else t for t in held)
+    return Leaf(name, layout, dtype_of(tensor.dtype), values, plain, tensor)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -66,6 +67,7 @@ def _check_plain(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{name}: a tensor that is {kind} is not stored; make it a dense one first")
 
 
+@cache
 def dtype_of(dtype: torch.dtype) -> DType:
     """An element type as the pure layers know it.
 
@@ -75,6 +77,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
     return find_dtype(str(dtype))
 
 
+@cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """An element type as torch knows it."""
     found = getattr(torch, dtype.torch_name)

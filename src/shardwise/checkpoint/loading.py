@@ -3,7 +3,7 @@
 1. Every rank reads the index and finds what it needs; the ranks agree, and a misfit on any is raised on all.
 2. Checksums are verified before anything is written. Where all ranks load the same state, each block is checked by one
    of the ranks that need it.
-3. Each rank copies what it needs, straight from the mapped files into its local tensors.
+3. Each rank reads what it needs, file by file, into its local tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import Cut, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
 from shardwise.checkpoint.matching import Matched, Names, match
-from shardwise.checkpoint.reading import Read, blocks_of, copy_reads, reads_for
+from shardwise.checkpoint.read_plan import Read, blocks_of, reads_for
+from shardwise.checkpoint.reading import copy_all
 from shardwise.checkpoint.settle import as_sharded, redistributed, settled_layout
 from shardwise.checkpoint.states import flatten, refill
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
@@ -36,6 +37,7 @@ from shardwise.tensor.comms import comm_for
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 LABEL = "load"
+Blocks: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
 
 
 def load(
@@ -133,6 +135,7 @@ class Loader:
         self.store, self.comm, self.shared = store, comm, shared
         self._reads: dict[tuple[int, Layout], Sequence[Read]] = {}
         self._takers: dict[tuple[int, Layout], Sequence[Sequence[int]]] = {}
+        self._shares: dict[tuple[int, Layout, int, int], list[Blocks]] = {}
         self.work = [self._work(leaf, entry) for leaf, entry in tensors]
 
     def _work(self, leaf: Leaf, entry: TensorEntry) -> Work:
@@ -155,35 +158,38 @@ class Loader:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
         needed = {work.entry.files[read.box] for work in self.work for read in work.reads}
         for number in sorted(needed):
-            self.store.data(number)
+            with self.store.opened(number):
+                pass
             if verify:
                 self.store.verify_header(number)
         if not verify:
             return
         for number, work in enumerate(self.work):
-            if self.shared:
-                self._check_share(number, work)
-            else:
-                for read in work.reads:
-                    blocks = blocks_of(read, work.entry, self.store.index.block_bytes)
-                    self.store.verify(work.entry, read.box, *blocks)
+            for box, first, last in self._share(number, work) if self.shared else self._own_blocks(work):
+                self.store.verify(work.entry, box, first, last)
         self.store.let_go()
 
-    def _check_share(self, number: int, work: Work) -> None:
-        cut, layout = work.entry.cut, settled_layout(work.leaf.layout)
-        takers = self._once(self._takers, cut, layout, lambda: takers_of(cut, layout))
-        for box, (_, elements) in enumerate(cut.extents):
-            count = block_count(elements * work.entry.dtype.itemsize, self.store.index.block_bytes)
-            first, last = share_of(takers[box], self.comm.rank, count, number + box)
-            if first < last:
-                self.store.verify(work.entry, box, first, last)
+    def _own_blocks(self, work: Work) -> list[Blocks]:
+        step = self.store.index.block_bytes
+        return [(read.box, *blocks_of(read, work.entry, step)) for read in work.reads]
+
+    def _share(self, number: int, work: Work) -> list[Blocks]:
+        """The blocks of tensor `number` that this rank checks; small tensors that are cut alike go round the ranks."""
+        cut, itemsize = work.entry.cut, work.entry.dtype.itemsize
+        turn = number % len(self.comm.ranks)
+        key = (id(cut), work.leaf.layout, itemsize, turn)
+        if key not in self._shares:
+            layout = settled_layout(work.leaf.layout)
+            takers = self._once(self._takers, cut, layout, lambda: takers_of(cut, layout))
+            counts = [block_count(n * itemsize, self.store.index.block_bytes) for _, n in cut.extents]
+            found = [(box, *share_of(takers[box], self.comm.rank, n, turn + box)) for box, n in enumerate(counts)]
+            self._shares[key] = [blocks for blocks in found if blocks[1] < blocks[2]]
+        return self._shares[key]
 
     def copy(self) -> None:
         """Fill the tensors."""
-        for work in self.work:
-            copy_reads(self.store, work.entry, work.reads, work.targets)
-            for local in work.leaf.locals:
-                torch.autograd.graph.increment_version(local)
+        copy_all(self.store, ((work.entry, work.reads, work.targets) for work in self.work))
+        torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
         self.store.let_go()
 
     def settle(self) -> None:

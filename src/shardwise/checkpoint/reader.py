@@ -15,7 +15,8 @@ from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.leaves import torch_dtype
-from shardwise.checkpoint.reading import copy_reads, reads_of_boxes, verify_reads
+from shardwise.checkpoint.read_plan import reads_of_boxes
+from shardwise.checkpoint.reading import copy_reads, verify_reads
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.checkpoint.stored_layout import stored_layout
 from shardwise.checkpoint.tree import Scalar, build

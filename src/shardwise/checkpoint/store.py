@@ -1,7 +1,8 @@
 """The files of a checkpoint, mapped into memory when they are first needed.
 
 Bytes are only mapped, so reading a slice reads its pages and nothing else. A file is mapped after its length was
-compared with what the index says. Pages that have been read are let go of whenever they add up to the limit.
+compared with what the index says. Pages that have been read are let go of whenever they add up to the limit, and files
+beyond the first few hundred are unmapped again, so that a process may read a checkpoint of thousands of ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,10 @@ from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
 from shardwise.checkpoint.huggingface_index import file_index, folder_index
-from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, FileEntry, Index, TensorEntry, parse_index
+from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
 
 DEFAULT_BUFFER_BYTES = 256 << 20
+_MAX_MAPPED = 256
 CARRIERS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -44,24 +48,35 @@ class Store:
 
     def data(self, number: int) -> npt.NDArray[np.uint8]:
         """All bytes of a file."""
-        with self._lock:
-            if number not in self._maps:
-                self._maps[number] = self._map(self.index.files[number])
-            return self._maps[number][1]
+        found = self._maps.get(number)
+        if found is None:
+            with self._lock:
+                found = self._maps.get(number) or self._map(number)
+                while len(self._maps) >= _MAX_MAPPED:  # what still uses an older one keeps it until it is done
+                    self._maps.pop(next(iter(self._maps)))
+                self._maps[number] = found
+        return found[1]
 
-    def _map(self, file: FileEntry) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    def _map(self, number: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+        with self.opened(number) as handle:
+            mapped = mmap.mmap(handle, self.index.files[number].bytes, access=mmap.ACCESS_READ)
+        return mapped, np.frombuffer(mapped, np.uint8)
+
+    @contextmanager
+    def opened(self, number: int) -> Iterator[int]:
+        """A file that is open for reading, after a look at its length; what the system refuses is told by name."""
+        file = self.index.files[number]
         path = self.folder / file.name
         try:
-            with path.open("rb") as handle:
-                size = os.fstat(handle.fileno()).st_size
+            with path.open("rb", buffering=0) as opened:
+                size = os.fstat(opened.fileno()).st_size
                 if size != file.bytes:
                     raise CheckpointError(
                         f"{path}: {size} bytes; the index says {file.bytes}: the file is truncated or not of this save"
                     )
-                mapped = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
+                yield opened.fileno()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        return mapped, np.frombuffer(mapped, np.uint8)
 
     def piece(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
         """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
@@ -106,8 +121,7 @@ class Store:
         start, step = tensor.begins[number], self.index.block_bytes
         for block in range(first, last):
             low, high = block * step, min((block + 1) * step, size)
-            found = checksum(data[start + low : start + high].data)
-            if found != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
+            if checksum(data[start + low : start + high].data) != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
                 raise CheckpointError(
                     f"{self.folder / self.index.files[tensor.files[number]].name}: tensor {tensor.name!r}: bytes "
                     f"{start + low} to {start + high} are damaged: their checksum differs"
