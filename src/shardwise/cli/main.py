@@ -8,6 +8,7 @@ import typer
 
 from shardwise._version import __version__
 from shardwise.cli.check_rule import check_rule
+from shardwise.cli.clean import clean
 from shardwise.cli.demo import demo
 from shardwise.cli.diff import diff
 from shardwise.cli.errors import Commands
@@ -42,6 +43,7 @@ def main(
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise inspect runs/step-1000 --verify
       shardwise diff runs/step-1000 runs/step-2000
+      shardwise clean runs
       shardwise demo
     """
 
@@ -51,5 +53,6 @@ app.command()(plan)
 app.command()(demo)
 app.command()(check_rule)
 app.command()(inspect)
-app.command("reshard")(reshard)
 app.command()(diff)
+app.command()(clean)
+app.command("reshard")(reshard)

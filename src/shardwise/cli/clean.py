@@ -1,0 +1,183 @@
+"""`shardwise clean`: remove what killed saves and reshards left, and never a checkpoint that is still needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.folders import absolute, leftovers, recover, resolve
+from shardwise.checkpoint.store import open_store
+from shardwise.cli.checkpoints import format_of
+from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json, table_lines
+from shardwise.transfer.report import format_bytes
+from shardwise.view import Line, line, print_lines
+
+_NAME = re.compile(r"\.(?P<checkpoint>.+)\.(?P<kind>saving|replaced|resharding)-[^-]*")
+_UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder that was left: whose, how large, how long ago it last changed, and why it is not removed, if so."""
+
+    path: Path
+    checkpoint: Path
+    kind: str
+    bytes: int
+    age: float
+    kept: str | None
+
+
+PathText = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder that holds several checkpoints.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list; change nothing.")]
+
+
+def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Remove what killed saves and reshards left beside a checkpoint; a commit that was cut short is completed first.
+
+    Not to be used while a save or a reshard to this path is under way.
+    Exit status 0: done; 1: you said no; 2: there is nothing at PATH.
+
+    \b
+    Examples:
+      shardwise clean runs/step-1000 --dry-run
+      shardwise clean runs --yes
+    """
+    targets = find_targets(path)
+    unfinished = [target for target in targets if is_unfinished(target)]
+    found = [left for target in targets for left in find_leftovers(target)]
+    doomed = [left for left in found if left.kept is None]
+    if not as_json:
+        print_lines(to_lines(found, unfinished), sys.stdout)
+    agreed = not dry_run and (yes or not (doomed or unfinished) or asked(doomed, unfinished))
+    if agreed:
+        carry_out(doomed, unfinished)
+    if as_json:
+        print_json(to_json(path, found, unfinished, agreed))
+    elif agreed and (doomed or unfinished):
+        print(f"removed {_counted(doomed)}")
+    if not agreed and not dry_run:
+        print("nothing was changed", file=sys.stderr)
+        raise typer.Exit(NO)
+
+
+def find_targets(path: str) -> list[Path]:
+    """The checkpoints to clean up after: the one of this name, or all whose leftovers lie in this folder."""
+    whole = absolute(path)
+    if whole.is_file():
+        raise CheckpointError(f"{path}: a file; give the folder of a checkpoint, or one that holds checkpoints")
+    if whole.is_dir() and format_of(whole) is None and not leftovers(whole):
+        names = {found["checkpoint"] for entry in whole.iterdir() if (found := _NAME.fullmatch(entry.name))}
+        return [whole / name for name in sorted(names)]
+    if not whole.exists() and not leftovers(whole) and not is_unfinished(whole):
+        raise CheckpointError(f"{path}: nothing is there, and nothing was left beside it; give a checkpoint's folder")
+    return [whole]
+
+
+def is_unfinished(target: Path) -> bool:
+    """Whether a save was killed between the two renames of its commit."""
+    try:
+        return resolve(target) != target
+    except CheckpointError:
+        return False
+
+
+def find_leftovers(target: Path) -> list[Leftover]:
+    """What was left of saves to a checkpoint; a complete one stays where there is no other."""
+    needed = not _is_loadable(target)
+    return [_described(folder, target, needed and _is_loadable(folder)) for folder in leftovers(target)]
+
+
+def _is_loadable(path: Path) -> bool:
+    try:
+        open_store(path).close()
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _described(folder: Path, target: Path, needed: bool) -> Leftover:
+    stats = [entry.lstat() for entry in (folder, *folder.rglob("*"))]
+    found = _NAME.fullmatch(folder.name)
+    reason = f"it is a complete checkpoint and {target.name} is none: rename it, or remove it by hand"
+    return Leftover(
+        path=folder,
+        checkpoint=target,
+        kind=found["kind"] if found else "unknown",
+        bytes=sum(s.st_size for s in stats[1:]),
+        age=max(0.0, time.time() - max(s.st_mtime for s in stats)),
+        kept=reason if needed else None,
+    )
+
+
+def asked(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> bool:
+    """Ask on the error stream, so that standard output holds the result only."""
+    finish = f"complete {', '.join(p.name for p in unfinished)} and " if unfinished else ""
+    try:
+        return typer.confirm(f"{finish}remove {_counted(doomed)}?", err=True)
+    except typer.Abort:
+        raise CheckpointError("nothing was changed: there was no answer; give --yes to remove without asking") from None
+
+
+def carry_out(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> None:
+    """Complete what was cut short, then remove."""
+    for target in unfinished:
+        recover(target)
+    for left in doomed:
+        shutil.rmtree(left.path)
+
+
+def _counted(found: Sequence[Leftover]) -> str:
+    total = format_bytes(sum(left.bytes for left in found))
+    return f"{len(found)} folder{'s' * (len(found) != 1)} of {total}"
+
+
+def to_lines(found: Sequence[Leftover], unfinished: Sequence[Path]) -> list[Line]:
+    """What was found, as text."""
+    lines = [line(f"{target}: killed while it was committed; this is completed first") for target in unfinished]
+    if not found:
+        return lines or [line("nothing to clean")]
+    rows = [(str(left.path), left.kind, format_age(left.age), format_bytes(left.bytes)) for left in found]
+    lines += table_lines(("folder", "kind", "last change", "bytes"), rows, left=2)
+    return [*lines, *(line(f"kept: {left.path.name}: {left.kept}") for left in found if left.kept)]
+
+
+def format_age(seconds: float) -> str:
+    """How long ago something was.
+
+    >>> format_age(7300), format_age(61), format_age(0)
+    ('2 hours ago', '1 minute ago', '0 seconds ago')
+    """
+    unit, length = next(((u, n) for u, n in _UNITS if seconds >= n), ("second", 1))
+    count = int(seconds // length)
+    return f"{count} {unit}{'s' * (count != 1)} ago"
+
+
+def to_json(path: str, found: Sequence[Leftover], unfinished: Sequence[Path], done: bool) -> dict[str, Any]:
+    """What was found and done, as plain data."""
+    entries = [
+        {
+            "path": str(left.path),
+            "checkpoint": str(left.checkpoint),
+            "kind": left.kind,
+            "bytes": left.bytes,
+            "seconds_since_change": left.age,
+            "kept": left.kept,
+            "removed": done and left.kept is None,
+        }
+        for left in found
+    ]
+    return {"path": path, "done": done, "unfinished": [str(p) for p in unfinished], "leftovers": entries}
