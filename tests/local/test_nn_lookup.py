@@ -25,7 +25,7 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
-from shardwise.nn import plain_as_local_batch, shard_parameter
+from shardwise.nn import asking, plain_as_local_batch, shard_parameter
 from shardwise.ops import HiddenCommunicationError, MixedTensorsError
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -215,33 +215,74 @@ def test_sharded_ids_go_the_usual_way_inside_a_block() -> None:
         torch.testing.assert_close(found, F.embedding(IDS[0], table()))
 
 
-def test_only_the_rows_that_are_wanted_travel() -> None:
-    class Counting:
-        """A comm that counts the bytes it sends to others."""
+class Counting:
+    """A comm that counts the bytes it sends to others."""
 
-        def __init__(self, comm: Comm) -> None:
-            self._comm = comm
-            self.sent: dict[str, int] = {}
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.sent: dict[str, int] = {}
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._comm, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
 
-        def exchange(self, sends: Any, receives: Any, *, label: str) -> Any:
-            self.sent[label] = sum(t.nbytes for blocks in sends.values() for t in blocks)
-            return self._comm.exchange(sends, receives, label=label)
+    def exchange(self, sends: Any, receives: Any, *, label: str) -> Any:
+        self.sent[label] = sum(t.nbytes for r, blocks in sends.items() if r != self._comm.rank for t in blocks)
+        return self._comm.exchange(sends, receives, label=label)
+
+
+def _sent(spec: ShardingSpec, function: Callable[[Tensor], Tensor]) -> list[dict[str, int]]:
+    """The bytes that each of two ranks sends in the exchanges of a lookup."""
 
     def body(comm: Comm) -> dict[str, int]:
-        weight = shard(table(), ChunkSpec(0, 2))
+        weight = shard(table(), spec)
         counting = Counting(comm)
         weight._comm = counting  # stands in for a comm
         with plain_as_local_batch():
-            F.embedding(torch.tensor([0, 10, 10, 10, 9]), weight)
+            function(weight)
         return counting.sent
 
-    # Rows 9 and 10 lie on rank 1: rank 0 asks for both once, and they come back once.
-    assert run_local(body, 2) == [
-        {"embedding: row numbers": 16, "embedding: rows": 8 * WIDTH},
-        {"embedding: row numbers": 8, "embedding: rows": 16 * WIDTH},
+    return run_local(body, 2)
+
+
+def test_only_the_rows_that_are_wanted_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([0, 10, 10, 10, 9])
+    # Rows 9 and 10 lie on rank 1: they come back once. A short list of ids needs no exchange of its own.
+    rows = [{"embedding: rows": 8 * WIDTH}, {"embedding: rows": 16 * WIDTH}]
+    assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == rows
+    monkeypatch.setattr(asking, "INLINE", 0)
+    numbers = [{"embedding: row numbers": 8}, {"embedding: row numbers": 4}]
+    assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == [
+        {**n, **r} for n, r in zip(numbers, rows, strict=True)
+    ]
+
+
+def test_few_repeated_ids_are_not_made_distinct() -> None:
+    ids = torch.tensor([0, 10, 1, 8, 8, 9])
+    assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == [
+        {"embedding: rows": 2 * 8 * WIDTH},
+        {"embedding: rows": 4 * 8 * WIDTH},
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_sums_of_bags_travel_instead_of_rows(mode: str) -> None:
+    ids = torch.tensor([[0, 10, 1, 2], [8, 7, 6, 9]])
+    # One sum of each bag from each rank that has a row of it: the second bag has none on rank 0.
+    assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding_bag(ids, weight, mode=mode)) == [
+        {"embedding_bag: sums of bags": 8 * WIDTH},
+        {"embedding_bag: sums of bags": 2 * 8 * WIDTH},
+    ]
+    assert (
+        _sent(ChunkSpec(1, 2), lambda weight: F.embedding_bag(ids, weight, mode=mode))
+        == [{"embedding_bag: sums of bags": 2 * 8 * WIDTH // 2}] * 2
+    )
+
+
+def test_rows_of_bags_travel_where_they_are_fewer_than_sums() -> None:
+    ids = torch.tensor([[10, 10], [10, 10], [10, 10]])
+    assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding_bag(ids, weight, mode="sum")) == [
+        {"embedding_bag: rows": 0},
+        {"embedding_bag: rows": 8 * WIDTH},
     ]
 
 
@@ -258,6 +299,31 @@ WRONG: list[tuple[str, Callable[[Tensor, int], Any], str]] = [
     ("both", lambda w, r: F.embedding_bag(IDS[r], w, torch.tensor([0])), "exactly 1 dim where offsets are given"),
     ("mode", lambda w, r: F.embedding_bag(IDS[r], w, mode="min"), "mode 'min' is not supported"),
     ("start", lambda w, r: F.embedding_bag(IDS[0][0], w, torch.tensor([1])), "the first offset is 1; it must be 0"),
+    (
+        "descending offsets",
+        lambda w, r: F.embedding_bag(IDS[0][0], w, torch.tensor([0, 3, 1])),
+        "offsets ascend from 0 to at most 4, the number of ids",
+    ),
+    (
+        "far offsets",
+        lambda w, r: F.embedding_bag(IDS[0][0], w, torch.tensor([0, 5])),
+        "at most 4, the number of ids; these end at 5",
+    ),
+    (
+        "float offsets",
+        lambda w, r: F.embedding_bag(IDS[0][0], w, torch.tensor([0.0])),
+        "offsets have 1 dim and are int32 or int64, got 1 dims of torch.float32",
+    ),
+    (
+        "two modes",
+        lambda w, r: F.embedding_bag(IDS[r], w, mode=("sum", "mean", "sum")[r]),
+        "mode is 'sum' on ranks 0, 2",
+    ),
+    (
+        "dtype of weights",
+        lambda w, r: F.embedding_bag(IDS[r], w, mode="sum", per_sample_weights=scales(IDS[r]).float()),
+        "per_sample_weights are torch.float32 and the table is torch.float64; give the same dtype",
+    ),
     (
         "last",
         lambda w, r: F.embedding_bag(IDS[0][0], w, torch.tensor([0, 3]), include_last_offset=True),

@@ -3,7 +3,7 @@
 1. The pieces of a rank that span the same columns form a *band*: runs of rows, each with its place in a local tensor.
 2. Of several ranks that hold the same box, an asking rank takes itself, else the one with the nearest number: often on
    the same host, and the asking ranks spread over the replicas.
-3. A rank is asked with one list of row numbers, ascending, each once: those in the *reach* of its bands.
+3. A rank is asked with one list of row numbers: those in the *reach* of its bands.
 
 Everything here follows from the layout, so that both sides of an edge know it without a word.
 """
@@ -13,45 +13,66 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
 from shardwise.geometry import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.pieces import PieceTable
 
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
+Where: TypeAlias = IntArray | slice
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Runs:
     """Disjoint runs of rows, ascending: starts, ends, and what to add to a row's number to get its local number."""
 
-    starts: Tensor
-    ends: Tensor
-    shifts: Tensor
+    starts: IntArray
+    ends: IntArray
+    shifts: IntArray
 
-    def find(self, rows: Tensor) -> tuple[Tensor | slice, Tensor]:
-        """Which of some ascending row numbers lie in these runs, and their local numbers."""
-        starts, ends, shifts = (t.to(rows.device) for t in (self.starts, self.ends, self.shifts))
-        if len(starts) == 1:
-            low, high = torch.searchsorted(rows, torch.cat((starts, ends))).tolist()
-            inside = slice(low, high)
-            return inside, rows[inside] + shifts
-        run = torch.searchsorted(starts, rows, right=True) - 1
-        held = (run >= 0) & (rows < ends[run.clamp(min=0)])
-        where = held.nonzero().reshape(-1)
-        return where, rows[where] + shifts[run[where]]
+    def find(self, rows: Numbers, inside: bool = False) -> tuple[Where, IntArray]:
+        """Which of some row numbers lie in these runs (known with `inside`: all), and their local numbers.
+
+        >>> Runs(np.array([4]), np.array([6]), np.array([-4])).find(np.array([5, 0, 4]))
+        (array([0, 2]), array([1, 0]))
+        >>> Runs(np.array([4]), np.array([6]), np.array([-4])).find(np.array([5, 4]))
+        (slice(0, 2, None), array([1, 0]))
+        """
+        run = None if len(self.starts) == 1 else np.searchsorted(self.starts, rows, side="right") - 1
+        if not inside:
+            held = self._held(rows, run)
+            if not held.all():
+                where = np.flatnonzero(held)
+                return where, _shifted(rows[where], self.shifts, None if run is None else run[where])
+        return slice(0, len(rows)), _shifted(rows, self.shifts, run)
+
+    def _held(self, rows: Numbers, run: IntArray | None) -> BoolArray:
+        if run is None:
+            held: BoolArray = (rows >= self.starts[0]) & (rows < self.ends[0])
+        else:
+            held = (run >= 0) & (rows < self.ends[run])
+        return held
+
+
+def _shifted(rows: Numbers, shifts: IntArray, run: IntArray | None) -> IntArray:
+    return np.add(rows, shifts[0] if run is None else shifts[run], dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Band:
-    """Runs of rows over one span of columns, in one local tensor of a rank."""
+    """Runs of rows over one span of columns, in one local tensor of a rank; `whole`: all rows that the rank reaches."""
 
     slot: int
     columns: tuple[int, int]
     local_column: int
     runs: Runs
+    whole: bool
 
     @property
     def width(self) -> int:
@@ -72,10 +93,6 @@ class Share:
     reach: Runs | None
 
 
-def _tensor(values: IntArray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64))
-
-
 @lru_cache(maxsize=8192)
 def share(layout: Layout, holder: int, asker: int | None) -> Share:
     """What `holder` has for `asker`; for None, all that it holds: there gradients go."""
@@ -85,7 +102,15 @@ def share(layout: Layout, holder: int, asker: int | None) -> Share:
     if asker is not None:
         keep &= chosen_holders(layout, asker)[own.cells] == holder
     kept = own.take(np.flatnonzero(keep))
-    return Share(_bands(kept), _reach(kept))
+    reach = _reach(kept)
+    return Share(_bands(kept, reach), reach)
+
+
+@lru_cache(maxsize=1024)
+def has_replicas(layout: Layout) -> bool:
+    """Whether any box lies on several ranks."""
+    cells = layout.table.cells[layout.table.sizes.all(axis=1)]
+    return len(np.unique(cells)) < len(cells)
 
 
 @lru_cache(maxsize=1024)
@@ -108,22 +133,27 @@ def chosen_holders(layout: Layout, asker: int) -> IntArray:
     return found
 
 
-def _bands(own: PieceTable) -> tuple[Band, ...]:
+def _bands(own: PieceTable, reach: Runs | None) -> tuple[Band, ...]:
     """The pieces of a rank by local tensor and span of columns."""
     spans: dict[tuple[int, int, int, int], list[int]] = {}
     columns = zip(own.slots, own.offsets[:, 1], own.sizes[:, 1], own.local_offsets[:, 1], strict=True)
     for row, (slot, start, width, local) in enumerate(columns):
         spans.setdefault((int(slot), int(start), int(width), int(local)), []).append(row)
     return tuple(
-        Band(slot, (start, start + width), local, _runs(own.take(np.array(rows))))
+        Band(slot, (start, start + width), local, runs, reach is not None and _length(runs) == _length(reach))
         for (slot, start, width, local), rows in spans.items()
+        for runs in (_runs(own.take(np.array(rows))),)
     )
 
 
 def _runs(pieces: PieceTable) -> Runs:
     order = np.argsort(pieces.offsets[:, 0])
     starts, lengths = pieces.offsets[order, 0], pieces.sizes[order, 0]
-    return Runs(_tensor(starts), _tensor(starts + lengths), _tensor(pieces.local_offsets[order, 0] - starts))
+    return Runs(starts, starts + lengths, pieces.local_offsets[order, 0] - starts)
+
+
+def _length(runs: Runs) -> int:
+    return int((runs.ends - runs.starts).sum())
 
 
 def _reach(pieces: PieceTable) -> Runs | None:
@@ -136,32 +166,13 @@ def _reach(pieces: PieceTable) -> Runs | None:
     new = np.concatenate([[True], starts[1:] > ends[:-1]])
     last = np.concatenate([new[1:], [True]])
     starts, ends = starts[new], ends[last]
-    return Runs(_tensor(starts), _tensor(ends), _tensor(np.zeros_like(starts)))
+    return Runs(starts, ends, np.zeros_like(starts))
 
 
-def distinct(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The different numbers of a flat tensor, ascending, and for each entry the place of its number among them.
-
-    >>> distinct(torch.tensor([5, 2, 5]))
-    (tensor([2, 5]), tensor([1, 0, 1]))
-    """
-    ordered, order = torch.sort(numbers)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    torch.ne(ordered[1:], ordered[:-1], out=new[1:])
-    places = torch.empty_like(order)
-    places[order] = new.cumsum(0) - 1
-    return ordered[new], places
-
-
-def rows_in(reach: Runs | None, rows: Tensor) -> Tensor | slice:
-    """Which of some ascending row numbers a rank can be asked for."""
-    return slice(0, 0) if reach is None else reach.find(rows)[0]
-
-
-def length(where: Tensor | slice) -> int:
+def length(where: Where) -> int:
     """How many entries an index takes.
 
-    >>> length(slice(2, 5)), length(torch.tensor([7]))
+    >>> length(slice(2, 5)), length(np.array([7]))
     (3, 1)
     """
     return where.stop - where.start if isinstance(where, slice) else len(where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,5 +82,5 @@ def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
         return
     for band in share(weight._layout, weight._comm.rank, None).bands:
         local = weight._locals[band.slot].detach()
-        _, rows = band.runs.find(torch.tensor([padding % weight.shape[0]], device=local.device))
-        band.of_local(local)[rows] = 0
+        _, rows = band.runs.find(np.array([padding % weight.shape[0]]))
+        band.of_local(local)[rows.tolist()] = 0
