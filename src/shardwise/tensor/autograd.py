@@ -49,14 +49,21 @@ class Link:
     label: str
     max_buffer_bytes: int | None = None
     scale: tuple[int, int] = (1, 1)
+    forward: Link | None = None
 
     def backward(self) -> Link:
-        """The move that the gradients make."""
+        """The move that the gradients make; the gradients of gradients make the first one again, as it is linear.
+
+        The gradient of a pending sum is equal on all ranks, but each rank uses it by itself: what comes back to it are
+        addends.
+        """
+        if self.forward is not None:
+            return self.forward
         over = self.dst.pending.divisor if self.dst.pending else 1
         under = self.src.pending.divisor if self.src.pending else 1
         label = f"{self.label} (backward)"
         scale = (self.scale[0] * over, self.scale[1] * under)
-        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale)
+        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale, self)
 
 
 def on_tape(
@@ -96,3 +103,32 @@ def move_on_tape(link: Link, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move with its backward recorded; `inputs` as `on_tape` gives them."""
     outputs: tuple[Tensor, ...] = _Move.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
     return outputs
+
+
+def gradient_of_whole(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> tuple[Tensor, ...]:
+    """The gradients of a rank's local tensors as those of the whole tensor in its dual layout, for further derivatives.
+
+    Of a pending sum all ranks have the same gradient, each for its own addend. Taken as one replicated tensor, what
+    comes back to it is one gradient and not one for each rank.
+    """
+    if layout.pending is None or not any(g.requires_grad for g in grads):
+        return grads
+    link = Link(dual(layout), _pending_sum(layout), comm, grads[0].dtype, "gradient of a pending sum")
+    return move_on_tape(link.backward(), grads)
+
+
+def gradient_of_addends(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> tuple[Tensor, ...]:
+    """The other way round: the gradient of a whole tensor as that of each rank's addend."""
+    if layout.pending is None or not any(g.requires_grad for g in grads):
+        return grads
+    link = Link(_pending_sum(layout), dual(layout), comm, grads[0].dtype, "gradient of a pending sum")
+    return move_on_tape(link.backward(), grads)
+
+
+@per_layout
+def _pending_sum(layout: Layout) -> Layout:
+    """The layout with plain sums for its pending reductions."""
+    spec = layout.spec
+    assert isinstance(spec, MeshSpec)
+    placements = [Partial("sum") if isinstance(p, Partial) else p for p in spec.placements]
+    return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)

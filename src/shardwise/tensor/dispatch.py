@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Implementation)
 Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 Function: TypeAlias = Callable[[Callable[..., Any], Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
+_is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _NO_DATA = "data is not allocated"
 _TABLE: dict[Callable[..., Any], Implementation] = {}
 _ENGINE: list[Operator] = []
@@ -75,8 +76,26 @@ def enter_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a torch function, by the engine's shortcuts where there is an engine."""
+    if not _is_fwd_grad_enabled():
+        _refuse_without_tape(func, args, kwargs)
     answer = _FUNCTION[0] if _FUNCTION else call_function
     return answer(func, types, args, kwargs)
+
+
+def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise inside the forward of a `torch.autograd.Function`, where gradients of ShardedTensors would be lost.
+
+    Torch records such a Function for wrappers that are on its tape; ours are not. Apart from inference mode, only there
+    is forward-mode differentiation turned off.
+    """
+    if torch.is_inference_mode_enabled() or not any(t.requires_grad for t in sharded_leaves(args, kwargs)):
+        return
+    raise UnsupportedOpError(
+        f"{getattr(func, '__name__', func)} of a ShardedTensor that requires grad, inside the forward of a "
+        "torch.autograd.Function: its gradient would be lost. Apply the Function to x.local_tensor() and wrap the "
+        "result with shardwise.from_local, or make it a torch.library operator; for activation checkpointing use "
+        "use_reentrant=False"
+    )
 
 
 def call_function(

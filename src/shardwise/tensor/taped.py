@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.autograd import dual, on_tape
+from shardwise.tensor.autograd import dual, gradient_of_addends, gradient_of_whole, on_tape
 from shardwise.tensor.described import Described
 from shardwise.tensor.moves import everywhere, text_of
 
@@ -69,7 +69,7 @@ class LocallyTaped(Described):
         grads = tuple(t.grad for t in self._on_tape())
         if any(g is None for g in grads):
             return None
-        return self._like(dual(self._layout), tuple(g for g in grads if g is not None) if self._locals else ())
+        return self._gradient(tuple(g for g in grads if g is not None))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -77,22 +77,59 @@ class LocallyTaped(Described):
             for tensor in self._on_tape():
                 tensor.grad = None
             return
-        if not isinstance(value, LocallyTaped) or value._layout != dual(self._layout):
-            found = text_of(value._layout) if isinstance(value, LocallyTaped) else type(value).__name__
-            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
+        self._check_gradient(value)
+        assert isinstance(value, LocallyTaped)
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self._locals, value._locals, strict=True):
             tensor.grad = grad
 
-    def backward(  # type: ignore[override]  # fewer arguments than torch's: no inputs
+    def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
+        """The gradients of the tensors on the tape put together."""
+        whole = gradient_of_whole(self._layout, grads, self._comm) if self._locals else ()
+        return self._like(dual(self._layout), whole)
+
+    def _check_gradient(self, value: Tensor) -> None:
+        if not isinstance(value, LocallyTaped) or value._layout != dual(self._layout):
+            found = text_of(value._layout) if isinstance(value, LocallyTaped) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
+
+    @property
+    def data(self) -> Self:
+        """The same values off the tape; assigning another ShardedTensor gives this one its values and its layout."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, LocallyTaped):
+            raise TypeError(
+                f"the data of a ShardedTensor is a ShardedTensor, got {type(value).__name__}; use shard(t, spec) or "
+                "copy_(t)"
+            )
+        keep = self.requires_grad
+        if len(self._locals) == len(value._locals):
+            for own, new in zip(self._locals, value._locals, strict=True):
+                own.data = new.detach()  # the very tensor stays: optimizers and hooks know it
+        else:
+            self._locals, self._anchor = tuple(t.detach() for t in value._locals), None
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
+        self._layout = value._layout
+        self.__dict__.pop("_varied", None)
+        self._forget()
+        self.requires_grad_(keep)
+
+    def backward(
         self,
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
         """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
-        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph)
+        given = (inputs,) if isinstance(inputs, Tensor) else inputs
+        leaves = None if given is None else [t for one in given for t in tape_of(one)]
+        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph, inputs=leaves)
 
     def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
         """The gradients of the local tensors that a gradient of the whole means."""
@@ -106,21 +143,34 @@ class LocallyTaped(Described):
         if not isinstance(gradient, LocallyTaped):
             gradient = self._like(everywhere(tuple(self.shape), self._comm.ranks), (gradient,))
         held = gradient.redistribute(dual(self._layout), label="backward")._locals
-        return tuple(t / divisor for t in held) if self._locals else tuple(torch.zeros_like(t) for t in self._on_tape())
+        if not self._locals:
+            return tuple(torch.zeros_like(t) for t in self._on_tape())
+        own = gradient_of_addends(self._layout, held, self._comm)
+        return own if divisor == 1 else tuple(t / divisor for t in own)
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
-        tape = self._on_tape()
-        if len(tape) != 1:
-            raise NotImplementedError(
-                f"register_hook needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
-            )
 
         def on_local(grad: Tensor) -> Tensor | None:
             changed = hook(self._like(dual(self._layout), (grad,) if self._locals else ()))
+            if changed is not None:
+                self._check_gradient(changed)
             return changed._locals[0] if changed is not None and self._locals else None
 
-        return tape[0].register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
+        return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Self], None]) -> Any:
+        """Call `hook(self)` when the gradient of this leaf has been added up."""
+        one = self._only_one_on_tape("register_post_accumulate_grad_hook")
+        return one.register_post_accumulate_grad_hook(lambda _: hook(self))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _only_one_on_tape(self, name: str) -> Tensor:
+        tape = self._on_tape()
+        if len(tape) != 1:
+            raise NotImplementedError(
+                f"{name} needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
+            )
+        return tape[0]
 
     def retain_grad(self) -> None:
         """Keep the gradient although this is not a leaf."""
@@ -135,3 +185,8 @@ class LocallyTaped(Described):
         """A copy; differentiable."""
         anchor = None if self._anchor is None else self._anchor.clone()
         return self._like(self._layout, tuple(t.clone(memory_format=memory_format) for t in self._locals), anchor)
+
+
+def tape_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that stand for a tensor on this rank's tape: a plain one for itself."""
+    return tensor._on_tape() if isinstance(tensor, LocallyTaped) else (tensor,)
