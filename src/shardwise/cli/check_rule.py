@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.samples import Sample, parse_samples
+from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json
+from shardwise.cli.samples import Sample, Samples, parse_samples
 from shardwise.geometry import LayoutError, find_dtype
 
 Operator = Annotated[
     str, typer.Argument(metavar="OPERATOR", help="package.module:op, or torch's own name: aten.mm.default.")
 ]
-Samples = Annotated[str, typer.Option("--sample", help='Arguments to try: "f32[8,6], i64[5]<8, 1, keepdim=true".')]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+SampleText = Annotated[str, typer.Option("--sample", help='Arguments to try: "f32[8,6], i64[5]<8, 1, keepdim=true".')]
 Complete = Annotated[bool, typer.Option("--complete", help="Fail for missing strategies too.")]
 
 
-def check_rule(op: Operator, sample: Samples, as_json: AsJson = False, complete: Complete = False) -> None:
+def check_rule(op: Operator, sample: SampleText, as_json: AsJson = False, complete: Complete = False) -> None:
     """Check the sharding rule of an operator against the operator itself, gradients included.
 
     Exit status 0: every strategy is right; 1: some are wrong; 2: the check could not be made.
@@ -31,16 +32,24 @@ def check_rule(op: Operator, sample: Samples, as_json: AsJson = False, complete:
       shardwise check-rule aten.mm.default --sample "f32[8,6], f32[6,5]"
     """
     asked = parse_samples(sample)
-    target = find_operator(op)
+    with redirect_stdout(sys.stderr):  # a module of the user's may print while it is loaded
+        checked = checked_rule(find_operator(op), asked)
+    if as_json:
+        print_json(to_json(checked))
+    else:
+        print(checked)
+    if not checked.ok or (complete and checked.missing):
+        raise typer.Exit(NO)
+
+
+def checked_rule(target: Any, asked: Samples) -> Any:
+    """The result of trying the rule of an operator on sample arguments."""
     from shardwise.ops.check import check_sharding  # loads torch
 
     try:
-        checked = check_sharding(target, *map(_made, asked.args), **{k: _made(v) for k, v in asked.kwargs.items()})
+        return check_sharding(target, *map(_made, asked.args), **{k: _made(v) for k, v in asked.kwargs.items()})
     except ValueError as error:
         raise LayoutError(str(error)) from error
-    print(json.dumps(to_json(checked)) if as_json else checked)
-    if not checked.ok or (complete and checked.missing):
-        raise typer.Exit(1)
 
 
 def find_operator(name: str) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import typer
+
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
 from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry
@@ -111,6 +113,18 @@ class _Known:
     layout: Layout | None
     rule: str
     elements: Mapping[int, int]
+
+
+def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the names of tensors that begin so in the first checkpoint on the command line."""
+    paths = [*(value for value in ctx.params.values() if isinstance(value, str)), *ctx.args]
+    for path in paths:
+        try:
+            names = open_checkpoint(path).store.index.tensors
+        except (CheckpointError, OSError):
+            continue
+        return [name for name in names if name.startswith(incomplete)]
+    return []
 
 
 class Layouts:

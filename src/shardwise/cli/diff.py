@@ -15,7 +15,7 @@ from shardwise.checkpoint.comparing import Difference, Stored, Tolerance, compar
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.tree import Scalar
-from shardwise.cli.checkpoints import Layouts, Opened, matching, open_checkpoint
+from shardwise.cli.checkpoints import Layouts, Opened, complete_name, matching, open_checkpoint
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json
 from shardwise.cli.progress import byte_progress
@@ -70,15 +70,6 @@ class Comparison:
     def same(self, with_layouts: bool) -> bool:
         """Whether there is nothing to tell."""
         return not any((self.only_a, self.only_b, self.different, self.values)) and not (with_layouts and self.layouts)
-
-
-def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The names of tensors of the first checkpoint that begin so, for the shell."""
-    try:
-        names = open_checkpoint(ctx.params["a"]).store.index.tensors
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return []
-    return [name for name in names if name.startswith(incomplete)]
 
 
 PathA = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder, or a .safetensors file.")]

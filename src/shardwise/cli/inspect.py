@@ -13,7 +13,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_values
 from shardwise.checkpoint.verifying import Problem, checked_bytes, find_problems
 from shardwise.cli.balance import Balance, balance_of, spread
-from shardwise.cli.checkpoints import Layouts, Opened, find_format, matching, open_checkpoint
+from shardwise.cli.checkpoints import Layouts, Opened, complete_name, find_format, matching, open_checkpoint
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, table_lines
 from shardwise.cli.progress import byte_progress
@@ -29,15 +29,6 @@ class Order(StrEnum):
     stored = "stored"
     name = "name"
     bytes = "bytes"
-
-
-def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The names of tensors that begin so, for the shell; a checkpoint that cannot be opened has none."""
-    try:
-        names = open_checkpoint(ctx.params["path"]).store.index.tensors
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return []
-    return [name for name in names if name.startswith(incomplete)]
 
 
 PathText = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors file.")]

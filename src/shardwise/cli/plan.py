@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from shardwise.cli.output import AsJson, print_json
 from shardwise.cli.units import format_seconds, parse_bytes, shortened
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.geometry.mesh import IntArray
@@ -23,7 +23,6 @@ SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its
 TargetText = Annotated[str, typer.Argument(metavar="DST", help="The layout wanted; dtype and shape may be left out.")]
 RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
 Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes a rank has in flight, such as 64MB.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def plan(
@@ -41,7 +40,7 @@ def plan(
     topology = Topology(ranks_per_host=ranks_per_host)
     transfer = plan_between(source, target, topology, None if buffer is None else parse_bytes(buffer))
     if as_json:
-        print(json.dumps(plan_to_json(source, target, transfer, topology)))
+        print_json(plan_to_json(source, target, transfer, topology))
     else:
         print_lines(plan_lines(source, target, transfer, topology), sys.stdout)
 

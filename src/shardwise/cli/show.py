@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from shardwise.cli.output import AsJson, print_json
 from shardwise.cli.units import shortened, terminal_width
 from shardwise.geometry import TensorType, layout_to_json, parse_layout
 from shardwise.view import Line, draw_layout, draw_ranks, line, print_lines
 
 LayoutText = Annotated[str, typer.Argument(metavar="LAYOUT", help="A tensor and its layout, in the notation.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a drawing.")]
 
 
 def show(layout: LayoutText, as_json: AsJson = False) -> None:
@@ -25,7 +24,7 @@ def show(layout: LayoutText, as_json: AsJson = False) -> None:
     """
     tensor = parse_layout(layout)
     if as_json:
-        print(json.dumps(tensor_to_json(tensor)))
+        print_json(tensor_to_json(tensor))
     else:
         print_lines(tensor_lines(tensor, terminal_width()), sys.stdout)
 

@@ -1,0 +1,144 @@
+"""Does every command keep the common promises: help with an example, --json, exit statuses, completion?"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from shardwise.checkpoint.headers import header_bytes
+from shardwise.cli.main import app
+
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]  # the commands of a group
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+
+
+def output_of(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def safetensors(path: Path, *names: str) -> Path:
+    """A file with tensors of these names, each of two zeros."""
+    path.write_bytes(header_bytes({name: ("F32", [2], 8) for name in names}) + bytes(8 * len(names)))
+    return path
+
+
+def test_there_are_commands() -> None:
+    assert {"show", "plan", "demo", "check-rule", "inspect", "diff", "clean", "reshard"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -> None:
+    text = output_of(command, "--help")
+    assert re.search(r"Examples?:\n", text)
+    examples = [row for row in text.splitlines() if row.startswith("    shardwise ")]
+    assert examples and all(row.startswith(f"    shardwise {command}") for row in examples)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo", "reshard"}))
+def test_each_command_has_json_and_a_section_of_the_page(command: str) -> None:
+    options = {name for parameter in COMMANDS[command].params for name in parameter.opts}
+    assert "--json" in options
+    assert f"\n## {command}" in PAGE
+    assert f"\n| `{command}` |" in PAGE, "the table of JSON documents has a row for it"
+
+
+def keys_on_page(command: str) -> set[str]:
+    """The keys that the page says a command's JSON document has."""
+    row = next(row for row in PAGE.splitlines() if row.startswith(f"| `{command}` |"))
+    return set(re.findall(r"`([a-z_]+)`", row.split("|")[2]))
+
+
+def test_json_documents_have_the_keys_that_the_page_says(tmp_path: Path) -> None:
+    file = str(safetensors(tmp_path / "a.safetensors", "x"))
+    cases = {
+        "show": ("f32[4] on tp=2: S(0)",),
+        "plan": ("f32[4] on tp=2: S(0)", "on tp=2: R"),
+        "inspect": (file,),
+        "diff": (file, file),
+        "clean": (str(tmp_path),),
+    }
+    for command, arguments in cases.items():
+        lines = output_of(command, *arguments, "--json").splitlines()
+        assert len(lines) == 1
+        assert set(json.loads(lines[0])) == keys_on_page(command), command
+
+
+def test_statuses_are_those_of_the_page(tmp_path: Path) -> None:
+    a, b = safetensors(tmp_path / "a.safetensors", "x"), safetensors(tmp_path / "b.safetensors", "y")
+    cases: dict[int, list[tuple[object, ...]]] = {
+        0: [("inspect", a), ("diff", a, a), ("show", "f32[4]"), ("--version",), ("clean", tmp_path)],
+        1: [("diff", a, b)],
+        2: [("inspect", tmp_path / "c"), ("diff", a), ("show", "f33[4]"), ("no-such-command",), ("inspect", a, "-x")],
+    }
+    for status, commands in cases.items():
+        assert f"\n| {status} | " in PAGE
+        for command in commands:
+            assert CliRunner().invoke(app, list(map(str, command))).exit_code == status, command
+    assert "\n| 130 | " in PAGE and "\n| 141 | " in PAGE
+
+
+def test_files_that_may_not_be_read_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def denied(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shardwise.cli.checkpoints.open_store", denied)
+    path = str(safetensors(tmp_path / "a.safetensors", "x"))
+    result = CliRunner().invoke(app, ["inspect", path])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {path}: Permission denied\n")
+
+
+def shell(words: str, instruction: str = "complete_bash") -> list[str]:
+    """What the program offers to a shell that completes the last of these words."""
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1), "_SHARDWISE_COMPLETE": instruction}
+    result = CliRunner().invoke(app, [], prog_name="shardwise", env=asked)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout.split()
+
+
+def test_shells_complete_commands_and_names_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    safetensors(tmp_path / "a.safetensors", "model.w", "model.b", "step")
+    assert shell("shardwise ins") == ["inspect"]
+    assert shell("shardwise inspect --ver") == ["--verify"]
+    assert shell("shardwise inspect a.safetensors --name model.") == ["model.w", "model.b"]
+    assert shell("shardwise diff a.safetensors b --name s") == ["step"]
+    assert shell("shardwise inspect nothing --name s") == []
+    assert shell("", "source_bash")[-4:] == ["default", "-F", "_shardwise_completion", "shardwise"]
+
+
+WAITING = """
+import sys
+import shardwise.cli.checkpoints as checkpoints
+from shardwise.cli.main import app
+
+def slow(path):
+    print("ready", flush=True)
+    import time
+    time.sleep(100)
+
+checkpoints.open_store = slow
+sys.argv[0] = "shardwise"
+app()
+"""
+
+
+def test_ctrl_c_on_a_running_command_is_one_line(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "a.safetensors", "x")
+    command = [sys.executable, "-c", WAITING, "inspect", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
