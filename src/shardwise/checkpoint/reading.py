@@ -61,7 +61,7 @@ def copy_all(store: Store, jobs: Iterable[Job]) -> None:
     """Fill the local tensors of many stored tensors, file by file."""
     window = min(WINDOW_BYTES, store.step_bytes)
     parts = sorted(_parts(store, jobs, window), key=itemgetter(0, 1))
-    buffer = np.empty(min(window, sum(part[2].span for part in parts)) + 2 * _ALIGNMENT, np.uint8)
+    buffer = np.empty(window + 2 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
     for number, of_file in groupby(parts, key=itemgetter(0)):
         with store.opened(number) as handle:
             _pour(handle, list(of_file), buffer, window)
