@@ -112,6 +112,29 @@ def test_the_nested_state_comes_back(tmp_path: Path) -> None:
     assert again is blank_state and repr(again) == expected
 
 
+def test_small_tensors_far_and_near_in_one_file(tmp_path: Path) -> None:
+    """Some of many tensors, with others of any width between them: parts that lie near are read together."""
+    names = [f"t{i}" for i in range(60)]
+    dtypes = (torch.float32, torch.int8, torch.float64, torch.bool)
+    whole = {n: values((5 + 700 * (i % 7 == 3), 9), dtypes[i % 4]) for i, n in enumerate(names)}
+    shardwise.save(whole, tmp_path / "c")
+    for chosen in (names[::2], names[5:7] + names[40:], names[11:12], names):
+        state = {n: torch.zeros_like(whole[n]) for n in chosen}
+        shardwise.load(state, tmp_path / "c", strict=False, max_buffer_bytes=1 << 16)
+        assert all(torch.equal(state[n], whole[n]) for n in chosen)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 3), slice(40_000, 80_001), slice(7, 100_000)])
+def test_columns_of_wide_tensors_are_read_in_every_way(tmp_path: Path, columns: slice) -> None:
+    """Short rows far apart, long rows far apart, and rows with small gaps, also through the smallest buffer."""
+    whole = torch.arange(3 * 2 * 100_003, dtype=torch.int32).reshape(3, 2, 100_003)
+    shardwise.save({"w": whole}, tmp_path / "c")
+    for limit in (1 << 16, 1 << 28):
+        with shardwise.open(tmp_path / "c", max_buffer_bytes=limit) as checkpoint:
+            assert torch.equal(checkpoint["w"][:, :, columns], whole[:, :, columns])
+            assert torch.equal(checkpoint["w"][1:, 1, columns], whole[1:, 1, columns])
+
+
 def test_an_optimizer_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def trained(steps: int) -> tuple[torch.nn.Linear, torch.optim.Adam]:
         torch.manual_seed(0)

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +43,7 @@ class CutPlan:
     load: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A box to write: the number of the tensor, of the box in its cut, and where this rank has it."""
 
     tensor: int
@@ -117,23 +118,22 @@ def _narrow(box: Box, dim: int, start: int, length: int) -> Box:
 
 def assign(tensors: Sequence[Described], rank: int) -> tuple[list[CutPlan], list[Part]]:
     """The plan of every tensor, and the boxes that this rank writes."""
-    known: dict[tuple[Layout, int], CutPlan] = {}  # one object for each kind: threads may have made one twice
-    for tensor in tensors:
-        kind = (tensor.layout, tensor.dtype.itemsize)
-        if kind not in known:
-            known[kind] = cut_plan(*kind)
-    plans = [known[t.layout, t.dtype.itemsize] for t in tensors]
-    load: dict[int, int] = {}
-    parts: list[Part] = []
-    shared: list[tuple[int, int, int, Sequence[Holder]]] = []
-    for number, (tensor, plan) in enumerate(zip(tensors, plans, strict=True)):
-        parts += [Part(number, box, holder) for box, holder in plan.fixed.get(rank, ())]
-        for writer, elements in plan.load.items():
-            load[writer] = load.get(writer, 0) + elements * tensor.dtype.itemsize
-        shared += [(h[0].here.numel * tensor.dtype.itemsize, number, box, h) for box, h in plan.shared]
+    kinds = [(tensor.layout, tensor.dtype.itemsize) for tensor in tensors]
+    counts = Counter(kinds)
+    known = {kind: cut_plan(*kind) for kind in counts}  # one object for each kind: threads may have made one twice
+    plans = [known[kind] for kind in kinds]
+    load: Counter[int] = Counter()
+    for (layout, itemsize), count in counts.items():
+        load.update({writer: n * itemsize * count for writer, n in known[layout, itemsize].load.items()})
+    parts = [Part(i, box, holder) for i, plan in enumerate(plans) for box, holder in plan.fixed.get(rank, ())]
+    shared = [
+        (holders[0].here.numel * tensor.dtype.itemsize, number, box, holders)
+        for number, (tensor, plan) in enumerate(zip(tensors, plans, strict=True))
+        for box, holders in plan.shared
+    ]
     for size, number, box, holders in sorted(shared, key=lambda s: (-s[0], s[1], s[2])):
-        chosen = min(holders, key=lambda h: (load.get(h.rank, 0), h.rank))
-        load[chosen.rank] = load.get(chosen.rank, 0) + size
+        chosen = min(holders, key=lambda h: (load[h.rank], h.rank))
+        load[chosen.rank] += size
         if chosen.rank == rank:
             parts.append(Part(number, box, chosen))
     return plans, parts

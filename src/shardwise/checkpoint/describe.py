@@ -31,15 +31,19 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error) if plain else f"{type(error).__name__}: {error}"
 
 
-def gathered(comm: Comm, given: Json, problem: str | None, label: str) -> list[Json]:
-    """What every rank gives, in the order of ranks; if any has a problem, all raise a CheckpointError that names it."""
-    data = json.dumps([problem, None if problem is not None else given]).encode()
-    everyone = [json.loads(text) for text in comm.all_gather_bytes(data, label=label)]
-    found = [(rank, one[0]) for rank, one in zip(comm.ranks, everyone, strict=True) if one[0] is not None]
+def gathered(comm: Comm, given: Json, problem: str | None, label: str, wanted: bool = True) -> list[Json]:
+    """What every rank gives, in the order of ranks; if any has a problem, all raise a CheckpointError that names it.
+
+    A rank that only wants to know of problems says so, and gets nothing else.
+    """
+    data = json.dumps(problem) if problem is not None else "null\n" + json.dumps(given, separators=(",", ":"))
+    everyone = [text.partition(b"\n") for text in comm.all_gather_bytes(data.encode(), label=label)]
+    problems = [json.loads(one[0]) for one in everyone]
+    found = [(rank, text) for rank, text in zip(comm.ranks, problems, strict=True) if text is not None]
     if found:
         same = len({text for _, text in found}) == 1 and len(found) == len(everyone)
         raise CheckpointError(found[0][1] if same else "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]))
-    return [one[1] for one in everyone]
+    return [json.loads(one[2]) for one in everyone] if wanted else []
 
 
 @lru_cache(maxsize=4096)
@@ -49,13 +53,13 @@ def layout_text(layout: Layout) -> str:
 
 
 def description(tree: Json, leaves: Sequence[Leaf]) -> Json:
-    """What a rank tells the others of its state."""
-    entries = {e.name: [e.dtype.torch_name, e.plain, _shape_or_layout(e)] for e in leaves}
-    return {"tree": tree, "tensors": entries}
-
-
-def _shape_or_layout(leaf: Leaf) -> str:
-    return json.dumps(leaf.layout.shape) if leaf.plain else layout_text(leaf.layout)
+    """What a rank tells the others of its state; tensors of one layout name it by its number."""
+    numbers: dict[tuple[Layout, bool], int] = {}
+    entries = {
+        e.name: [e.dtype.torch_name, e.plain, numbers.setdefault((e.layout, e.plain), len(numbers))] for e in leaves
+    }
+    layouts = [json.dumps(layout.shape) if plain else layout_text(layout) for layout, plain in numbers]
+    return {"tree": tree, "tensors": entries, "layouts": layouts}
 
 
 def agreed(
@@ -105,8 +109,8 @@ def _short(node: Json) -> str:
 def _merged_tensors(everyone: Mapping[int, Json]) -> list[Described]:
     holders: dict[str, dict[int, Json]] = {}
     for rank, given in everyone.items():
-        for name, entry in given["tensors"].items():
-            holders.setdefault(name, {})[rank] = entry
+        for name, (dtype, plain, number) in given["tensors"].items():
+            holders.setdefault(name, {})[rank] = [dtype, plain, given["layouts"][number]]
     return [_merged_tensor(name, by_rank) for name, by_rank in holders.items()]
 
 

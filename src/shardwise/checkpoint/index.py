@@ -56,6 +56,11 @@ class Cut:
         return np.asarray(self.sizes.prod(axis=1, dtype=np.int64))
 
     @cached_property
+    def labels(self) -> list[str]:
+        """What tells the boxes of a tensor apart in the keys of a file; nothing where there is one."""
+        return [""] if len(self) == 1 else [str(self.box(number)) for number in range(len(self))]
+
+    @cached_property
     def extents(self) -> list[tuple[tuple[int, ...], int]]:
         """The sizes of each box and their product."""
         return [(tuple(sizes), count) for sizes, count in zip(self.sizes.tolist(), self.elements.tolist(), strict=True)]
@@ -93,12 +98,16 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Everything a checkpoint says about itself; `tree` is the nested state, tensors named."""
+    """Everything a checkpoint says about itself; `tree` is the nested state, tensors named.
+
+    `opaque` are names of entries of other formats that cannot be read.
+    """
 
     files: Sequence[FileEntry]
     tensors: Mapping[str, TensorEntry]
     tree: Json
     block_bytes: int = BLOCK_BYTES
+    opaque: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The index as it is stored."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.host_memory import as_array, is_plain
 from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.leaves import torch_dtype
 from shardwise.checkpoint.read_plan import GAP_BYTES, Read, Step, blocks_of, steps_of
@@ -27,22 +29,10 @@ from shardwise.tensor.execute import view_of
 
 WINDOW_BYTES = 1 << 20
 _ALIGNMENT = 64
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_FLOATS_OF_NUMPY = {torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64}
-_INTS_OF_NUMPY = {
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-}
-_OF_NUMPY = _FLOATS_OF_NUMPY | _INTS_OF_NUMPY | {torch.bool}
 
 Job: TypeAlias = tuple[TensorEntry, Sequence[Read], Sequence[Tensor]]
 Place: TypeAlias = npt.NDArray[Any] | Tensor
+Region: TypeAlias = tuple[slice | EllipsisType, ...]
 Part: TypeAlias = tuple[int, int, Step, TensorEntry, Place]  # the file, the first byte in it, and what goes where
 
 
@@ -129,33 +119,32 @@ def _read_into(handle: int, place: memoryview, begin: int) -> None:
 
 def _place(target: Tensor, tensor: TensorEntry) -> Place:
     """Where bytes go: the memory of the tensor itself, or the tensor, if they have to be moved or converted."""
-    plain = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-    return _as_array(target) if plain and target.dtype == torch_dtype(tensor.dtype) else target
+    return as_array(target) if target.dtype == torch_dtype(tensor.dtype) and is_plain(target) else target
 
 
 def _copy_mapped(store: Store, tensor: TensorEntry, read: Read, local: Tensor) -> None:
     source, target = store.piece(tensor, read.box)[read.there.slices], view_of(local, read.here)
     place = _place(target, tensor)
     for rows in _mapped_steps(source, store.step_bytes):
-        part = source[(*rows, ...)]
+        part = source[rows]
         if isinstance(place, np.ndarray):
-            np.copyto(place[(*rows, ...)], part)
+            np.copyto(place[rows], part)
         else:
             place[rows].copy_(_staged(part, torch_dtype(tensor.dtype)))
         store.touch(_span(part))
 
 
-def _mapped_steps(source: npt.NDArray[Any], step_bytes: int) -> Iterator[tuple[slice, ...]]:
+def _mapped_steps(source: npt.NDArray[Any], step_bytes: int) -> Iterator[Region]:
     """Cut an array along its first dims into parts that span about this many bytes of the file."""
     if _span(source) <= step_bytes or source.ndim == 0:
-        yield ()
+        yield (...,)
         return
     row = _span(source) // len(source)
     count = max(1, step_bytes // max(1, row))
     for start in range(0, len(source), count):
         rows = slice(start, start + count)
         if count > 1:
-            yield (rows,)
+            yield (rows, ...)
         else:
             yield from ((rows, *rest) for rest in _mapped_steps(source[start], step_bytes))
 
@@ -165,16 +154,8 @@ def _span(source: npt.NDArray[Any]) -> int:
     return source.strides[0] * source.shape[0] if source.ndim and source.size else source.nbytes
 
 
-def _as_array(target: Tensor) -> npt.NDArray[Any]:
-    itemsize = target.dtype.itemsize
-    if target.dtype not in _OF_NUMPY:
-        target = target.view(_CARRIERS[itemsize])
-    array: npt.NDArray[Any] = target.numpy()
-    return array.view(CARRIERS[itemsize])
-
-
 def _staged(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     """A copy of a part in host memory, as a tensor."""
     buffer = torch.empty(part.shape, dtype=dtype)
-    np.copyto(_as_array(buffer), part)
+    np.copyto(as_array(buffer), part)
     return buffer

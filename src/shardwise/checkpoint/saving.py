@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -138,7 +138,7 @@ def _planned(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_byte
     asked = [str(target), async_op, max_file_bytes, secrets.token_hex(8)]
     tree, tensors, everyone = agreed(comm, tree, leaves, asked, problem, LABEL)
     _check_same(comm, everyone)
-    tensors = [Described(t.name, t.dtype, settled_layout(t.layout)) for t in tensors]
+    tensors = [t if t.layout.pending is None else replace(t, layout=settled_layout(t.layout)) for t in tensors]
     held = settled_locals(leaves, comm)
     cuts, parts = assign(tensors, comm.rank)
     sources = [view_of(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
@@ -158,8 +158,8 @@ def _check_same(comm: Comm, everyone: Sequence[Json]) -> None:
 def _save_now(plan: SavePlan, comm: Comm, max_file_bytes: int) -> None:
     try:
         record, problem = attempt(lambda: write_share(plan, plan.sources, comm.rank, max_file_bytes))
-        records = gathered(comm, record, problem, LABEL)
         first = comm.rank == comm.ranks[0]
+        records = gathered(comm, record, problem, LABEL, wanted=first)
         _, problem = attempt(lambda: _commit(plan, records)) if first else (None, None)
         gathered(comm, None, problem, LABEL)
     except BaseException:
@@ -176,14 +176,14 @@ def write_share(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_b
         written = write_file(plan.folder / f"rank{rank:05d}-{number:05d}.safetensors", [pieces[i] for i in chosen])
         files.append([written.name, written.bytes, written.data_start, written.header_sum])
         for i, (begin, sums) in zip(chosen, written.places, strict=True):
-            places.append([plan.parts[i].tensor, plan.parts[i].box, number, begin, sums])
-    return {"files": files, "places": places}
+            places.append((plan.parts[i].tensor, plan.parts[i].box, number, begin, sums))
+    return {"files": files, "places": list(zip(*places, strict=True))}
 
 
 def _piece(plan: SavePlan, part: Part, values: Tensor) -> Piece:
     tensor, cut = plan.tensors[part.tensor], plan.cuts[part.tensor].cut
-    key = tensor.name if len(cut) == 1 else f"{tensor.name}{cut.box(part.box)}"
-    return Piece(key, tensor.dtype, values)
+    sizes, count = cut.extents[part.box]
+    return Piece(tensor.name + cut.labels[part.box], tensor.dtype, sizes, count * tensor.dtype.itemsize, values)
 
 
 def _commit(plan: SavePlan, records: Sequence[Json]) -> None:
@@ -202,7 +202,7 @@ def joined(plan: SavePlan, records: Sequence[Json]) -> Index:
     columns: list[tuple[list[Any], list[Any], list[Any]]] = [([None] * n, [None] * n, [None] * n) for n in counts]
     files: list[FileEntry] = []
     for record in records:
-        for tensor, box, file, begin, sums in record["places"]:
+        for tensor, box, file, begin, sums in zip(*record["places"], strict=True):
             numbers, begins, all_sums = columns[tensor]
             numbers[box], begins[box], all_sums[box] = file + len(files), begin, sums
         files += [FileEntry(*entry) for entry in record["files"]]

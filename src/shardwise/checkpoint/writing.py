@@ -11,29 +11,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, checksum
+from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, blocks, checksum
 from shardwise.checkpoint.headers import described, header_bytes
+from shardwise.checkpoint.host_memory import flat_bytes
 from shardwise.geometry import DType
 
 STAGING_BYTES = 32 << 20
 MAX_FILE_BYTES = 16 << 30
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """Something to store: the key in the file, the dtype, and the values."""
+class Piece(NamedTuple):
+    """Something to store: the key in the file, the dtype, the sizes and their bytes, and the values."""
 
     key: str
     dtype: DType
+    sizes: tuple[int, ...]
+    nbytes: int
     values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ def pack(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[int]]:
 
 def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
     """Write one file and make it last."""
-    entries = {p.key: (*described(p.dtype, p.values.shape), p.nbytes) for p in pieces}
+    entries = {p.key: (*described(p.dtype, p.sizes), p.nbytes) for p in pieces}
     assert len(entries) == len(pieces), "keys of a file are different"
     header = header_bytes(entries)
     places: list[tuple[int, str]] = []
@@ -71,13 +69,22 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
     with Sink(path) as sink:
         sink.write(memoryview(header))
         for piece in pieces:
-            sums = BlockSums()
-            for data in host_bytes(piece.values):
-                sums.update(data)
-                sink.write(data)
-            places.append((position, sums.text()))
+            places.append((position, _write_piece(sink, piece)))
             position += piece.nbytes
     return Written(path.name, position, len(header), checksum(header), places)
+
+
+def _write_piece(sink: Sink, piece: Piece) -> str:
+    """Append the bytes of a piece, and return the checksums of its blocks; each is hashed right before it is copied."""
+    data = flat_bytes(piece.values)
+    if data is not None and 0 < len(data) <= BLOCK_BYTES:
+        sink.write(data)
+        return checksum(data)
+    sums = BlockSums()
+    for part in host_bytes(piece.values):
+        sums.update(part)
+        sink.write(part)
+    return sums.text()
 
 
 class Sink:
@@ -119,15 +126,12 @@ def host_bytes(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, in parts of at most a block where they lie ready in memory."""
     if values.numel() == 0:
         return
-    if values.is_conj() or values.is_neg():
-        values = values.resolve_conj().resolve_neg()
-    if values.device.type == "cpu" and values.is_contiguous():
-        data = values.reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), BLOCK_BYTES):
-            yield data[start : start + BLOCK_BYTES]
+    data = flat_bytes(values)
+    if data is not None:
+        yield from blocks(data)
         return
     for part in _staged(values):
-        yield from host_bytes(part.to("cpu").contiguous())
+        yield from host_bytes(part.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
 def _staged(values: Tensor) -> Iterator[Tensor]:
