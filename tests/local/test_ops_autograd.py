@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Mesh, Partial, Replicate, Shard, run_local
-from shardwise.comm import Comm
+from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Placement
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -99,6 +99,29 @@ def test_checkpointed_activations() -> None:
         assert torch.allclose(x.grad.full(), dense.grad) and torch.allclose(w.grad.full(), weight.grad)
 
     run_local(body, 2)
+
+
+def _dropped(comm: Comm) -> list[tuple[Any, Any]]:
+    """What checkpointed dropout gives in the forward pass, and its gradient, for which it computes again."""
+    torch.manual_seed(3)
+    found = []
+    for _ in range(2):
+        mesh = Mesh.of(all=comm.world_size)
+        x: Any = lay_out(torch.ones(16, 16, dtype=X.dtype, requires_grad=True), mesh, (ROWS,))
+        y = checkpoint(lambda a: F.dropout(F.dropout(a, 0.5), 0.2), x, use_reentrant=False)
+        y.sum().backward()
+        found.append((y.detach().full(), x.grad.full()))
+    return found
+
+
+def test_checkpointed_dropout_drops_the_same_again() -> None:
+    (first, of_first), (second, of_second) = run_local(_dropped, 1)[0]
+    assert torch.equal(first, of_first) and torch.equal(second, of_second) and not torch.equal(first, second)
+
+
+def test_checkpointed_dropout_is_refused_where_ranks_share_a_generator() -> None:
+    with pytest.raises(DisagreementError, match="random numbers are drawn inside a backward pass"):
+        run_local(_dropped, 2)
 
 
 def test_hooks_after_accumulation_and_gradients_that_hooks_may_give() -> None:

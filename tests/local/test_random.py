@@ -234,6 +234,27 @@ def test_a_seed_that_comes_back_goes_on_counting() -> None:
     assert run_local(body, 1) == [[Stream(5, 0), Stream(6, 0), Stream(5, 1)]]
 
 
+@pytest.mark.parametrize("own_seed", [None, 8])
+def test_a_state_that_is_set_again_gives_the_same_streams_again(own_seed: int | None) -> None:
+    def body(comm: Comm) -> None:
+        torch.manual_seed(5)
+        if own_seed is not None:
+            manual_seed(own_seed)
+        states, streams = [], []
+        for plain in (0, 0, 3, 1, 0):
+            torch.rand(plain)
+            states.append(torch.get_rng_state())
+            streams.append(asked(comm))
+        assert [s.count for s in streams] == [0, 1, 2, 3, 4] and {s.seed for s in streams} == {own_seed or 5}
+        for start in range(5):
+            with torch.random.fork_rng():
+                torch.set_rng_state(states[start])
+                assert asked(comm) == streams[start]
+        assert asked(comm) == Stream(own_seed or 5, 5)
+
+    run_local(body, 1)
+
+
 def test_our_own_seed_holds_for_one_comm_until_torch_is_seeded() -> None:
     def body(comm: Comm) -> list[Stream]:
         manual_seed(8)

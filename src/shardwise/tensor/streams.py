@@ -1,8 +1,9 @@
 """Which numbers does the next random tensor get? Those of a `Stream`: a seed, and how many tensors were drawn before.
 
 1. The seed is torch's own, as `torch.manual_seed` set it, that of a `generator=`, or that of `shardwise.manual_seed`.
-2. The count is kept for each seed, by the comm (or the generator). Seeding again starts it again, and so does seeding a
-   generator again with the seed it has: the first stream taken after seeding leaves a mark, one number drawn from it.
+2. The count is kept for each seed, by the comm (or the generator). Seeding again starts it again, also with the same
+   seed. With each stream one number is drawn from the generator, so that its state says where in the count it is: a
+   state that is set again (`torch.set_rng_state`, activation checkpointing) gives the same streams again.
 3. Ranks may have been seeded differently, or not at all (torch then picks a seed for each process). So the first rank's
    seed and count hold for all: one small exchange, which also finds ranks that ask for different things.
 """
@@ -23,6 +24,12 @@ from shardwise.tensor.comms import Group, comm_for
 
 _WORDS = struct.Struct("<QQ")
 _MASK = (1 << 64) - 1
+_MOST_PLACES = 1 << 15
+_COMPUTED_AGAIN = (
+    "random numbers are drawn inside a backward pass, as activation checkpointing does when it computes again; ranks "
+    "that are threads of one process share torch's generator, so they cannot draw the same numbers again; start one "
+    "process for each rank"
+)
 _GENERATORS_FORGET = torch.Generator.__weakrefoffset__ != 0
 
 
@@ -43,9 +50,13 @@ class Stream:
 
 @dataclass(slots=True)
 class _Book:
-    """How many streams were taken for each seed; `pinned` is our own seed, and torch's at the time it was given."""
+    """How many streams were taken for each seed, and the counts at the states of the generator that were met.
+
+    `pinned` is our own seed, and torch's at the time it was given.
+    """
 
     counts: dict[int, int] = field(default_factory=dict)
+    places: dict[tuple[int, bytes], int] = field(default_factory=dict)
     pinned: tuple[int, int] | None = None
 
 
@@ -77,10 +88,11 @@ def manual_seed(seed: int, process_group: Group | None = None) -> None:
     comm = comm_for(process_group)
     book = _book_of(comm)
     torch_seed = torch.initial_seed()
-    if _alone_in_process(comm):
-        _take_mark(torch.default_generator)
+    if _alone_in_process(comm) and _is_fresh(torch.default_generator):
+        _advance(torch.default_generator)
     book.pinned = (int(seed) & _MASK, torch_seed)
     book.counts[int(seed) & _MASK] = 0
+    book.places = {place: count for place, count in book.places.items() if place[0] != int(seed) & _MASK}
 
 
 def next_stream(
@@ -103,12 +115,29 @@ def next_stream(
     [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
     """
     fields = {**fields, "seed": seed}
-    own = Stream(seed) if seed is not None else _peek(comm, generator)
+    if seed is not None:
+        return _first_ranks(comm, Stream(seed), fields, label, problem)
+    if problem is None and generator is None and not _alone_in_process(comm) and _in_backward():
+        problem = _COMPUTED_AGAIN
+    own = _peek(comm, generator)
     stream = _first_ranks(comm, own, fields, label, problem)
-    if seed is None:
-        book = _book_of(comm if generator is None else generator)
-        book.counts[own.seed] = stream.count + 1
+    _note(comm, generator, own.seed, stream.count)
     return stream
+
+
+def _note(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
+    """Count a stream, note the states of the generator before and after it."""
+    book = _book_of(comm if generator is None else generator)
+    known = book.counts.get(seed, 0) if _in_backward() else 0
+    book.counts[seed] = max(known, count + 1)
+    source = torch.default_generator if generator is None else generator
+    if generator is None and not _alone_in_process(comm):
+        return
+    if len(book.places) > _MOST_PLACES:
+        book.places.clear()
+    book.places[seed, _state_of(source)] = count
+    _advance(source)
+    book.places[seed, _state_of(source)] = count + 1
 
 
 def _first_ranks(comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | None) -> Stream:
@@ -126,13 +155,16 @@ def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
     book = _book_of(comm if generator is None else generator)
     source = torch.default_generator if generator is None else generator
     torch_seed = source.initial_seed()
-    if (generator is not None or _alone_in_process(comm)) and _take_mark(source):
+    owned = generator is not None or _alone_in_process(comm)
+    if owned and not _in_backward() and _is_fresh(source):
         book.counts.pop(torch_seed & _MASK, None)
         book.pinned = None
-    if book.pinned is not None and book.pinned[1] == torch_seed:
-        return Stream(book.pinned[0], book.counts.get(book.pinned[0], 0))
-    book.pinned = None
-    return Stream(torch_seed, book.counts.get(torch_seed & _MASK, 0))
+        return Stream(torch_seed)
+    if book.pinned is not None and book.pinned[1] != torch_seed:
+        book.pinned = None
+    seed = torch_seed & _MASK if book.pinned is None else book.pinned[0]
+    count = book.places.get((seed, _state_of(source))) if owned else None
+    return Stream(seed, book.counts.get(seed, 0) if count is None else count)
 
 
 def _alone_in_process(comm: Comm) -> bool:
@@ -140,10 +172,20 @@ def _alone_in_process(comm: Comm) -> bool:
     return comm.process_group is not None or comm.world_size == 1
 
 
-def _take_mark(generator: torch.Generator) -> bool:
-    """Whether a generator was seeded and nothing was drawn since; one number is drawn then, so that it is seen once."""
+def _in_backward() -> bool:
+    """Whether this thread is inside a backward pass: then something is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Whether a generator was seeded and nothing was drawn since."""
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    if not torch.equal(generator.get_state(), fresh.get_state()):
-        return False
+    return torch.equal(generator.get_state(), fresh.get_state())
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=16).digest()
+
+
+def _advance(generator: torch.Generator) -> None:
     torch.empty(1, device=generator.device).uniform_(generator=generator)
-    return True
