@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.decoding import has_numbers, numbers
-from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.index import Cut, TensorEntry
 from shardwise.checkpoint.store import Store
 from shardwise.geometry import Box, DType
 from shardwise.transfer.intersect import overlaps_with_boxes
@@ -83,15 +84,22 @@ def compare_stored(
 
 def _parts(a: Stored, b: Stored) -> Iterator[Pair]:
     """The same elements of both, part by part."""
-    cut, other = a.entry.cut, b.entry.cut
+    for box, cell, here, there in _regions(a.entry.cut, b.entry.cut):
+        left, right = a.store.piece(a.entry, box)[here], b.store.piece(b.entry, cell)[there]
+        yield from _steps(np.asarray(left), np.asarray(right))
+
+
+@lru_cache(maxsize=64)
+def _regions(cut: Cut, other: Cut) -> list[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
+    """Where the boxes of two cuts meet: their numbers, and the region in each. Tensors that are cut alike share it."""
     if not len(cut) or not len(other):
-        return
+        return []
     met = overlaps_with_boxes(cut.shape, cut.offsets, cut.sizes, other.offsets, other.sizes)
     columns = (met.boxes, met.cells, met.starts - cut.offsets[met.boxes], met.starts - other.offsets[met.cells])
-    for box, cell, here, there, sizes in zip(*(c.tolist() for c in (*columns, met.sizes)), strict=True):
-        left = a.store.piece(a.entry, box)[Box(tuple(here), tuple(sizes)).slices]
-        right = b.store.piece(b.entry, cell)[Box(tuple(there), tuple(sizes)).slices]
-        yield from _steps(np.asarray(left), np.asarray(right))
+    return [
+        (box, cell, Box(tuple(here), tuple(sizes)).slices, Box(tuple(there), tuple(sizes)).slices)
+        for box, cell, here, there, sizes in zip(*(c.tolist() for c in (*columns, met.sizes)), strict=True)
+    ]
 
 
 def _steps(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[Pair]:

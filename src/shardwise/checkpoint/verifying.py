@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import Entry, described, parse_header
-from shardwise.checkpoint.index import TensorEntry
+from shardwise.checkpoint.index import Cut, TensorEntry
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.stored_layout import stored_layout
 
@@ -52,8 +52,13 @@ def find_problems(store: Store, on_bytes: Callable[[int], None] = lambda count: 
         except CheckpointError as error:
             yield Problem(store.index.files[number].name, None, _without_path(error, store, number))
             headers[number] = None
+    layouts: dict[Cut, str | None] = {}
     for entry in store.index.tensors.values():
-        yield from _layout_problems(entry)
+        if entry.cut not in layouts:
+            layouts[entry.cut] = _layout_problem(entry)
+        text = layouts[entry.cut]
+        if text is not None:
+            yield Problem("the index", entry.name, text)
         for box in range(len(entry.cut)):
             yield from _box_problems(store, entry, box, headers[entry.files[box]], on_bytes)
 
@@ -73,11 +78,12 @@ def _without_path(error: CheckpointError, store: Store, number: int) -> str:
     return str(error).removeprefix(f"{store.folder / store.index.files[number].name}: ")
 
 
-def _layout_problems(entry: TensorEntry) -> Iterator[Problem]:
+def _layout_problem(entry: TensorEntry) -> str | None:
     try:
         stored_layout(entry)
     except CheckpointError as error:
-        yield Problem("the index", entry.name, str(error).removeprefix(f"tensor {entry.name!r}: "))
+        return str(error).removeprefix(f"tensor {entry.name!r}: ")
+    return None
 
 
 def _box_problems(
