@@ -1,0 +1,27 @@
+"""The names at the top of the package: each loads, and those of modules that need torch are those modules' own."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+import shardwise
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_every_name_loads(name: str) -> None:
+    assert getattr(shardwise, name) is not None
+    assert name in dir(shardwise)
+
+
+def test_names_of_modules_are_those_of_the_package() -> None:
+    nn = import_module("shardwise.nn")
+    both = sorted(set(nn.__all__) & set(shardwise.__all__))
+    assert {"ModelPlan", "BalancedPlanner", "ShardedOptimizer", "load_plan", "shard_module"} <= set(both)
+    assert all(getattr(shardwise, name) is getattr(nn, name) for name in both)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'shard_modul'"):
+        shardwise.shard_modul  # noqa: B018  # the attribute is what is asked for
