@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comm import Comm, CommError, LocalComm, current_comm, default_comm, run_local, use_comm
+from shardwise.comm import (
+    Comm,
+    CommError,
+    DisagreementError,
+    LocalComm,
+    agree,
+    current_comm,
+    default_comm,
+    run_local,
+    use_comm,
+)
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -202,9 +212,9 @@ def test_a_time_out_names_the_absent_rank() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.exchange({9: [torch.zeros(1)]}, {}, label="m"), r"sends to ranks \[9\], which are not among"),
+        (lambda c: c.exchange({9: [torch.zeros(1)]}, {}, label="m"), r"sends to rank 9, not in this comm \(rank 0\)"),
         (lambda c: c.exchange({0: [torch.zeros(4, 4).t()]}, {}, label="m"), "is not contiguous; only contiguous"),
-        (lambda c: c.broadcast(torch.zeros(1), 5, label="m"), "source rank 5 is not among the ranks"),
+        (lambda c: c.broadcast(torch.zeros(1), 5, label="m"), r"source rank 5 is not in this comm \(rank 0\)"),
         (lambda c: c.all_reduce(torch.zeros(1), "median", label="m"), "reduction 'median' is unknown; use one of sum"),
         (lambda c: c.all_reduce(torch.zeros(1, dtype=torch.int32), "avg", label="m"), "'avg' of torch.int32 would be"),
         (lambda c: c.all_gather_into(torch.zeros(3), torch.zeros(2), label="m"), "do not fill an output of 3 elements"),
@@ -285,3 +295,22 @@ def test_threads_share_one_gpu() -> None:
 def test_a_world_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="run_local with world_size=0: give at least 1 rank"):
         run_local(lambda comm: None, 0)
+
+
+def disagree_everywhere(comm: Comm) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        agree(comm, {"shape": (comm.rank,)}, label="m")
+    return str(caught.value)
+
+
+def fail_alike(comm: Comm) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        agree(comm, {}, label="m", problem="too long" if comm.rank != 2 else "too short")
+    return str(caught.value)
+
+
+def test_errors_stay_short_in_a_large_world() -> None:
+    assert run_local(fail_alike, 5) == ["'m': ranks 0, 1, 3, 4: too long; rank 2: too short"] * 5
+    texts = run_local(disagree_everywhere, 24)
+    assert len(set(texts)) == 1
+    assert "shape is (0,) on rank 0 and (1,) on rank 1 and" in texts[0] and "and others on ranks 6-23;" in texts[0]

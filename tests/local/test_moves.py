@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError, run_local
 from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial, Piece, Replicate, Shard
 from shardwise.geometry import ShardingSpec as Spec
-from shardwise.tensor import ShardedTensor, from_local, redistribute_many
+from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
 from shardwise.testing.strategies import layout_pairs
 from tests.moving import (
     DTYPES,
@@ -280,7 +280,7 @@ def test_many_at_once_disagreeing_or_impossible_is_told_to_every_rank() -> None:
     assert moves[0].startswith("DisagreementError: 'redistribute_many': the ranks give different arguments: moves is")
     assert "rank 1: " in unplaced[0]
     assert "a pending sum of bool values is not defined" in undefined[0]
-    assert "the layout names ranks [4], which are not among the comm's ranks [0, 1, 2, 3]" in outside[0]
+    assert "the layout names rank 4, not in the comm (ranks 0-3)" in outside[0]
     assert "rank 0: 2 tensors need as many targets, got 1" in counts[0]
 
 
@@ -361,10 +361,10 @@ def test_moves_the_ranks_disagree_on_are_refused_on_every_rank() -> None:
     assert all(found == results[0] for found in results)
     to, limit, placed, dim, ranks, source = results[0]
     assert to.startswith("DisagreementError: 'redistribute': the ranks give different arguments: to is ")
-    assert "max_buffer_bytes is 200 on ranks 0, 1, 2 and 100 on rank 3" in limit
+    assert "max_buffer_bytes is 200 on ranks 0-2 and 100 on rank 3" in limit
     assert "rank 3: placements need a mesh, and this tensor is laid out by ChunkSpec" in placed
     assert "ChunkSpec(dim=2): a tensor of shape (5, 7) has a dim from -2 to 1" in dim
-    assert "the layout names ranks [4, 5], which are not among the comm's ranks [0, 1, 2, 3]" in ranks
+    assert "the layout names ranks 4, 5, not in the comm (ranks 0-3)" in ranks
     assert "from is " in source
 
 
@@ -393,3 +393,31 @@ def test_targets_that_are_none() -> None:
     with pytest.raises(DisagreementError, match="takes a spec, a Layout or placements, got int: 3"):
         on_mesh.redistribute(3)
     assert issubclass(LayoutError, ValueError) and issubclass(DisagreementError, ValueError)
+
+
+def ask_for_what_is_not_one(comm: Comm) -> list[str]:
+    whole: Any = values((5, 7), torch.float32)
+    rows = sharded(MATRIX["rows"], torch.float32, comm)
+    nonsense: Any = "S(0)"
+    return [
+        error_of(shard, whole, nonsense),
+        error_of(shard, whole.tolist(), MATRIX["rows"]),
+        error_of(shard, rows, MATRIX["rows"]),
+        error_of(shard, whole[1:], MATRIX["rows"]),
+        error_of(rows.redistribute, MATRIX["columns"], max_buffer_bytes="1 MB"),
+        error_of(rows.redistribute, MATRIX["columns"], max_buffer_bytes=0),
+        error_of(redistribute_many, [rows, whole], [MATRIX["columns"]] * 2),
+    ]
+
+
+def test_arguments_of_the_wrong_kind_are_named() -> None:
+    texts = run_local(ask_for_what_is_not_one, 4)
+    assert all(found == texts[0] for found in texts)
+    spec, data, again, shape, limit, zero, many = texts[0]
+    assert "ranks 0-3: shard takes a spec or a Layout, got str: 'S(0)'" in spec
+    assert "shard takes a whole tensor, got list" in data
+    assert "shard takes a whole tensor, got ShardedTensor; use its redistribute()" in again
+    assert "a tensor of shape (4, 7) cannot take a layout of shape (5, 7)" in shape
+    assert "max_buffer_bytes is a positive number of bytes or None, got '1 MB'" in limit
+    assert "max_buffer_bytes is a positive number of bytes or None, got 0" in zero
+    assert "redistribute_many: moves ShardedTensors, got Tensor; make one with shard() or from_local()" in many

@@ -107,8 +107,7 @@ def test_gather_of_a_tensor_on_some_ranks() -> None:
         wrong = error_of(tensor.gather, dst=0)
         return None if gathered is None else same_bytes(gathered, values((5, 7), torch.int64)), wrong
 
-    wrong = "DisagreementError: 'gather': rank 1: gather to rank 0, which is not among the comm's ranks [1, 3]"
-    wrong += "; rank 3: gather to rank 0, which is not among the comm's ranks [1, 3]"
+    wrong = "DisagreementError: 'gather': ranks 1, 3: gather to rank 0, which is not in the comm (ranks 1, 3)"
     assert run_local(body, 4) == ["not in it", (None, wrong), "not in it", (True, wrong)]
 
 
@@ -127,7 +126,7 @@ def test_gather_that_cannot_be_is_refused_on_every_rank() -> None:
     shape, outside, missing, differing, limit = texts_of(body)
     assert shape == ("DisagreementError: 'gather': rank 1: Argument ``out`` has size (7, 5), but should be (5, 7)")
     assert "rank 2: Argument ``out`` must NOT be specified on non-destination ranks; dst is 1" in outside
-    assert "gather to rank 4, which is not among the comm's ranks [0, 1, 2, 3]" in missing
+    assert "ranks 0-3: gather to rank 4, which is not in the comm (ranks 0-3)" in missing
     assert "dst is 1 on ranks 0, 2, 3 and 0 on rank 1" in differing
     assert "max_buffer_bytes is 200 on ranks 0, 2, 3 and 100 on rank 1" in limit
 
@@ -206,18 +205,18 @@ def test_shard_that_cannot_be_is_refused_on_every_rank() -> None:
         ]
 
     source, missing, none, nowhere, shape, dtype, spec, hidden, dim, ranks, sizes, grad = texts_of(body)
-    assert "different src_ranks: 0 on ranks [0, 1, 3] and 2 on ranks [2]" in source
-    assert "src_rank 7 is not among the comm's ranks [0, 1, 2, 3]" in missing
+    assert "different src_ranks: 0 on ranks 0, 1, 3 and 2 on rank 2" in source
+    assert "src_rank 7 is not in the comm (ranks 0-3)" in missing
     assert "rank 2: this rank has the data (src_rank=2) but passes no tensor" in none
     assert "rank 2: this rank has the data (src_rank=None) but passes no tensor" in nowhere
-    assert "different shapes: [4, 6] on ranks [0, 1, 3] and [6, 4] on ranks [2]" in shape
-    assert "different dtypes: float32 on ranks [0, 1, 3] and float64 on ranks [2]" in dtype
+    assert "different shapes: [4, 6] on ranks 0, 1, 3 and [6, 4] on rank 2" in shape
+    assert "different dtypes: torch.float32 on ranks 0, 1, 3 and torch.float64 on rank 2" in dtype
     assert "different specs: " in spec and "give the same on every rank" in spec
     assert "the ranks give different arguments: spec is" in hidden and "on rank 2; give the same" in hidden
     assert "rank 2: ChunkSpec(dim=3): a tensor of shape (4, 6) has a dim from -2 to 1" in dim
-    assert "the spec names ranks [4], which are not among the comm's ranks [0, 1, 2, 3]" in ranks
+    assert "the spec names rank 4, not in the comm (ranks 0-3)" in ranks
     assert "dim 0 of length 4 is split in sizes (1, 2); they must add up to 4" in sizes
-    assert "different requires_grads: False on ranks [0, 1, 3] and True on ranks [2]" in grad
+    assert "different requires_grads: False on ranks 0, 1, 3 and True on rank 2" in grad
 
 
 def test_local_tensors_that_do_not_fit_are_refused_on_every_rank() -> None:
@@ -242,7 +241,7 @@ def test_local_tensors_that_do_not_fit_are_refused_on_every_rank() -> None:
     assert "rank 1: the layout gives this rank local tensors of shapes [(2, 3)], got []" in count
     assert "rank 1: the layout gives this rank local tensors of shapes [(2, 3)], got [(2, 4)]" in shape
     assert "from_local with a spec needs the global shape; pass shape=, or a Layout" in unshaped
-    assert "the layout names ranks [7], which are not among the comm's ranks [0, 1, 2]" in ranks
+    assert "the layout names rank 7, not in the comm (ranks 0-2)" in ranks
     assert "the ranks hold different dtypes: ['torch.float32', 'torch.float64']; convert them first" in dtype
     assert "the ranks give different arguments: layout is" in spec_text
     assert "rank 0: local tensors have one dtype and device, got ['torch.float16 on cpu'" in kinds
@@ -469,7 +468,7 @@ def test_a_fresh_tensor_is_laid_out_and_checked() -> None:
     assert spec == "ValueError: Expecting ShardingSpec but got: <class 'str'>"
     assert "Only torch.strided layout is currently supported, got torch.sparse_coo" in strided
     assert "Only torch.contiguous_format memory_format is currently supported" in memory
-    assert "Global rank 4 does not exist in input process group: it has the ranks [0, 1, 2, 3]" in ranks
+    assert "Global rank 4 does not exist in input process group: it has ranks 0-3" in ranks
     with pytest.raises(TypeError, match="size has to be a sequence of ints"):
         ShardedTensor(ChunkSpec(0, 1), 2.5)
 

@@ -8,6 +8,7 @@ from .local import LocalComm
 from .process_group import ProcessGroupComm, comm_from_device_mesh
 from .protocol import Comm, ReduceOp, Work
 from .run_local import run_local
+from .telling import fold_texts, fold_values, name_ranks
 
 __all__ = [
     "Comm",
@@ -23,7 +24,10 @@ __all__ = [
     "comm_from_device_mesh",
     "current_comm",
     "default_comm",
+    "fold_texts",
+    "fold_values",
     "launch",
+    "name_ranks",
     "run_local",
     "use_comm",
 ]

@@ -23,6 +23,7 @@ from ._tensors import Edges, as_bytes, reduce_runs
 from ._torch_compat import all_gather_single
 from ._work import Done, Pending
 from .protocol import ReduceOp, Work
+from .telling import name_ranks
 
 _SLOT = 256
 _HEADER = struct.Struct("<qI")
@@ -104,7 +105,7 @@ class GlooEngine:
         headers = [_HEADER.unpack_from(slot) for slot in slots]
         other = [r for r, (_, c) in zip(self._ranks, headers, strict=True) if c != check]
         if other:
-            reason = f"{label!r}: the ranks made different calls: ranks {other} are not in {label!r}"
+            reason = f"{label!r}: the ranks made different calls: {name_ranks(other)} not in {label!r}"
             raise Accident(reason, other, exact=True)
         sizes = [size for size, _ in headers]
         longest = max(sizes) - (_SLOT - _HEADER.size)

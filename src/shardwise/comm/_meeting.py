@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CommError
+from .telling import fold_texts, name_ranks
 
 Job = Callable[[], None]
 
@@ -148,8 +149,7 @@ class Hub:
 
 
 def _absence(call: Call, absent: list[int], until: str) -> CommError:
-    names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-    return CommError(f"{call}: {names} did not take part {until}", tuple(absent))
+    return CommError(f"{call}: {name_ranks(absent)} did not take part {until}", tuple(absent))
 
 
 def _attempt(job: Job, meeting: Meeting) -> CommError | None:
@@ -163,10 +163,8 @@ def _attempt(job: Job, meeting: Meeting) -> CommError | None:
 
 
 def _difference(calls: Mapping[int, Call]) -> CommError | None:
-    by_text: dict[str, list[int]] = {}
-    for rank in sorted(calls):
-        by_text.setdefault(str(calls[rank]), []).append(rank)
-    if len(by_text) == 1:
+    texts = {rank: str(calls[rank]) for rank in sorted(calls)}
+    if len(set(texts.values())) == 1:
         return None
-    who = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in by_text.items())
+    who = fold_texts(texts)
     return CommError(f"the ranks made different calls ({who}); every rank must make the same calls in the same order")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .protocol import ReduceOp
+from .telling import name_ranks
 
 _BLOCK = 1 << 16  # elements that stay in cache while they are reduced
 _OPS = ("sum", "avg", "min", "max", "product")
@@ -65,8 +66,8 @@ def edges(group: Group, given: Mapping[int, Sequence[Tensor]], what: str, *, lab
     unknown = sorted(set(given) - set(group.ranks))
     if unknown:
         raise ValueError(
-            f"{label!r}: rank {group.rank} {what} ranks {unknown}, which are not among the ranks "
-            f"{list(group.ranks)} of this comm; use the comm that holds them"
+            f"{label!r}: rank {group.rank} {what} {name_ranks(unknown)}, not in this comm "
+            f"({name_ranks(group.ranks)}); use the comm that holds them"
         )
     views = {rank: nonempty_bytes(tensors, label=label) for rank, tensors in given.items()}
     return {rank: tensors for rank, tensors in views.items() if tensors}
@@ -117,7 +118,7 @@ def check_member(group: Group, rank: int, what: str, *, label: str) -> None:
     """Refuse a rank that is not in the group."""
     if rank not in group.ranks:
         raise ValueError(
-            f"{label!r}: {what} {rank} is not among the ranks {list(group.ranks)} of this comm; "
+            f"{label!r}: {what} {rank} is not in this comm ({name_ranks(group.ranks)}); "
             "ranks are numbered as in the world, not within the group"
         )
 
@@ -127,11 +128,13 @@ def check_subset(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
     wanted = tuple(sorted(ranks))
     if len(set(wanted)) != len(wanted) or not set(wanted) <= set(group.ranks):
         raise ValueError(
-            f"subset {list(ranks)} of a comm over ranks {list(group.ranks)}: "
+            f"subset of {name_ranks(ranks)} of a comm over {name_ranks(group.ranks)}: "
             "give each rank once, and only ranks of the comm"
         )
     if group.rank not in wanted:
-        raise ValueError(f"rank {group.rank} asks for subset {list(wanted)} without being in it; only its members call")
+        raise ValueError(
+            f"rank {group.rank} asks for the subset of {name_ranks(wanted)} without being in it; only its members call"
+        )
     return wanted
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import DisagreementError
 from .protocol import Comm
+from .telling import fold_texts, fold_values
 
 _ABSENT = "nothing"
 _PROBLEM = "problem"
@@ -46,9 +47,9 @@ def agree(
         return
     everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
-    problems = [f"rank {rank}: {given[_PROBLEM]}" for rank, given in by_rank.items() if _PROBLEM in given]
+    problems = {rank: given[_PROBLEM] for rank, given in by_rank.items() if _PROBLEM in given}
     if problems:
-        raise DisagreementError(f"{label!r}: {'; '.join(problems)}")
+        raise DisagreementError(f"{label!r}: {fold_texts(problems)}")
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     parts = [part for name in names if (part := _difference(name, by_rank))]
     raise DisagreementError(
@@ -64,17 +65,11 @@ def _text(value: object) -> str:
 
 def _difference(name: str, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
     """Return who has which value of one field, or nothing if all have the same."""
-    holders: dict[str, list[int]] = {}
-    for rank, fields in by_rank.items():
-        holders.setdefault(fields.get(name, _ABSENT), []).append(rank)
-    if len(holders) == 1:
+    values = {rank: fields.get(name, _ABSENT) for rank, fields in by_rank.items()}
+    if len(set(values.values())) == 1:
         return ""
-    return f"{name} is " + " and ".join(f"{_shorten(text)} on {_ranks(ranks)}" for text, ranks in holders.items())
+    return f"{name} is {fold_values({rank: _shorten(text) for rank, text in values.items()})}"
 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

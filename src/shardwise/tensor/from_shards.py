@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, agree
+from shardwise.comm import Comm, agree, fold_texts, name_ranks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor.local_metadata import flatten_size, global_metadata, metadata_from_local_shards
 from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -111,16 +111,16 @@ def _raise_problems(told: Sequence[bytes], comm: Comm) -> None:
     if not wrong:
         return
     kinds = {"TypeError": TypeError, "RuntimeError": RuntimeError}
-    texts = [(rank, text.partition("\n")) for rank, text in wrong]
-    raise kinds.get(texts[0][1][0], ValueError)("; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in texts))
+    kind = wrong[0][1].partition("\n")[0]
+    raise kinds.get(kind, ValueError)(fold_texts({rank: text.partition("\n")[2] for rank, text in wrong}))
 
 
 def _check_one_each(whole: ShardedTensorMetadata, comm: Comm) -> None:
     ranks = sorted(rank_of(shard.placement) for shard in whole.shards_metadata)
     if ranks != sorted(comm.ranks):
         raise ValueError(
-            f"a global size with None is found from exactly one shard on each of the ranks {list(comm.ranks)}; "
-            f"the shards are on ranks {ranks}"
+            f"a global size with None is found from exactly one shard on each of the {name_ranks(comm.ranks)}; "
+            f"the shards are on {name_ranks(ranks)}"
         )
 
 
@@ -208,7 +208,7 @@ def _tensor_problem(tensor: Tensor, layout: Layout, comm: Comm) -> str | None:
     shapes = layout.local_shapes(comm.rank)
     outside = sorted(set(layout.ranks) - set(comm.ranks))
     if outside:
-        return f"Global rank {outside[0]} does not exist in input process group: {list(comm.ranks)}"
+        return f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}"
     if not tensor.is_contiguous():
         return "local_tensor is not a contiguous Tensor."
     if len(shapes) > 1:

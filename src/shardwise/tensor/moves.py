@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, agree
+from shardwise.comm import Comm, agree, name_ranks
 from shardwise.geometry import (
     Box,
     EnumerableSpec,
@@ -89,6 +89,15 @@ def text_of(layout: Layout) -> str:
     return format_layout(layout, "f32").removeprefix("f32")
 
 
+def describe(dtype: torch.dtype, layout: Layout) -> str:
+    """A tensor for messages: its dtype, shape and layout.
+
+    >>> describe(torch.float64, everywhere((4, 2), (0, 1)))
+    'torch.float64[4,2] on all=2: R'
+    """
+    return f"{dtype}{text_of(layout)}"
+
+
 def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:
     """The limit to plan with: none where everything a rank sends and receives fits in it anyway."""
     limit = DEFAULT_BUFFER_BYTES if wanted is None else wanted
@@ -113,16 +122,22 @@ def check_move(
     held: Held, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
 ) -> None:
     """Raise on every rank unless all ask for the same move and it can be done."""
-    problem = problem or move_problem(held, dst)
-    asked = {"from": text_of(held._layout), "to": text_of(dst), "dtype": str(held.dtype), **(fields or {})}
+    problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
+    asked = {"from": text_of(held._layout), "to": text_of(dst), "dtype": held.dtype, **(fields or {})}
     agree(held._comm, asked, label=label, problem=problem)
+
+
+def _limit_problem(limit: object) -> str | None:
+    if limit is None or (isinstance(limit, int) and limit > 0):
+        return None
+    return f"max_buffer_bytes is a positive number of bytes or None, got {limit!r}"
 
 
 def move_problem(held: Held, dst: Layout) -> str | None:
     """Why a tensor cannot be moved to a layout, or None."""
     outside = sorted(set(dst.ranks) - set(held._comm.ranks))
     if outside:
-        return f"the layout names ranks {outside}, which are not among the comm's ranks {list(held._comm.ranks)}"
+        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(held._comm.ranks)})"
     return _reduction_problem(held._layout, dst, held.dtype)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, DisagreementError, agree
+from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
 from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.execute import Running
 from shardwise.tensor.handles import Handle
 from shardwise.tensor.moves import (
+    describe,
     everywhere,
     is_recorded,
     move_problem,
@@ -45,7 +46,7 @@ def shard(
     """
     comm = comm_for(comm)
     given = _agreed_source(tensor, spec, src_rank, comm)
-    shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"])
+    shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
     held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
     unheld = given["requires_grad"] and not held
@@ -55,17 +56,18 @@ def shard(
     return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
 
 
-def _agreed_source(
-    tensor: Tensor | None, spec: ShardingSpec | Layout, src_rank: int | None, comm: Comm
-) -> dict[str, Any]:
+def _agreed_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
     own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
-    if tensor is not None:
-        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if tensor is not None and (not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor)):
+        advice = "; use its redistribute()" if isinstance(tensor, ShardedTensor) else ""
+        own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{advice}"
+    elif tensor is not None:
+        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
         own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
         own |= _laid_out(spec, tuple(tensor.shape), comm)
-    if src_rank is not None and src_rank not in comm.ranks:
-        own["problem"] = f"src_rank {src_rank} is not among the comm's ranks {list(comm.ranks)}"
+    if own["problem"] is None and src_rank is not None and src_rank not in comm.ranks:
+        own["problem"] = f"src_rank {src_rank} is not in the comm ({name_ranks(comm.ranks)})"
     elif tensor is None and src_rank in (None, comm.rank):
         own["problem"] = f"this rank has the data (src_rank={src_rank}) but passes no tensor"
     everyone = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="shard")]
@@ -77,29 +79,30 @@ def _agreed_source(
     return source
 
 
-def _laid_out(spec: ShardingSpec | Layout, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
+def _laid_out(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
     """The layout as text, or why the spec does not lay out this shape."""
+    if not isinstance(spec, Layout | ShardingSpec):
+        return {"problem": f"shard takes a spec or a Layout, got {type(spec).__name__}: {spec!r}"}
     try:
         layout = spec if isinstance(spec, Layout) else spec.layout(shape)
     except ValueError as error:
         return {"problem": str(error)}
+    if layout.shape != shape:
+        return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
     outside = sorted(set(layout.ranks) - set(comm.ranks))
     if outside:
-        return {"problem": f"the spec names ranks {outside}, which are not among the comm's ranks {list(comm.ranks)}"}
+        return {"problem": f"the spec names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"}
     return {"spec": text_of(layout)}
 
 
 def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
-    problems = [f"rank {rank}: {given['problem']}" for rank, given in everyone.items() if given["problem"]]
+    problems = {rank: given["problem"] for rank, given in everyone.items() if given["problem"]}
     if problems:
-        raise DisagreementError(f"'shard': {'; '.join(problems)}")
+        raise DisagreementError(f"'shard': {fold_texts(problems)}")
     for field in ("src_rank", "shape", "dtype", "spec", *(["requires_grad"] if src_rank is None else [])):
-        values: dict[str, list[int]] = {}
-        for rank, given in everyone.items():
-            if field in given:
-                values.setdefault(str(given[field]), []).append(rank)
-        if len(values) > 1:
-            found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
+        values = {rank: str(given[field]) for rank, given in everyone.items() if field in given}
+        if len(set(values.values())) > 1:
+            found = fold_values(values)
             raise DisagreementError(f"'shard': the ranks give different {field}s: {found}; give the same on every rank")
 
 
@@ -157,7 +160,7 @@ def _local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) ->
 def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
     outside = sorted(set(layout.ranks) - set(comm.ranks))
     if outside:
-        return f"the layout names ranks {outside}, which are not among the comm's ranks {list(comm.ranks)}"
+        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"
     shapes = layout.local_shapes(comm.rank)
     found = tuple(tuple(t.shape) for t in held)
     if found != shapes:
@@ -181,10 +184,11 @@ def redistribute_many(
     label = "redistribute_many"
     if not tensors and not targets:
         return Handle(Running([], comm_for(), label), lambda results: []) if async_op else []
+    _check_sharded(tensors, label)
     if not tensors or any(t._comm is not tensors[0]._comm for t in tensors):
         raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
     dsts, problem = _many_layouts(tensors, targets)
-    moves = [f"{t.dtype} {text_of(t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
+    moves = [f"{describe(t.dtype, t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
     agree(tensors[0]._comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
     if not async_op and any(is_recorded(t) for t in tensors):
         return [t._like(dst, *moved(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
@@ -194,6 +198,12 @@ def redistribute_many(
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
     return Handle(running, finish) if async_op else finish(running.wait())
+
+
+def _check_sharded(tensors: Sequence[object], label: str) -> None:
+    plain = [type(t).__name__ for t in tensors if not isinstance(t, ShardedTensor)]
+    if plain:
+        raise TypeError(f"{label}: moves ShardedTensors, got {plain[0]}; make one with shard() or from_local()")
 
 
 def _many_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> tuple[list[Layout], str | None]:

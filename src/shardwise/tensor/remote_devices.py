@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.remote_device import _remote_device
 
+from shardwise.comm import name_ranks
 from shardwise.tensor.comms import comm_for
 
 
@@ -65,5 +66,5 @@ def rank_and_device(pg: Any, remote_device: _remote_device | None) -> tuple[int 
     if rank is not None and known and pg is not dist.GroupMember.NON_GROUP_MEMBER:
         members = comm_for(pg).ranks
         if rank not in members:
-            raise ValueError(f"Global rank {rank} does not exist in input process group: {list(members)}")
+            raise ValueError(f"Global rank {rank} does not exist in input process group: it has {name_ranks(members)}")
     return rank, remote_device.device()

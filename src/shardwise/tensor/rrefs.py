@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import rpc
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, name_ranks
 
 if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -101,7 +101,7 @@ def _tell_numbers(comm: Comm, number: int) -> dict[int, int]:
     if without:
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True; "
-            f"it is not on ranks {without}"
+            f"it is not on {name_ranks(without)}"
         )
     if comm.process_group is None and comm.world_size > 1:
         raise RuntimeError("init_rrefs=True needs ranks that are processes; those of run_local are threads of one")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
 from shardwise.tensor.allocate import allocate
@@ -303,7 +303,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         if dst not in self._comm.ranks:
-            return f"gather to rank {dst}, which is not among the comm's ranks {list(self._comm.ranks)}"
+            return f"gather to rank {dst}, which is not in the comm ({name_ranks(self._comm.ranks)})"
         if out is None:
             return None
         if self._comm.rank != dst:
@@ -423,5 +423,5 @@ def _check_ranks(layout: Layout, comm: Comm) -> None:
     outside = sorted(set(layout.ranks) - set(comm.ranks))
     if outside:
         raise ValueError(
-            f"Global rank {outside[0]} does not exist in input process group: it has the ranks {list(comm.ranks)}"
+            f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}"
         )
