@@ -23,7 +23,8 @@ from shardwise.geometry import LayoutError, Mesh, MeshSpec, format_layout
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements
 from shardwise.ops.engine import call_op
 from shardwise.ops.placing import mesh_view
-from shardwise.ops.shortcuts import call_through, note_special
+from shardwise.ops.recorded import note_special
+from shardwise.ops.shortcuts import call_through
 from shardwise.ops.watch import Entry, brief, forbid, record, user_line
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -25,8 +25,9 @@ from shardwise.ops import value_rules as _value_rules  # noqa: F401  # registers
 from shardwise.ops import view_rules as _view_rules  # noqa: F401  # registers rules
 from shardwise.ops.engine import call_op
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
+from shardwise.ops.recorded import note_special
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
-from shardwise.ops.shortcuts import call_through, note_special
+from shardwise.ops.shortcuts import call_through
 from shardwise.ops.watch import HiddenCommunicationError, explain, no_communication
 from shardwise.tensor.dispatch import set_engine
 

@@ -18,10 +18,10 @@ from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine import LocalView
 from shardwise.ops.mixed import replicate
+from shardwise.ops.recorded import note_special
 from shardwise.ops.reduction_rules import Args
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.settle import nothing_of, placed, settled
-from shardwise.ops.shortcuts import note_special
 from shardwise.ops.spread_rules import moments
 from shardwise.tensor.dispatch import handler
 from shardwise.tensor.reductions import accumulation_dtype

@@ -26,14 +26,14 @@ from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
 from shardwise.ops.placing import mesh_spec, mesh_view
 from shardwise.ops.pointwise import irregular_pointwise, is_pointwise, pointwise_rule
+from shardwise.ops.recorded import is_recorded, note_operator
 from shardwise.ops.rules import Strategy, TensorMeta, find_rule, normalised
 from shardwise.ops.schema import Call, Slot, take_apart, written_slots
-from shardwise.ops.shortcuts import note_operator
 from shardwise.ops.vary import varied
 from shardwise.ops.watch import Entry, brief, is_watched, record, user_line
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.inplace import check_writable, mark_moved_views
+from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -233,7 +233,8 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
         else:
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
-    note_operator(plain=_is_plain(call, tensors, decision, local))
+    if is_recorded():
+        _note(call, tensors, decision, local is None)
     outputs = _wrapped(call, tensors, comm, decision, result)
     mark_moved_views(call.op, tensors, aligned, outputs)
     if is_watched():
@@ -241,11 +242,14 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
     return outputs
 
 
-def _is_plain(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, local: Any) -> bool:
-    """Whether the operator ran on the tensors' own local tensors, with its own arguments, and wrote to none."""
-    moved_none = all(t._layout is wanted for t, wanted in zip(tensors, decision.inputs, strict=True))
+def _note(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
+    """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
     given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
-    return moved_none and given and local is None and not written_slots(call.op)
+    turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
+    moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t._layout is not w]
+    copied = bool(moves) and gives_views(call.op)  # then the results are marked
+    written = [tensors[i] for i in sorted(_written(call))]
+    note_operator(given and own and not turned and not copied, moves, written, str(call.op))
 
 
 def _all_aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:

@@ -20,7 +20,7 @@ from torch._decomp import decomposition_table
 from shardwise.comm import CommError
 from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated
-from shardwise.ops.shortcuts import note_operator
+from shardwise.ops.recorded import note_operator
 from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
 from shardwise.tensor.sharded_tensor import ShardedTensor
 

@@ -39,6 +39,11 @@ class Described(Tensor):
         """Where this rank's local tensors lie."""
         return self._locals[0].device if self._locals else super().device
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]  # never
+        """Whether only some elements are stored: never."""
+        return False
+
     def dim(self) -> int:
         """The number of dims."""
         return len(self._layout.shape)
