@@ -11,8 +11,10 @@ SECTION ?=
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-demo: $(STAMP)  ## run the main job on 4 local ranks
+demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about a minute
 	$(BIN)/shardwise demo
+	$(BIN)/python examples/train_transformer.py
+	$(BIN)/python examples/recsys_embeddings.py
 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25

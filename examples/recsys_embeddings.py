@@ -1,17 +1,17 @@
-"""Train embedding tables that lie on many ranks: whole, by rows, by columns, in irregular pieces, and as planned.
-
-Every rank brings its own batch of plain ids, as users of torch's sharded embeddings do. The losses are compared with
-those of the same model whole on every rank.
+"""Train embedding tables that lie whole, by rows, by columns and in irregular pieces; then move them, and go on.
 
     python examples/recsys_embeddings.py
     torchrun --nproc-per-node 4 examples/recsys_embeddings.py
+
+Every rank brings its own batch of plain ids, as users of torch's sharded embeddings do. Halfway, tables and optimizer
+state move in memory to the layout that a planner finds. The losses are those of the same model whole on every rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from shardwise import Box, ChunkSpec, Comm, EnumerableSpec, Piece, ShardingSpec, default_comm, launch
+import shardwise
+from shardwise import Box, ChunkSpec, Comm, EnumerableSpec, Piece, ShardedTensor, ShardingSpec
 from shardwise.nn import BalancedPlanner, ShardedOptimizer, ShardingPlan, shard_module
 
-ROWS, WIDTH, BAG, BATCH, STEPS = {"user": 4000, "item": 2000, "shop": 300, "city": 50}, 16, 8, 32, 20
+ROWS, WIDTH, BAG, BATCH = {"user": 4000, "item": 2000, "shop": 300, "city": 50}, 16, 8, 32
 TOLERANCE = 1e-9
-LIMIT = 4000 * WIDTH * 8 // 2
 
 
 class Model(nn.Module):
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def by_hand(ranks: int) -> ShardingPlan:
-    """One table whole on the last rank, one by rows, one by columns, one in uneven pieces of rows and columns."""
+    """One table by rows, one by columns, one whole on the last rank, one in uneven pieces of rows and columns."""
     last = ranks - 1
     irregular = [
         Piece(Box((0, 0), (10, WIDTH)), last),
@@ -57,70 +57,93 @@ def by_hand(ranks: int) -> ShardingPlan:
     return ShardingPlan({f"tables.{name}.weight": spec for name, spec in specs.items()})
 
 
-def batches(ranks: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The batches of all ranks, one after another in each step."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        ids = {n: torch.randint(rows, (ranks * BATCH, BAG), generator=generator) for n, rows in ROWS.items()}
-        yield ids, (ids["user"] % 2).double().mean(1)
+def planned(ranks: int, model: Model, console: Console) -> ShardingPlan:
+    """Whole tables where they fit, rows of those that do not: about as many bytes on each rank."""
+    table_bytes = sum(rows * WIDTH * 8 for rows in ROWS.values())
+    planner = BalancedPlanner(ranks, memory_limit=table_bytes // ranks + 4096)
+    console.print(f"the tables move to the layout of a planner:\n{planner.balance(model)}")
+    return planner.build_plan(model)
 
 
-def train(model: nn.Module, comm: Comm, local: bool, progress: Progress, name: str) -> list[float]:
-    """The losses of some steps, on this rank's part of each batch or on the whole batch."""
-    optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.Adam, lr=0.02)
-    losses = []
-    place = comm.ranks.index(comm.rank)
-    for ids, wanted in progress.track(batches(comm.world_size), total=STEPS, description=name):
-        if local:
-            ids = {n: given.chunk(comm.world_size)[place] for n, given in ids.items()}
-            wanted = wanted.chunk(comm.world_size)[place]
-        loss = F.mse_loss(model(ids), wanted, reduction="sum") / (comm.world_size * BATCH)
-        optimizer.zero_grad()
-        loss.backward()
-        if local:
-            sum_over_ranks(model, comm)
-        optimizer.step()
-        losses.append(total(loss, comm) if local else loss.item())
-    return losses
+def optimizer_of(model: Model) -> ShardedOptimizer:
+    return ShardedOptimizer(dict(model.named_parameters()), torch.optim.Adam, lr=0.02)
 
 
-def sum_over_ranks(model: nn.Module, comm: Comm) -> None:
-    """Sum the gradients of what every rank holds whole; those of the tables are summed already."""
-    for name, parameter in model.named_parameters():
-        if name.startswith("score") and parameter.grad is not None:
+def moved(model: Model, optimizer: ShardedOptimizer, plan: ShardingPlan) -> tuple[Model, ShardedOptimizer]:
+    """The same model and optimizer in other layouts: one exchange for all tables, and the state follows them."""
+    other = Model().double()
+    other.score.load_state_dict(model.score.state_dict())
+    shard_module(other, plan)
+    olds, news = ([p for p in m.parameters() if isinstance(p, ShardedTensor)] for m in (model, other))
+    with torch.no_grad():
+        arrived = shardwise.redistribute_many(olds, [table.layout for table in news])
+        for table, values in zip(news, arrived, strict=True):
+            table.copy_(values)
+    fresh = optimizer_of(other)
+    fresh.load_state_dict(optimizer.state_dict())
+    return other, fresh
+
+
+def batch_of(step: int, ranks: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The batches of all ranks, one after another, and what to predict for them."""
+    generator = torch.Generator().manual_seed(step)
+    ids = {name: torch.randint(rows, (ranks * BATCH, BAG), generator=generator) for name, rows in ROWS.items()}
+    return ids, (ids["user"] % 2).double().mean(1)
+
+
+def step_on_own_batch(model: Model, optimizer: ShardedOptimizer, step: int, comm: Comm) -> float:
+    """One step of the sharded model, on this rank's batch; the loss over the batches of all ranks."""
+    ids, wanted = batch_of(step, comm.world_size)
+    mine = slice(comm.rank * BATCH, (comm.rank + 1) * BATCH)
+    loss = F.mse_loss(model({name: given[mine] for name, given in ids.items()}), wanted[mine], reduction="sum")
+    loss = loss / len(wanted)
+    optimizer.zero_grad()
+    loss.backward()
+    for name, parameter in model.score.named_parameters():  # gradients of sharded tables are summed already
+        if parameter.grad is not None:
             comm.all_reduce(parameter.grad, label=name).wait()
+    optimizer.step()
+    total = loss.detach()
+    comm.all_reduce(total, label="loss").wait()
+    return float(total)
 
 
-def total(loss: Tensor, comm: Comm) -> float:
-    """The sum of all ranks' losses."""
-    value = loss.detach().clone()
-    comm.all_reduce(value, label="loss").wait()
-    return value.item()
+def step_on_all(model: Model, optimizer: ShardedOptimizer, step: int, comm: Comm) -> float:
+    """One step of the whole model, on the batches of all ranks."""
+    ids, wanted = batch_of(step, comm.world_size)
+    loss = F.mse_loss(model(ids), wanted)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
 
 
-def main() -> float:
-    """On one rank: train the whole model and two sharded ones; return the largest difference between losses."""
+def main(steps: int) -> float:
+    """On one rank: train the sharded and the whole model; return the largest difference between losses."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    comm = default_comm()
+    comm = shardwise.default_comm()
+    console = Console(quiet=comm.rank != 0, highlight=False, soft_wrap=True)
     whole = Model().double()
-    console = Console(quiet=comm.rank != 0)
-    planner = BalancedPlanner(comm.world_size, LIMIT if comm.world_size > 2 else None)
-    console.print(str(planner.balance(whole)), highlight=False)
-    plans = {"by hand": by_hand(comm.world_size), "as planned": planner.build_plan(whole)}
-    models = {name: copy.deepcopy(whole) for name in plans}
-    for name, plan in plans.items():
-        shard_module(models[name], plan)
+    sharded = copy.deepcopy(whole)
+    shard_module(sharded, by_hand(comm.world_size))
+    optimizer, whole_optimizer = optimizer_of(sharded), optimizer_of(whole)
+    differences = []
     with Progress(console=console) as progress:
-        losses = {name: train(model, comm, True, progress, name) for name, model in models.items()}
-        losses["whole"] = train(whole, comm, False, progress, "whole")
-    for number in range(0, STEPS, 5):
-        told = "  ".join(f"{name} {found[number]:.8f}" for name, found in losses.items())
-        console.print(f"step {number:>2}  {told}", highlight=False)
-    apart = max(abs(a - b) for name in plans for a, b in zip(losses[name], losses["whole"], strict=True))
-    console.print(f"largest difference of the losses: {apart:.1e}", highlight=False)
-    return apart
+        for step in progress.track(range(steps), description="training"):
+            if step == steps // 2:
+                sharded, optimizer = moved(sharded, optimizer, planned(comm.world_size, whole, console))
+            ours = step_on_own_batch(sharded, optimizer, step, comm)
+            dense = step_on_all(whole, whole_optimizer, step, comm)
+            differences.append(abs(ours - dense))
+            console.print(f"step {step:>2}  sharded {ours:.9f}  whole {dense:.9f}")
+    console.print(f"largest difference of the losses: {max(differences):.1e}")
+    return max(differences)
 
 
 if __name__ == "__main__":
-    sys.exit(max(launch(main, 4, timeout=120)) > TOLERANCE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start, where torchrun does not (default 4)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of training, at least 2 (default 12)")
+    asked = parser.parse_args()
+    sys.exit(max(shardwise.launch(main, asked.ranks, asked.steps, timeout=300)) > TOLERANCE)

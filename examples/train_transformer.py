@@ -1,14 +1,21 @@
-"""Train a small language model on a dp x tp mesh, beside the same model whole on every rank, and compare the losses.
+"""Train a small language model on a dp x tp mesh, save it, load it fully sharded, and go on: beside the model whole.
 
     python examples/train_transformer.py
     torchrun --nproc-per-node 4 examples/train_transformer.py
+
+The model is plain torch code. A plan of a few patterns shards it; another plan, on another mesh, takes the checkpoint
+of the first one, optimizer included. The losses are those of the same model whole on every rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +23,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from shardwise import Mesh, ShardedTensor, default_comm, launch
-from shardwise.nn import ModelPlan, describe_plan, shard_module
+from shardwise import Comm, Mesh, ShardedTensor, default_comm, launch, load, save
+from shardwise.nn import ModelPlan, ShardedOptimizer, describe_plan, shard_module
 
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, LAYERS, STEPS = 96, 32, 4, 16, 8, 2, 12
-TOLERANCE = 1e-5
-PLAN = {
-    "tokens.weight": "S(0)",
-    "blocks.*.query.weight": "S(0)",
-    "blocks.*.key.weight": "S(0)",
-    "blocks.*.value.weight": "S(0)",
-    "blocks.*.out.weight": "S(1)",
-    "blocks.*.up.*": "S(0)",
-    "blocks.*.down.weight": "S(1)",
-    "head.weight": "S(0)",
-}
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, LAYERS = 64, 32, 4, 8, 8, 2
+TOLERANCE = 1e-9
 
 
 class Block(nn.Module):
@@ -71,51 +68,107 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def tensor_parallel(ranks: int, tp: int) -> ModelPlan:
+    """Heads, perceptrons and the vocabulary are cut over `tp` ranks, the batch over the others."""
+    if tp < 1 or ranks % tp:
+        sys.exit(f"{ranks} ranks do not fill a mesh with tp={tp}; give --tp a divisor of {ranks}, or start other ranks")
+    patterns = {
+        "tokens.weight": "S(0)",
+        "blocks.*.query.weight": "S(0)",
+        "blocks.*.key.weight": "S(0)",
+        "blocks.*.value.weight": "S(0)",
+        "blocks.*.out.weight": "S(1)",
+        "blocks.*.up.*": "S(0)",
+        "blocks.*.down.weight": "S(1)",
+        "head.weight": "S(0)",
+    }
+    return ModelPlan(Mesh.of(dp=ranks // tp, tp=tp), patterns, axis="tp", input_plan="dp: S(0)")
+
+
+def fully_sharded(ranks: int) -> ModelPlan:
+    """Every parameter and the batch are cut along dim 0 over all ranks."""
+    return ModelPlan(Mesh.of(dp=ranks), {"**": "S(0)"}, input_plan="dp: S(0)")
+
+
+class Training:
+    """A model, sharded as a plan says (or whole on every rank without one), and its optimizer."""
+
+    def __init__(self, model: Model, plan: ModelPlan | None) -> None:
+        self.model, self.plan = model, plan
+        if plan is not None:
+            shard_module(model, plan)
+        self.optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-2)
+
+    def step(self, number: int) -> float:
+        """One step of training; the same code for a sharded and for a whole model."""
+        loss = self.model(*map(self.mine, batch_of(number)))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float((loss.full() if isinstance(loss, ShardedTensor) else loss).detach())
+
+    def mine(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a batch, as the plan's `input_plan` says."""
+        if self.plan is None:
+            return batch
+        place = self.plan.mesh.coordinates(default_comm().rank)["dp"]
+        return batch.tensor_split(self.plan.mesh.axis_size("dp"))[place]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, folder: str) -> None:
+        """Take everything from a checkpoint of any layout and number of ranks."""
+        self.optimizer.init_state()  # tensors to load into
+        self.optimizer.load_state_dict(load(self.state(), folder)["optimizer"])
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Sequences that count upwards from random starts, and what follows each token."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
-        ids = (start + torch.arange(LENGTH + 1)) % VOCABULARY
-        yield ids[:, :-1], ids[:, 1:]
+    start = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
+    ids = (start + torch.arange(LENGTH + 1)) % VOCABULARY
+    return ids[:, :-1], ids[:, 1:]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, targets: Tensor) -> float:
-    """One step of training; the same code for the sharded and the whole model."""
-    loss = model(ids, targets)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return float((loss.full() if isinstance(loss, ShardedTensor) else loss).detach())
+@contextmanager
+def folder_of_all(comm: Comm) -> Iterator[str]:
+    """A temporary folder that the first rank makes and removes, and all know. A real run names one on a shared disk."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield f"{comm.all_gather_bytes(mine.encode(), label='folder')[0].decode()}/checkpoint"
+        comm.barrier(label="folder")
 
 
-def main() -> float:
+def main(steps: int, tp: int) -> float:
     """On one rank: train both models; return the largest difference between their losses."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     comm = default_comm()
-    tp = 2 if comm.world_size % 2 == 0 else 1
-    plan = ModelPlan(Mesh.of(dp=comm.world_size // tp, tp=tp), PLAN, axis="tp", input_plan="dp: S(0)")
-    whole = Model().double()
-    sharded = copy.deepcopy(whole)
-    console = Console(quiet=comm.rank != 0)
-    console.print(str(describe_plan(plan, sharded)), highlight=False, soft_wrap=True)
-    shard_module(sharded, plan)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (sharded, whole)]
-    mine = plan.mesh.coordinates(comm.rank)["dp"]
+    console = Console(quiet=comm.rank != 0, highlight=False, soft_wrap=True)
+    plan = tensor_parallel(comm.world_size, tp)
+    whole = Training(Model().double(), None)
+    sharded = Training(copy.deepcopy(whole.model), plan)
+    console.print(str(describe_plan(plan, whole.model)))
     differences = []
     with Progress(console=console) as progress:
-        task = progress.add_task("training", total=STEPS)
-        for number, (ids, targets) in enumerate(batches()):
-            part = [batch.chunk(plan.mesh.axis_size("dp"))[mine] for batch in (ids, targets)]
-            ours = step(sharded, optimizers[0], part[0], part[1])
-            dense = step(whole, optimizers[1], ids, targets)
+        for step in progress.track(range(steps), description="training"):
+            if step == steps // 2:
+                with folder_of_all(comm) as folder:
+                    save(sharded.state(), folder)
+                    sharded = Training(Model().double(), fully_sharded(comm.world_size))
+                    sharded.load(folder)
+                console.print(f"saved, and loaded with every parameter cut over {comm.world_size} ranks")
+            ours, dense = sharded.step(step), whole.step(step)
             differences.append(abs(ours - dense))
-            progress.console.print(f"step {number:>2}  sharded {ours:.6f}  whole {dense:.6f}", highlight=False)
-            progress.advance(task)
-    console.print(f"largest difference of the losses: {max(differences):.1e}", highlight=False)
+            console.print(f"step {step:>2}  sharded {ours:.9f}  whole {dense:.9f}")
+    console.print(f"largest difference of the losses: {max(differences):.1e}")
     return max(differences)
 
 
 if __name__ == "__main__":
-    sys.exit(max(launch(main, 4, timeout=120)) > TOLERANCE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="processes to start, where torchrun does not (default 4)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of training, at least 2 (default 10)")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer (default 2)")
+    asked = parser.parse_args()
+    sys.exit(max(launch(main, asked.ranks, asked.steps, asked.tp, timeout=300)) > TOLERANCE)

@@ -9,11 +9,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
-from shardwise.cli.demo import draw_after, draw_before, explain_transfer
+from shardwise.cli.demo_chapters import Chapter, draw_after, draw_before, explain_transfer
 from shardwise.cli.errors import pointer_lines
 from shardwise.cli.main import app
 from shardwise.cli.units import parse_bytes, shortened
 from shardwise.geometry import LayoutError
+from shardwise.view import line, plain_text
 
 ROWS = "f32[4096,1024] on tp=4: S(0)"
 
@@ -176,17 +177,23 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"    shardwise {command}" in output_of("--help")
 
 
-def test_demo_draws_two_layouts_and_the_transfer(capsys: pytest.CaptureFixture[str]) -> None:
-    before = draw_before()
-    explain_transfer(before, draw_after(before))
-    out = capsys.readouterr().out
-    assert [row for row in out.splitlines() if row[:2] in ("1.", "2.", "3.")] == [
-        "1. A tensor is laid out over a 2 x 2 mesh of ranks.",
-        "2. It is wanted with uneven rows, ranks in another order.",
-        "3. The plan moves the fewest bytes.",
-    ]
-    assert "f32[8,8] on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)" in out
-    assert "moved             240 B, lower bound 240 B" in out
+def test_demo_draws_two_layouts_and_the_transfer() -> None:
+    first, second, third = draw_before(), draw_after(), explain_transfer()
+    assert first.heading == "A tensor is laid out over a 2 x 2 mesh of ranks."
+    assert plain_text(second.lines).startswith("f32[8,8] on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)\n")
+    assert "moved             240 B, lower bound 240 B" in plain_text(third.lines)
+    assert third.data["transfer"]["moved_bytes"] == 240
+
+
+@pytest.mark.parametrize(("status", "end"), [(0, "Everything is equal"), (1, "SOMETHING DIFFERS")])
+def test_demo_ends_with_1_if_a_chapter_went_wrong(status: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = status == 0
+    chapters = [Chapter("One.", [line("row")], {"a": 1}), Chapter("Two.", [], {"b": [2]}, right)]
+    monkeypatch.setattr("shardwise.cli.demo.story", lambda show: iter(chapters))
+    told, data = run("demo"), run("demo", "--json")
+    assert (told.exit_code, data.exit_code) == (status, status)
+    assert told.stdout.startswith(f"1. One.\n\nrow\n\n2. Two.\n\n{end}")
+    assert json.loads(data.stdout) == {"a": 1, "b": [2], "right": right}
 
 
 def test_version() -> None:

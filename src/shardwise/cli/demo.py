@@ -1,73 +1,71 @@
-"""`shardwise demo`: the main job in a few steps, one function for each."""
+"""`shardwise demo`: the main job from a drawing to a checkpoint that goes on elsewhere."""
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
+from typing import Annotated
 
-from shardwise.cli.plan import plan_between, plan_lines
-from shardwise.cli.show import tensor_lines
-from shardwise.cli.units import terminal_width
-from shardwise.geometry import TensorType, parse_layout
-from shardwise.transfer import Topology, Transfer
-from shardwise.view import Line, line, print_lines
+import typer
 
-BEFORE = "f32[8,8] on dp=2,tp=2: S(0), S(1)"
-TOLERANCE = 1e-5
-AFTER = "on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)"
+from shardwise.cli.demo_chapters import Chapter, draw_after, draw_before, explain_transfer
+from shardwise.cli.errors import NO
+from shardwise.view import line, print_lines
+from shardwise.view.lines import wants_colour
+
+END = """Everything is equal: saved and loaded tensors bit by bit, losses and parameters to 9 digits.
+
+What to try next:
+  shardwise show "bf16[4096,1024] on dp=2,tp=4: S(0), S(1)"   draw a layout of your own
+  shardwise plan "f32[8,8] on tp=4: S(0)" "on tp=2: S(1)"     plan a move of your own
+  shardwise --help                                            inspect, reshard and compare checkpoints
+  README.md, docs/index.md, examples/                         code to start from"""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON at the end instead of the story.")]
 
 
-def demo() -> None:
-    """Draw two layouts, print the transfer between them, then move and train on 4 local ranks.
+def demo(as_json: AsJson = False) -> None:
+    """Draw, plan and carry out a move; shard, train, save, reshard and resume a model on local ranks.
+
+    Everything is checked against the same model whole; the exit status is 1 if anything differs. Files are made in a
+    temporary folder and removed.
 
     \b
     Example:
       shardwise demo
     """
-    before = draw_before()
-    after = draw_after(before)
-    explain_transfer(before, after)
-    run_on_ranks()
+    chapters = []
+    for number, chapter in enumerate(story(show=not as_json), start=1):
+        chapters.append(chapter)
+        if not as_json:
+            _tell(number, chapter)
+    right = all(chapter.right for chapter in chapters)
+    if as_json:
+        print(
+            json.dumps({key: value for chapter in chapters for key, value in chapter.data.items()} | {"right": right})
+        )
+    else:
+        print(END if right else "SOMETHING DIFFERS: see the words in capitals above.")
+    if not right:
+        raise typer.Exit(NO)
 
 
-def draw_before() -> TensorType:
-    """Step 1: a tensor cut in quarters over a 2 x 2 mesh."""
-    tensor = parse_layout(BEFORE)
-    _print("1. A tensor is laid out over a 2 x 2 mesh of ranks.", tensor_lines(tensor, terminal_width()))
-    return tensor
+def _tell(number: int, chapter: Chapter) -> None:
+    bold, normal = ("\x1b[1m", "\x1b[0m") if wants_colour(sys.stdout) else ("", "")
+    print(f"{bold}{number}. {chapter.heading}{normal}\n", flush=True)
+    if chapter.lines:
+        print_lines([*chapter.lines, line()], sys.stdout)
+        sys.stdout.flush()
 
 
-def draw_after(before: TensorType) -> TensorType:
-    """Step 2: the same tensor with uneven rows, on the same ranks in another order."""
-    tensor = parse_layout(AFTER, like=before)
-    _print("2. It is wanted with uneven rows, ranks in another order.", tensor_lines(tensor, terminal_width()))
-    return tensor
-
-
-def explain_transfer(before: TensorType, after: TensorType) -> Transfer:
-    """Step 3: the plan that leads from one to the other."""
-    topology = Topology(ranks_per_host=8)
-    transfer = plan_between(before, after, topology)
-    _print("3. The plan moves the fewest bytes.", plan_lines(before, after, transfer, topology))
-    return transfer
-
-
-def run_on_ranks() -> None:
-    """Steps 4 and 5: the move on 4 processes, and a model trained sharded beside the same model whole."""
-    job = import_module("shardwise.cli.demo_job")
-    report = job.run_job(BEFORE, AFTER)
-    verdict = "every element arrived" if report.exact else "WRONG VALUES"
-    _print(f"4. The same move on 4 processes: {verdict}.", [])
-    rows = [f"{'step':>4}  {'sharded':>10}  {'whole':>10}"]
-    pairs = zip(report.losses, report.dense_losses, strict=True)
-    rows += [f"{step:>4}  {ours:>10.6f}  {dense:>10.6f}" for step, (ours, dense) in enumerate(pairs)]
-    rows.append(f"largest difference between the trained weights: {report.difference:.1e}")
-    _print("5. A model of two layers is trained, cut over a 2 x 2 mesh and whole: the losses.", [line(r) for r in rows])
-    operations = [line(text) for text in report.operations.splitlines()]
-    _print("6. What one step did, and what it moved.", operations)
-    if not report.exact or report.difference > TOLERANCE:
-        raise SystemExit("the sharded run differs from the whole one")
-
-
-def _print(heading: str, lines: list[Line]) -> None:
-    print_lines([line(heading), line(), *lines, line()], sys.stdout)
+def story(show: bool) -> Iterator[Chapter]:
+    """All chapters in order; `show`: with progress bars."""
+    yield draw_before()
+    yield draw_after()
+    yield explain_transfer()
+    with tempfile.TemporaryDirectory(prefix="shardwise-demo-") as folder:
+        yield from import_module("shardwise.cli.demo_story").on_ranks(Path(folder), show)

@@ -1,0 +1,72 @@
+"""The examples as a user starts them: by python, by torchrun, and with a number of ranks that does not fit."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-W", "error::UserWarning"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LIMIT = 240
+
+
+def run(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run a command in its own process group, so that one that hangs ends with all it has started."""
+    settings = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        out += f"\nended after {LIMIT} s"
+    return process.returncode, out
+
+
+def example(name: str) -> str:
+    return str(ROOT / "examples" / f"{name}.py")
+
+
+def check(status: int, out: str, steps: int) -> None:
+    """Every step has two equal losses, and a bar was shown."""
+    assert status == 0, out
+    pairs = re.findall(r"^step +\d+  sharded (\S+)  whole (\S+)", out, re.MULTILINE)
+    assert len(pairs) == steps, out
+    assert all(abs(float(ours) - float(dense)) < 2e-9 for ours, dense in pairs), out
+    assert "training ━" in out and "100%" in out, out
+
+
+def test_python_runs_an_example_and_leaves_no_file(tmp_path: Path) -> None:
+    status, out = run([*PYTHON, example("train_transformer"), "--ranks", "2", "--steps", "4"], tmp_path)
+    check(status, out, 4)
+    assert "saved, and loaded with every parameter cut over 2 ranks" in out
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor")] == []
+
+
+def test_torchrun_runs_an_example(tmp_path: Path) -> None:
+    status, out = run([*TORCHRUN, "2", example("recsys_embeddings"), "--steps", "4"], tmp_path)
+    check(status, out, 4)
+    assert "the tables move to the layout of a planner" in out
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_told_in_one_line() -> None:
+    tensor_parallel = runpy.run_path(example("train_transformer"))["tensor_parallel"]
+    with pytest.raises(SystemExit, match="3 ranks do not fill a mesh with tp=2; give --tp a divisor of 3, or start"):
+        tensor_parallel(3, 2)
+    assert str(tensor_parallel(3, 1).mesh) == "dp=3,tp=1"
