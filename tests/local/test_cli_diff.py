@@ -171,7 +171,7 @@ def test_everything_that_differs_is_told(tmp_path: Path) -> None:
         "different: 3 of 4 tensors in both, 1 tensors only in A, 1 tensors only in B, 2 values",
     ]
     data = data_of(a, b, status=1)
-    assert set(data) == {"a", "b", "same", "compared", "only_a", "only_b", "different", "layouts", "values"}
+    assert set(data) == {"a", "b", "same", "compared", "only_a", "only_b", "different", "opaque", "layouts", "values"}
     assert (data["same"], data["compared"], data["only_a"], data["only_b"]) == (False, 4, ["extra"], ["more"])
     assert data["different"][0] == {
         "name": "w",

@@ -74,7 +74,8 @@ def test_all_there_is_to_know_is_listed(made: Path) -> None:
 
 def test_json_holds_the_same_and_nothing_else_is_printed(made: Path) -> None:
     data = data_of(made / "c", "--verify")
-    assert set(data) == {"path", "format", "count", "bytes", "tensors", "values", "ranks", "files", "verified"}
+    assert list(data)[:6] == ["path", "format", "count", "bytes", "tensors", "values"]
+    assert list(data)[6:] == ["opaque", "ranks", "files", "verified"]
     assert (data["format"], data["count"], data["bytes"]) == ("shardwise", 3, 244)
     assert data["tensors"][1] == {
         "name": "model.v",

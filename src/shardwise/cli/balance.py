@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.checkpoint.index import Index
-from shardwise.cli.checkpoints import Layouts
+from shardwise.cli.checkpoints import OWN_FORMAT, Layouts, Opened
 from shardwise.transfer.report import format_bytes
 
 _WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors|__(\d{1,9})_\d+\.distcp")
@@ -26,13 +25,15 @@ class Balance:
         return sorted({*self.held, *self.written})
 
 
-def balance_of(index: Index, layouts: Layouts) -> Balance:
-    """How a checkpoint is spread."""
+def balance_of(found: Opened, layouts: Layouts) -> Balance:
+    """How a checkpoint is spread; only the format of shardwise tells who held copies of what."""
+    index = found.store.index
     held: dict[int, int] = {}
     in_file = [0] * len(index.files)
     tensors = [0] * len(index.files)
     for entry in index.tensors.values():
-        for rank, elements in layouts.elements_per_rank(entry).items():
+        elements_per_rank = layouts.elements_per_rank(entry) if found.format == OWN_FORMAT else {}
+        for rank, elements in elements_per_rank.items():
             held[rank] = held.get(rank, 0) + elements * entry.dtype.itemsize
         for number, (_, elements) in zip(entry.files, entry.cut.extents, strict=True):
             in_file[number] += elements * entry.dtype.itemsize
@@ -65,5 +66,5 @@ def spread(counts: Mapping[int, int], what: str) -> str:
     low, high, mean = min(counts.values()), max(counts.values()), sum(counts.values()) / len(counts)
     who = f"{len(counts)} {what}{'s' * (len(counts) != 1)}"
     if low == high:
-        return f"{who}, {format_bytes(low)} each"
+        return f"{who}, {format_bytes(low)}{' each' * (len(counts) != 1)}"
     return f"{who}, {format_bytes(low)} to {format_bytes(high)} each, mean {format_bytes(mean)}"

@@ -19,8 +19,9 @@ from shardwise.checkpoint.stored_layout import stored_layout
 from shardwise.geometry import Layout, LayoutError, format_layout
 
 DCP_NAME = ".metadata"
+OWN_FORMAT = "shardwise"
 FORMATS = {
-    INDEX_NAME: "shardwise",
+    INDEX_NAME: OWN_FORMAT,
     DCP_NAME: "torch.distributed.checkpoint",
     HF_INDEX_NAME: "Hugging Face",
     HF_SINGLE_NAME: "Hugging Face",

@@ -55,13 +55,14 @@ class ValueDiff:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that two checkpoints differ in; layouts are rules by name of the tensor."""
+    """All that two checkpoints differ in: layouts as rules by name of the tensor; `opaque` cannot be compared."""
 
     only_a: Sequence[str]
     only_b: Sequence[str]
     tensors: Sequence[TensorDiff]
     layouts: Mapping[str, tuple[str, str]]
     values: ValueDiff
+    opaque: Sequence[str] = ()
 
     @property
     def different(self) -> list[TensorDiff]:
@@ -138,7 +139,8 @@ def compare(first: Opened, second: Opened, patterns: Sequence[str], tolerance: T
     values = _value_differences(first, second, patterns, tolerance)
     if patterns and not any(sides) and not values.compared:
         raise CheckpointError(f"neither {first.path} nor {second.path} has anything called {' or '.join(patterns)}")
-    return Comparison(only_a, only_b, tensors, _layout_differences(pairs), values)
+    opaque = sorted({name for found in (first, second) for name in matching(found.store.index.opaque, patterns)})
+    return Comparison(only_a, only_b, tensors, _layout_differences(pairs), values, opaque)
 
 
 def _tensors_of(found: Opened, patterns: Sequence[str]) -> dict[str, TensorEntry]:
@@ -235,6 +237,8 @@ def _tensor_texts(tensor: TensorDiff) -> list[str]:
 def verdict(found: Comparison, same: bool, with_layouts: bool) -> str:
     """The answer in one line."""
     notes = "" if found.values.compared is not None else "; values are not compared: one of the formats has none"
+    if found.opaque:
+        notes += f"; {len(found.opaque)} that cannot be read are not compared: {', '.join(found.opaque[:3])}"
     if found.layouts and not with_layouts:
         notes += f"; {len(found.layouts)} of other layout (--layouts counts them)"
     if same:
@@ -260,6 +264,7 @@ def to_json(first: Opened, second: Opened, found: Comparison, same: bool) -> dic
         "only_a": found.only_a,
         "only_b": found.only_b,
         "different": [_tensor_json(t) for t in found.different],
+        "opaque": found.opaque,
         "layouts": [{"name": name, "a": a, "b": b} for name, (a, b) in found.layouts.items()],
         "values": {
             "compared": found.values.compared,

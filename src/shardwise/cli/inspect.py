@@ -116,7 +116,7 @@ def verified(found: Opened) -> list[Problem]:
 def to_json(found: Opened, entries: Sequence[TensorEntry], problems: Sequence[Problem] | None) -> dict[str, Any]:
     """All that is known, as plain data."""
     index, layouts = found.store.index, Layouts()
-    balance = balance_of(index, layouts)
+    balance = balance_of(found, layouts)
     tensors = [
         {
             "name": e.name,
@@ -135,6 +135,7 @@ def to_json(found: Opened, entries: Sequence[TensorEntry], problems: Sequence[Pr
         "bytes": sum(e.nbytes for e in index.tensors.values()),
         "tensors": tensors,
         "values": stored_values(index),
+        "opaque": list(index.opaque),
         "ranks": [
             {"rank": r, "held_bytes": balance.held.get(r), "written_bytes": balance.written.get(r)}
             for r in balance.ranks
@@ -157,7 +158,7 @@ def to_lines(
 ) -> list[Line]:
     """All that is known, as text."""
     layouts = Layouts()
-    balance = balance_of(found.store.index, layouts)
+    balance = balance_of(found, layouts)
     lines = [*_summary(found, balance), line(), *_tensor_lines(entries, layouts, limit)]
     lines += [*_rank_lines(balance), *_file_lines(found, balance), *_value_lines(found)]
     return lines if problems is None else [*lines, line(), *_problem_lines(found, problems)]
@@ -170,7 +171,7 @@ def _summary(found: Opened, balance: Balance) -> list[Line]:
         ("checkpoint", found.path),
         ("format", found.format),
         ("tensors", f"{len(index.tensors)}, {total} in {len(index.files)} file{'s' * (len(index.files) != 1)}"),
-        ("values", str(len(stored_values(index)))),
+        ("values", str(len(stored_values(index))) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
     ]
     rows += [("held", spread(balance.held, "rank"))] if balance.held else []
     rows += [("written", spread(balance.written, "rank"))] if balance.written else []
@@ -214,16 +215,19 @@ def _file_lines(found: Opened, balance: Balance) -> list[Line]:
 
 
 def _value_lines(found: Opened) -> list[Line]:
-    values = stored_values(found.store.index)
-    rows, more = _some([(name, cut_off(repr(value))) for name, value in values.items()], "values")
+    index = found.store.index
+    values = [(name, cut_off(repr(value))) for name, value in stored_values(index).items()]
+    rows, more = _some([*values, *((name, "(not plain data: not read)") for name in index.opaque)], "values")
     return [line(), *table_lines(("value", ""), rows, left=2), *more] if rows else []
 
 
 def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
     checked = checked_bytes(found.store)
     if not problems:
+        rest = sum(e.nbytes for e in found.store.index.tensors.values()) - checked
         what = f"{format_bytes(checked)} have the right checksums" if checked else "it stores no checksums of its bytes"
-        return [line(f"verified: lengths, headers and places are right; {what}")]
+        also = f", {format_bytes(rest)} have none" if checked and rest else ""
+        return [line(f"verified: lengths, headers and places are right; {what}{also}")]
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [f"and {hidden} more; --json lists all"] if hidden > 0 else []
     shown = [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
