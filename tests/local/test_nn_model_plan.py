@@ -103,7 +103,7 @@ def test_lengths_and_forms_of_placements() -> None:
     assert read_placements("R", MESH, "dp") == (Replicate(), Replicate())
 
 
-@pytest.mark.parametrize("text", ["dp: S(1)", "dp: S(0), tp: S(0)", "P, R", "dp: S(0) sizes(1,2)"])
+@pytest.mark.parametrize("text", ["dp: S(1)", "dp: S(0), tp: S(1)", "P, R", "dp: S(0) sizes(1,2)"])
 def test_inputs_are_whole_or_parts_of_dim_0(text: str) -> None:
     with pytest.raises(PlanError, match="plain inputs are 'replicated', or each rank's part of dim 0"):
         plan(input_plan=text)
@@ -216,6 +216,39 @@ def test_parts_of_inputs_must_fit_together() -> None:
         assert net(torch.ones(1 + comm.rank, 2)).shape == (3, 2), "a refused input leaves the reading as it was"
 
     run_local(body, 2)
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 2, 2), (3, 1, 3, 1), (2, 1, 1, 1), (2, 1, 1, 0), (1, 0, 0, 0)])
+def test_batches_are_cut_along_several_axes(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    copies = [copy.deepcopy(net) for _ in range(4)]
+    parts = torch.randn(sum(lengths), 3, dtype=torch.float64).split(lengths)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        mine = copies[comm.rank]
+        shard_module(mine, ModelPlan(MESH, {"0.weight": "tp: S(0)"}, input_plan="dp: S(0), tp: S(0)"))
+        result = mine(parts[comm.rank])
+        result.square().sum().backward()
+        gradient = next(mine.parameters()).grad
+        assert isinstance(gradient, ShardedTensor)
+        return result.full().detach(), gradient.full()
+
+    net(torch.cat(parts)).square().sum().backward()
+    for result, gradient in run_local(body, 4):
+        torch.testing.assert_close(result, net(torch.cat(parts)).detach())
+        torch.testing.assert_close(gradient, next(net.parameters()).grad)
+
+
+def test_batches_that_no_two_axes_cut_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        net = nn.Sequential(nn.Linear(2, 2))
+        shard_module(net, ModelPlan(MESH, {}, input_plan="dp: S(0), tp: S(0)"))
+        text = r"along axis 'tp' have the lengths \(3, 1\) and \(1, 1\) in the parts of the axes before it; give"
+        with pytest.raises(DisagreementError, match=text):
+            net(torch.ones((3, 1, 1, 1)[comm.rank], 2))
+
+    run_local(body, 4)
 
 
 def test_buffers_and_plain_tensors_of_the_forward_are_replicated() -> None:

@@ -13,12 +13,15 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry.mesh import IntArray
 from shardwise.nn.model_plan import ModelPlan
+from shardwise.ops.cuts import NoViewError, express
 from shardwise.ops.mixed import plain_as_replicated
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -78,29 +81,45 @@ def _part_layouts(
     """The layouts of which these are this rank's parts; one small exchange tells the lengths of all ranks."""
     told = comm.all_gather_bytes(json.dumps(shapes).encode(), label="inputs")
     by_rank = {r: [tuple(s) for s in json.loads(data)] for r, data in zip(comm.ranks, told, strict=True)}
-    axis = next(i for i, p in enumerate(placements) if isinstance(p, Shard))
     if any(len(given) != len(shapes) for given in by_rank.values()):
         raise DisagreementError(
             f"inputs: the ranks pass {sorted({len(g) for g in by_rank.values()})} plain tensors; pass as many on each"
         )
-    return [_layout({r: g[i] for r, g in by_rank.items()}, mesh, placements, axis) for i in range(len(shapes))]
+    return [_layout({r: g[i] for r, g in by_rank.items()}, mesh, placements) for i in range(len(shapes))]
 
 
-def _layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement], axis: int) -> Layout:
+def _layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
     """The layout of one input from the shapes of all ranks' parts."""
-    first = shapes[int(mesh.ranks.reshape(-1)[0])]
-    lengths = {r: s[0] if s else 0 for r, s in shapes.items()}
-    groups = [tuple(lengths[r] for r in group) for group in mesh.groups(axis)]
-    if any(s[1:] != first[1:] for s in shapes.values()) or len(set(groups)) > 1:
+    cut = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
+    ranks = np.moveaxis(mesh.ranks, cut, range(len(cut)))
+    ranks = ranks.reshape(*ranks.shape[: len(cut)], -1)
+    found = np.array([shapes[r][0] if shapes[r] else 0 for r in ranks.reshape(-1).tolist()]).reshape(ranks.shape)
+    lengths, first = found[..., 0], shapes[int(ranks.reshape(-1)[0])]
+    if any(s[1:] != first[1:] or len(s) != len(first) for s in shapes.values()) or (found != lengths[..., None]).any():
         raise DisagreementError(
             f"inputs: the parts have the shapes {sorted(set(shapes.values()))}; parts differ in dim 0 only, and only "
-            f"along axis {mesh.axes[axis]!r}"
+            f"along {_named(mesh, cut)}"
         )
     if not first:
         return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(())
-    shape = (sum(groups[0]), *first[1:])
-    plain = MeshSpec(mesh, placements).layout(shape)
-    if all(plain.local_shapes(r)[0][0] == n for r, n in lengths.items() if plain.local_shapes(r)):
-        return plain
-    given = [Shard(0, sizes=groups[0]) if i == axis else p for i, p in enumerate(placements)]
-    return MeshSpec(mesh, given).layout(shape)
+    given = list(placements)
+    for level, axis in enumerate(cut):
+        given[axis] = _split(lengths.sum(tuple(range(level + 1, len(cut)))), mesh, axis)
+    return MeshSpec(mesh, given).layout((int(lengths.sum()), *first[1:]))
+
+
+def _split(lengths: IntArray, mesh: Mesh, axis: int) -> Shard:
+    """How an axis cuts dim 0, from the lengths along it (last) in each part of the axes before it."""
+    sizes = [tuple(row) for row in lengths.reshape(-1, lengths.shape[-1]).tolist()]
+    try:
+        return express(0, sizes)
+    except NoViewError:
+        raise DisagreementError(
+            f"inputs: the parts along axis {mesh.axes[axis]!r} have the lengths {' and '.join(map(str, sizes))} in the "
+            "parts of the axes before it; give the same lengths in all of them, or those of torch.chunk"
+        ) from None
+
+
+def _named(mesh: Mesh, axes: Sequence[int]) -> str:
+    names = [repr(mesh.axes[axis]) for axis in axes]
+    return f"axis {names[0]}" if len(names) == 1 else f"the axes {', '.join(names)}"

@@ -129,9 +129,8 @@ def _share_alike(tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matc
 def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:
     """Raise unless a rank's plain input is the whole or a part of dim 0."""
     cut = [p for p in placements if isinstance(p, Shard)]
-    plain = all(p == Shard(0) for p in cut) and len(cut) <= 1
-    if not plain or any(isinstance(p, Partial) for p in placements):
+    if any(p != Shard(0) for p in cut) or any(isinstance(p, Partial) for p in placements):
         raise PlanError(
-            f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along one axis, as in "
-            "'dp: S(0)'; merge axes of the mesh to cut a batch over several"
+            f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
+            "'dp: S(0)'; the lengths of parts are those of each batch, so give neither sizes nor other dims"
         )
