@@ -45,7 +45,7 @@ def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -
     assert examples and all(row.startswith(f"    shardwise {command}") for row in examples)
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo", "reshard"}))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"reshard"}))
 def test_each_command_has_json_and_a_section_of_the_page(command: str) -> None:
     options = {name for parameter in COMMANDS[command].params for name in parameter.opts}
     assert "--json" in options
@@ -96,6 +96,14 @@ def test_files_that_may_not_be_read_are_one_line(monkeypatch: pytest.MonkeyPatch
     path = str(safetensors(tmp_path / "a.safetensors", "x"))
     result = CliRunner().invoke(app, ["inspect", path])
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {path}: Permission denied\n")
+
+
+def test_names_in_a_file_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    a = safetensors(tmp_path / "a.safetensors", "x\x1b[31m\n", "\ud800")
+    b = safetensors(tmp_path / "b.safetensors", "y\x07")
+    out = output_of("inspect", str(a)) + CliRunner().invoke(app, ["diff", str(a), str(b)]).stdout
+    assert "x\\x1b[31m\\n" in out and "\\ud800" in out and "only in B: tensor y\\x07" in out
+    assert all(row.isprintable() for row in out.splitlines())
 
 
 def shell(words: str, instruction: str = "complete_bash") -> list[str]:

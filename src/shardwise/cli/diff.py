@@ -17,7 +17,7 @@ from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.tree import Scalar
 from shardwise.cli.checkpoints import Layouts, Opened, complete_name, matching, open_checkpoint
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json
+from shardwise.cli.output import AsJson, print_json, printable
 from shardwise.cli.progress import byte_progress
 from shardwise.cli.units import shortened
 from shardwise.view import line, print_lines
@@ -119,7 +119,7 @@ def diff(
         hidden = len(texts) - limit if limit else 0
         more = [f"and {hidden} more; --limit 0 shows all"] if hidden > 0 else []
         shown = [*texts[: limit or None], *more, verdict(found, same, layouts)]
-        print_lines([line(text) for text in shown], sys.stdout)
+        print_lines([line(printable(text)) for text in shown], sys.stdout)
     if not same:
         raise typer.Exit(NO)
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.verifying import Problem, checked_bytes, find_problems
 from shardwise.cli.balance import Balance, balance_of, spread
 from shardwise.cli.checkpoints import Layouts, Opened, complete_name, find_format, matching, open_checkpoint
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json, table_lines
+from shardwise.cli.output import AsJson, print_json, printable, table_lines
 from shardwise.cli.progress import byte_progress
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
@@ -230,5 +230,5 @@ def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
         return [line(f"verified: lengths, headers and places are right; {what}{also}")]
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [f"and {hidden} more; --json lists all"] if hidden > 0 else []
-    shown = [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+    shown = [f"  {printable(str(problem))}" for problem in problems[:SHOWN_PROBLEMS]]
     return [line(text) for text in (f"broken: {len(problems)} problem{'s' * (len(problems) != 1)}", *shown, *more)]

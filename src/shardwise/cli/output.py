@@ -32,6 +32,15 @@ def _finite(data: Any) -> Any:
     return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
+def printable(text: str) -> str:
+    """A text from a file, fit for a terminal: what could steer it is written as an escape.
+
+    >>> print(printable("model.w"), printable("red\\x1b[31m"))
+    model.w red\\x1b[31m
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[Line]:
     """A table whose first `left` columns are aligned to the left and the others to the right.
 
@@ -41,9 +50,10 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
     w        96 B
     norm.b    8 B
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    texts = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     cells = [
         [f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        for row in (header, *rows)
+        for row in texts
     ]
     return [line("  ".join(row)) for row in cells]
