@@ -169,6 +169,22 @@ def test_a_refused_view_says_why() -> None:
     assert "as [4, 3]" in text or "as [2, 3, 2, 1]" in text
 
 
+def test_uneven_parts_that_two_axes_cut_are_flattened_after_one_is_made_whole() -> None:
+    mesh, whole = Mesh.of(dp=2, tp=2), ramp(4, 6, 2)
+
+    def body(comm: Comm) -> Tensor:
+        uneven = on(mesh, Shard(0, sizes=(3, 1)), Shard(0))(whole)
+        text = r"axis 'tp' would cut the parts of dim 0 .* in \(12, 6\) and \(6, 0\).* Replicate\(\) for axis 'tp'"
+        with pytest.raises(UnsupportedOpError, match=text):
+            uneven.flatten(0, 1)
+        rows = uneven.redistribute(MeshSpec(mesh, (Shard(0, sizes=(3, 1)), Replicate())))
+        found: Tensor = rows.flatten(0, 1).full()
+        return found
+
+    for found in run_local(body, 4):
+        assert torch.equal(found, whole.flatten(0, 1))
+
+
 def test_a_view_that_cannot_be_is_torchs_error() -> None:
     def body(comm: Comm) -> None:
         with pytest.raises(RuntimeError, match=r"shape \[5, -1\] is invalid for a tensor of shape \[2, 6\]"):

@@ -171,7 +171,7 @@ def _given(pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: Me
     own = [d for d in dims if after[d] * inner[d] == pattern.period and after[d] > 1 and pattern.fits(inner[d])]
     if own:
         levels = pattern.over(inner[own[0]]).levels
-        return [(v.axis, express(own[0], v.sizes)) for v in levels]
+        return [(v.axis, express(own[0], v.sizes, spec.mesh.axes[v.axis])) for v in levels]
     longer = [d for d in dims if after[d] * inner[d] % pattern.period == 0 and pattern.fits(inner[d])]
     if not longer:
         raise NoViewError("a boundary falls inside a row of the result")
@@ -179,12 +179,20 @@ def _given(pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: Me
     return [(v.axis, _repeated(dim, v, pattern.over(inner[dim]), after[dim])) for v in pattern.levels]
 
 
-def express(dim: int, sizes: Sequence[tuple[int, ...]]) -> Shard:
-    """The Shard that cuts runs in these sizes, one tuple for each run."""
+def express(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") -> Shard:
+    """The Shard by which an axis cuts runs in these sizes, one tuple for each run.
+
+    >>> express(0, [(2, 1), (2, 1)]), express(0, [(1, 2), (1, 2)])
+    (Shard(0), Shard(0, sizes=(1, 2)))
+    """
     if all(s == chunk_sizes(sum(s), len(s)) for s in sizes):
         return Shard(dim)
     if len(set(sizes)) > 1:
-        raise NoViewError(f"dim {dim} would be cut differently by ranks of another axis")
+        told = " and ".join(map(str, dict.fromkeys(sizes)))
+        raise NoViewError(
+            f"axis {axis!r} would cut the parts of dim {dim} that the axes before it make in {told}, and a Shard gives "
+            f"all of them the same sizes (even parts, or Replicate() for axis {axis!r}, can be viewed so)"
+        )
     return Shard(dim, sizes[0])
 
 
