@@ -22,7 +22,9 @@ from shardwise.checkpoint.index import INDEX_NAME
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 HF_INDEX_NAME = "model.safetensors.index.json"
 HF_SINGLE_NAME = "model.safetensors"
-_COMPLETE = (INDEX_NAME, HF_INDEX_NAME, HF_SINGLE_NAME)
+DCP_NAME = ".metadata"
+_COMPLETE = (INDEX_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, DCP_NAME)
+_SUFFIXES = (".safetensors", ".distcp")
 
 
 def sibling(path: Path, kind: str, token: str) -> Path:
@@ -83,7 +85,7 @@ def check_target(path: Path) -> None:
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder, give another name")
-    strange = [e.name for e in path.iterdir() if e.suffix != ".safetensors" and e.name not in _COMPLETE]
+    strange = [e.name for e in path.iterdir() if e.suffix not in _SUFFIXES and e.name not in _COMPLETE]
     if strange or not is_complete(path):
         raise CheckpointError(
             f"{path} is a folder that holds other things than a checkpoint ({', '.join(sorted(strange)[:3])}); "

@@ -149,11 +149,13 @@ def _in_row(sizes: Sequence[int], number: int, first: int, last: int) -> Iterato
         yield Box((number, *box.offsets), (1, *box.sizes))
 
 
-def joined_sums(segments: Sequence[Segment], done: Mapping[int, Sequence[Sums]]) -> dict[tuple[int, int], list[Sums]]:
-    """For each (file, item) what was found of its ranges, in order; `done` is by the number of the segment."""
-    found: dict[tuple[int, int], list[tuple[int, Sums]]] = {}
+def joined_sums(
+    segments: Sequence[Segment], done: Mapping[int, Sequence[Sums]]
+) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
+    """For each (file, item) the checksums, CRC-32 and length of its ranges, in order; `done` is by segment."""
+    found: dict[tuple[int, int], list[tuple[int, str, int, int]]] = {}
     for number, results in done.items():
         segment = segments[number]
-        for part, sums in zip(segment.ranges, results, strict=True):
-            found.setdefault((segment.file, part.item), []).append((part.low, sums))
-    return {key: [sums for _, sums in sorted(parts)] for key, parts in found.items()}
+        for part, (text, crc) in zip(segment.ranges, results, strict=True):
+            found.setdefault((segment.file, part.item), []).append((part.low, text, crc, part.high - part.low))
+    return {key: [(text, crc, size) for _, text, crc, size in sorted(parts)] for key, parts in found.items()}

@@ -18,17 +18,17 @@ from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import CODES, described, header_bytes
 from shardwise.checkpoint.index import INDEX_NAME, Cut, FileEntry, Index, TensorEntry, stored_values
-from shardwise.checkpoint.reshard_plan import Item, Sums, TargetFile
+from shardwise.checkpoint.reshard_plan import Item, TargetFile
 from shardwise.checkpoint.tree import Json
 from shardwise.geometry import Box
 
 MAX_FILE_BYTES = 16 << 30
 MAX_HF_FILE_BYTES = 5_000_000_000
-Found: TypeAlias = Mapping[tuple[int, int], Sequence[Sums]]
+Found: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[str, int, int]]]
 
 
 class Target(ABC):
-    """A checkpoint to write. `crc`: items need their CRC-32. `left_out`: names that the format has no place for."""
+    """A checkpoint to write. `crc`: items need their CRC-32. `left_out`: names of entries that are not written."""
 
     files: Sequence[TargetFile]
     crc = False
@@ -91,8 +91,14 @@ def packed(sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: 
 class ShardwiseTarget(Target):
     """A shardwise folder: the files of each rank, and an index with checksums."""
 
-    def __init__(self, tensors: Sequence[Described], tree: Json, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        self._tensors, self._tree = tensors, tree
+    def __init__(
+        self,
+        tensors: Sequence[Described],
+        tree: Json,
+        left_out: tuple[str, ...] = (),
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._tensors, self._tree, self.left_out = tensors, tree, left_out
         self._cuts, shares = shares_of(tensors)
         self._boxes: list[list[Stored]] = []
         self._headers: list[bytes] = []
@@ -133,7 +139,7 @@ class ShardwiseTarget(Target):
             for place, (box, item) in enumerate(zip(boxes, file.items, strict=True)):
                 files, begins, sums = columns[box.tensor]
                 files[box.number], begins[box.number] = number, item.begin
-                sums[box.number] = "".join(text for text, _ in found.get((number, place), ()))
+                sums[box.number] = "".join(text for text, *_ in found.get((number, place), ()))
         entries = [
             FileEntry(f.name, f.bytes, len(header), checksum(header))
             for f, header in zip(self.files, self._headers, strict=True)
@@ -149,7 +155,7 @@ class HuggingFaceTarget(Target):
     """A Hugging Face folder: every tensor whole, values that are no tensors left out."""
 
     def __init__(self, source: Index, max_file_bytes: int = MAX_HF_FILE_BYTES) -> None:
-        self.left_out = tuple(stored_values(source))
+        self.left_out = (*stored_values(source), *source.opaque)
         entries = list(source.tensors.values())
         for entry in entries:
             if entry.dtype.torch_name not in CODES:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.dcp_target import DcpTarget
 from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.reshard_copy import Output
@@ -30,8 +31,8 @@ from shardwise.checkpoint.reshard_work import Work, segments_done
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.geometry import ShardingSpec
 
-Format = Literal["shardwise", "hf"]
-FORMATS = ("shardwise", "hf")
+Format = Literal["shardwise", "dcp", "hf"]
+FORMATS = ("shardwise", "dcp", "hf")
 _BYTES_FOR_A_WORKER = 128 << 20
 _MOST_WORKERS = 8
 
@@ -40,7 +41,8 @@ _MOST_WORKERS = 8
 class ReshardReport:
     """What a reshard did. `kept_bytes` of `bytes` were there from an earlier run; `seconds` are those of this one.
 
-    `unfit`: tensors that one layout for all did not fit. `left_out`: names the format has no place for.
+    `unfit`: tensors that one layout for all did not fit. `left_out`: entries that the
+    format has no place for, or that cannot be read.
     """
 
     path: Path
@@ -142,7 +144,13 @@ def _target(store: Store, chosen: Chosen, format: Format, max_file_bytes: int | 
     if format == "hf":
         return HuggingFaceTarget(store.index, **limit)
     tensors = [Described(e.name, e.dtype, chosen.layouts[e.name]) for e in store.index.tensors.values()]
-    return ShardwiseTarget(tensors, store.index.tree, **limit)
+    if format == "dcp":
+        if max_file_bytes is not None:
+            raise CheckpointError(
+                "a folder of torch.distributed.checkpoint has one file for each rank; leave the limit out"
+            )
+        return DcpTarget(tensors, store.index.tree, store.index.opaque)
+    return ShardwiseTarget(tensors, store.index.tree, store.index.opaque, **limit)
 
 
 def _check_place(path: Path, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
+from shardwise.checkpoint.dcp_folder import CRC, dcp_index
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
+from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
 from shardwise.checkpoint.huggingface_index import file_index, folder_index
 from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
 
@@ -117,6 +119,9 @@ class Store:
         sums = tensor.sums[number]
         if not sums:
             return
+        if sums.startswith(CRC):
+            self._verify_crc(tensor, number, sums)
+            return
         data, size = self.data(tensor.files[number]), tensor.cut.extents[number][1] * tensor.dtype.itemsize
         start, step = tensor.begins[number], self.index.block_bytes
         for block in range(first, last):
@@ -128,6 +133,19 @@ class Store:
                 )
             self.touch(high - low)
 
+    def _verify_crc(self, tensor: TensorEntry, number: int, expected: str) -> None:
+        data, size = self.data(tensor.files[number]), tensor.cut.extents[number][1] * tensor.dtype.itemsize
+        start, crc = tensor.begins[number], 0
+        for low in range(0, size, self.step_bytes):
+            part = data[start + low : start + min(size, low + self.step_bytes)]
+            crc = zlib.crc32(part.data, crc)
+            self.touch(len(part))
+        if f"{CRC}{crc:08x}" != expected:
+            raise CheckpointError(
+                f"{self.folder / self.index.files[tensor.files[number]].name}: tensor {tensor.name!r}: bytes {start} "
+                f"to {start + size} are damaged: their CRC-32 differs"
+            )
+
     def close(self) -> None:
         """Unmap all files."""
         with self._lock:
@@ -135,7 +153,7 @@ class Store:
 
 
 def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> Store:
-    """The checkpoint at a path: a shardwise folder, a Hugging Face folder, or one safetensors file."""
+    """The checkpoint at a path: a folder of shardwise, torch or Hugging Face, or one safetensors file."""
     whole = resolve(absolute(path))
     if whole.is_file():
         index, digest = file_index(whole)
@@ -143,6 +161,9 @@ def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUF
     if (whole / INDEX_NAME).is_file():
         data = read_limited(whole / INDEX_NAME)
         return Store(whole, parse_index(data, str(whole / INDEX_NAME)), checksum(data), max_buffer_bytes)
+    if (whole / DCP_NAME).is_file():
+        index, digest = dcp_index(whole, read_limited(whole / DCP_NAME))
+        return Store(whole, index, digest, max_buffer_bytes)
     if (whole / HF_INDEX_NAME).is_file():
         index, digest = folder_index(whole, read_limited(whole / HF_INDEX_NAME))
         return Store(whole, index, digest, max_buffer_bytes)
@@ -150,7 +171,7 @@ def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUF
         index, digest = file_index(whole / HF_SINGLE_NAME)
         return Store(whole, index, digest, max_buffer_bytes)
     raise CheckpointError(
-        f"{whole}: no checkpoint: it holds no {INDEX_NAME}, no {HF_INDEX_NAME} and no {HF_SINGLE_NAME}"
+        f"{whole}: no checkpoint: it holds no {INDEX_NAME}, {DCP_NAME}, {HF_INDEX_NAME} or {HF_SINGLE_NAME}"
     )
 
 

@@ -27,6 +27,7 @@ class FormatName(StrEnum):
     """The formats that are written."""
 
     shardwise = "shardwise"
+    dcp = "dcp"
     hf = "hf"
 
 
@@ -40,7 +41,7 @@ LayoutText = Annotated[
     typer.Option("--layout", metavar="TEXT", help='For all tensors: "S(0)" with --ranks, or "on tp=4: S(0)".'),
 ]
 Ranks = Annotated[int | None, typer.Option(min=1, metavar="N", help="The number of ranks of a short layout.")]
-AsFormat = Annotated[FormatName, typer.Option("--format", help="What to write; hf: Hugging Face.")]
+AsFormat = Annotated[FormatName, typer.Option("--format", help="dcp: torch.distributed.checkpoint; hf: Hugging Face.")]
 Workers = Annotated[int | None, typer.Option(min=1, metavar="W", help="Processes to copy with; by size and cores.")]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory that all processes together may use.")]
 MaxFile = Annotated[str | None, typer.Option("--max-file", metavar="SIZE", help="The most bytes of tensors in a file.")]
@@ -153,7 +154,9 @@ def report_lines(report: ReshardReport) -> list[Line]:
     if report.unfit:
         lines.append(f"in copies along axes that cut a dim they lack, or that do not fit: {_some(report.unfit)}")
     if report.left_out:
-        lines.append(f"left out, since the format has no place for them: {_some(report.left_out)}")
+        lines.append(
+            f"left out, since the format has no place for them or they cannot be read: {_some(report.left_out)}"
+        )
     return [line(text) for text in lines]
 
 

@@ -1,0 +1,258 @@
+"""The pickles of torch.distributed.checkpoint, read and written without torch, and without running anything.
+
+A pickle names functions and classes to call. Reading gives each name in a short list a harmless stand-in; every other
+name is an error, so nothing in a file is ever executed. Writing puts down names and values, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.geometry import DType, LayoutError, find_dtype
+
+METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_CLASSES = {
+    *((METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    *((METADATA, name) for name in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta")),
+    (FILESYSTEM, "_StorageInfo"),
+}
+STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+}
+
+
+class Made:
+    """The stand-in for an object of one of torch's classes: the name of the class, and its state."""
+
+    kind = ""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_STAND_INS = {names: type(names[1], (Made,), {"kind": names[1]}) for names in _CLASSES}
+
+
+@dataclass(frozen=True)
+class StorageKind:
+    """The type of a storage; None stands for one without a dtype."""
+
+    dtype: DType | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage that a pickle refers to: its type, the name of its record, and its length in elements."""
+
+    kind: StorageKind
+    key: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A tensor as a pickle describes it."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _rebuilt(storage: Storage, offset: int, sizes: Any, strides: Any, _grad: bool, _hooks: Any, *rest: Any) -> Strided:
+    if storage.kind.dtype is None or any(rest):
+        raise ValueError("a tensor of an unknown kind")
+    return Strided(storage, storage.kind.dtype, offset, tuple(sizes), tuple(strides))
+
+
+def _rebuilt_of_dtype(
+    storage: Storage, offset: int, sizes: Any, strides: Any, _grad: bool, _hooks: Any, dtype: DType, *rest: Any
+) -> Strided:
+    if any(rest):
+        raise ValueError("a tensor of an unknown kind")
+    return Strided(storage, dtype, offset, tuple(sizes), tuple(strides))
+
+
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    (METADATA, "_MEM_FORMAT_ENCODING"): int,
+    ("collections", "OrderedDict"): dict,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        if module.partition(".")[0] == "pathlib":
+            return lambda *parts: "/".join(map(str, parts))
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return StorageKind(None)
+        known = {storage: dtype for dtype, storage in STORAGES.items()}
+        if module == "torch" and name in known:
+            return StorageKind(find_dtype(known[name]))
+        if module == "torch":
+            return find_dtype(name)
+        raise CheckpointError(f"it names {module}.{name}, which is none of torch's own descriptions; nothing is called")
+
+    def persistent_load(self, given: Any) -> Storage:
+        word, kind, key, _device, length = given
+        if word != "storage" or not isinstance(kind, StorageKind) or type(length) is not int:
+            raise ValueError("an unknown kind of reference")
+        return Storage(kind, str(key), length)
+
+
+def read_pickle(data: bytes | memoryview, name: str) -> Any:
+    """What a pickle describes; `name` is told in errors. Any name that is not expected is an error.
+
+    >>> read_pickle(pickle.dumps({"step": 3, "betas": (0.9, 0.99)}), "a file")
+    {'step': 3, 'betas': (0.9, 0.99)}
+    >>> read_pickle(pickle.dumps(print), "a file")
+    Traceback (most recent call last):
+    ...
+    shardwise.checkpoint.errors.CheckpointError: a file: it names builtins.print, which is none of torch's own ...
+    """
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except (CheckpointError, LayoutError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    except Exception as error:  # a damaged pickle fails in any way
+        raise CheckpointError(f"{name}: damaged: {type(error).__name__}: {str(error)[:100]}") from error
+
+
+@dataclass(frozen=True)
+class Name:
+    """Something that a pickle names: a module and a name in it."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """The result of a call of something named."""
+
+    of: Name
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class New:
+    """An object of a class, given its state."""
+
+    of: Name
+    state: Any
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `persistent_load` is to find."""
+
+    value: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A dict, given as pairs: its keys need not be hashable here."""
+
+    items: Sequence[tuple[Any, Any]]
+
+
+def write_pickle(value: Any) -> bytes:
+    """A pickle of plain values, names, calls and objects.
+
+    >>> pickle.loads(write_pickle({"step": 3, "betas": [0.9, (None, True)], "big": 1 << 40}))
+    {'step': 3, 'betas': [0.9, (None, True)], 'big': 1099511627776}
+    >>> pickle.loads(write_pickle(Call(Name("fractions", "Fraction"), (1, 3))))
+    Fraction(1, 3)
+    """
+    writer = _Writer()
+    writer.put(value)
+    return b"\x80\x02" + bytes(writer.out) + b"."
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.out = bytearray()
+        self._known: dict[tuple[type, Any], int] = {}
+
+    def put(self, value: Any) -> None:
+        if isinstance(value, str | Name):
+            self._once(value)
+        elif isinstance(value, tuple):
+            self._many(b"(", value, b"t")
+        elif isinstance(value, list):
+            self.out += b"]"
+            self._many(b"(", value, b"e")
+        elif isinstance(value, dict | Pairs):
+            pairs = value.items if isinstance(value, Pairs) else value.items()
+            self.out += b"}"
+            self._many(b"(", [part for pair in pairs for part in pair], b"u")
+        elif isinstance(value, Call):
+            self._all(b"R", value.of, value.args)
+        elif isinstance(value, New):
+            self._all(b"\x81", value.of, ())
+            self._all(b"b", value.state)
+        elif isinstance(value, Reference):
+            self._all(b"Q", value.value)
+        else:
+            self.out += _scalar(value)
+
+    def _all(self, end: bytes, *values: Any) -> None:
+        for value in values:
+            self.put(value)
+        self.out += end
+
+    def _many(self, start: bytes, values: Sequence[Any], end: bytes) -> None:
+        self.out += start
+        self._all(end, *values)
+
+    def _once(self, value: str | Name) -> None:
+        """A text or a name; the second time, a reference to the first."""
+        key = (type(value), value)
+        if key in self._known:
+            self.out += b"j" + struct.pack("<I", self._known[key])
+            return
+        if isinstance(value, Name):
+            self.out += f"c{value.module}\n{value.name}\n".encode()
+        else:
+            data = value.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(data)) + data
+        self._known[key] = len(self._known)
+        self.out += b"r" + struct.pack("<I", self._known[key])
+
+
+def _scalar(value: Any) -> bytes:
+    if value is None or value is True or value is False:
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    assert isinstance(value, int), f"a {type(value).__name__} is not written"
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data

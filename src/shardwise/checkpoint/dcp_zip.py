@@ -1,0 +1,163 @@
+"""Archives as torch.save writes them: a zip of uncompressed records, read and written without torch.
+
+All numbers are checked when an archive is read. When one is written, its records but for the tensor's bytes are small
+and known before; so the bytes can be copied to their place first, and what is around them is written afterwards.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.checkpoint.errors import CheckpointError
+
+ROOT = "archive/"
+PICKLE, ORDER, DATA, VERSION = "data.pkl", "byteorder", "data/0", "version"
+ALIGNMENT = 64
+_LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
+_END, _LOCATOR, _END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
+_WIDE, _PADDING = 1, 0x4246
+_NO = 0xFFFFFFFF
+_ZIP64, _FLAGS, _DATE = 45, 0x0800, 0x0021  # version 4.5, names in UTF-8, 1980-01-01
+_MAX_RECORDS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of an archive: where its bytes begin in it, their number, and their CRC-32."""
+
+    begin: int
+    size: int
+    crc: int
+
+
+def read_archive(data: memoryview, name: str) -> dict[str, Record]:
+    """The records of an archive, by their names without the leading folder."""
+    try:
+        return _records(data)
+    except (struct.error, ValueError, IndexError, AssertionError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{name}: not an archive of torch.save, or a damaged one") from error
+
+
+def _records(data: memoryview) -> dict[str, Record]:
+    count, position, end = _directory(data)
+    assert count <= _MAX_RECORDS and 0 <= position <= end <= len(data)
+    found: dict[str, Record] = {}
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(data, position)
+        method, crc, packed, size, names, extras, comments, local = (fields[i] for i in (4, 7, 8, 9, 10, 11, 12, 16))
+        assert fields[0] == b"PK\x01\x02" and method == 0
+        text = bytes(data[position + _CENTRAL.size :][:names]).decode()
+        extra = data[position + _CENTRAL.size + names :][:extras]
+        size, packed, local = _widened(extra, size, packed, local)
+        assert size == packed
+        found[text.partition("/")[2]] = Record(_data_begin(data, local, size, end), size, crc)
+        position += _CENTRAL.size + names + extras + comments
+    return found
+
+
+def _directory(data: memoryview) -> tuple[int, int, int]:
+    """The number of records, and the begin and end of the directory."""
+    signature, _, _, _, count, length, position, comment = _END.unpack_from(data, len(data) - _END.size)
+    assert signature == b"PK\x05\x06" and comment == 0
+    place = len(data) - _END.size - _LOCATOR.size
+    if place >= 0:
+        mark, _, wide, _ = _LOCATOR.unpack_from(data, place)
+        if mark == b"PK\x06\x07":
+            fields = _END64.unpack_from(data, wide)
+            assert fields[0] == b"PK\x06\x06"
+            count, length, position = fields[7], fields[8], fields[9]
+    return count, position, position + length
+
+
+def _widened(extra: memoryview, *numbers: int) -> list[int]:
+    """Numbers that do not fit 32 bits are in the extra field, in order."""
+    wide: list[int] = []
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == _WIDE:
+            wide = list(struct.unpack_from(f"<{length // 8}Q", extra, 4))
+        extra = extra[4 + length :]
+    return [wide.pop(0) if n == _NO else n for n in numbers]
+
+
+def _data_begin(data: memoryview, local: int, size: int, end: int) -> int:
+    fields = _LOCAL.unpack_from(data, local)
+    begin: int = local + _LOCAL.size + fields[9] + fields[10]
+    assert fields[0] == b"PK\x03\x04" and local >= 0 and begin + size <= end
+    return begin
+
+
+def write_archive(records: Mapping[str, bytes], data_size: int | None, crc: int = 0) -> tuple[bytes, bytes]:
+    """What comes before and after the bytes of a tensor in an archive that begins at a multiple of 64 bytes.
+
+    With `data_size` None there is no tensor; then the first part is the whole archive.
+
+    >>> before, after = write_archive({PICKLE: b"..."}, 10)
+    >>> len(before) % ALIGNMENT, read_archive(memoryview(before + b"0123456789" + after), "an archive")[DATA].size
+    (0, 10)
+    """
+    before, directory = bytearray(), bytearray()
+    for name, content in records.items():
+        local = len(before)
+        before += _local_header(name, len(content), zlib.crc32(content), local, pad=False) + content
+        directory += _central_header(name, len(content), zlib.crc32(content), local)
+    count, position = len(records), len(before)
+    if data_size is not None:
+        header = _local_header(DATA, data_size, crc, len(before), pad=True)
+        directory += _central_header(DATA, data_size, crc, len(before))
+        before += header
+        count, position = count + 1, len(before) + data_size
+    end = directory + _END64.pack(
+        b"PK\x06\x06", _END64.size - 12, _ZIP64, _ZIP64, 0, 0, count, count, len(directory), position
+    )
+    end += _LOCATOR.pack(b"PK\x06\x07", 0, position + len(directory), 1)
+    end += _END.pack(b"PK\x05\x06", 0, 0, count, count, min(len(directory), _NO), min(position, _NO), 0)
+    return (bytes(before), bytes(end)) if data_size is not None else (bytes(before + end), b"")
+
+
+def _local_header(name: str, size: int, crc: int, position: int, pad: bool) -> bytes:
+    text = (ROOT + name).encode()
+    extra = struct.pack("<2H2Q", _WIDE, 16, size, size)
+    if pad:
+        room = -(position + _LOCAL.size + len(text) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<2H", _PADDING, room) + b"Z" * room
+    fields = (b"PK\x03\x04", _ZIP64, _FLAGS, 0, 0, _DATE, crc, _NO, _NO, len(text), len(extra))
+    return _LOCAL.pack(*fields) + text + extra
+
+
+def _central_header(name: str, size: int, crc: int, local: int) -> bytes:
+    text = (ROOT + name).encode()
+    extra = struct.pack("<2H3Q", _WIDE, 24, size, size, local)
+    sizes = (crc, _NO, _NO, len(text), len(extra), 0, 0, 0, 0, _NO)
+    return _CENTRAL.pack(b"PK\x01\x02", _ZIP64, _ZIP64, _FLAGS, 0, 0, _DATE, *sizes) + text + extra
+
+
+def joined_crc(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after another, from theirs and the length of the second.
+
+    >>> joined_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
+    True
+    """
+    odd = [0xEDB88320, *(1 << n for n in range(31))]  # the effect of one zero bit on the register
+    power = _squared(_squared(_squared(odd)))  # of one zero byte
+    while length:
+        if length & 1:
+            first = _applied(power, first)
+        power, length = _squared(power), length >> 1
+    return first ^ second
+
+
+def _applied(matrix: list[int], vector: int) -> int:
+    total, row = 0, 0
+    while vector:
+        if vector & 1:
+            total ^= matrix[row]
+        vector, row = vector >> 1, row + 1
+    return total
+
+
+def _squared(matrix: list[int]) -> list[int]:
+    return [_applied(matrix, row) for row in matrix]
