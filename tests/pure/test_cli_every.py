@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from shardwise.checkpoint.headers import header_bytes
-from shardwise.cli.main import app
+from shardwise.cli.main import COMMANDS, _loaded, app
 
-COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]  # the commands of a group
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 
 
@@ -37,6 +34,17 @@ def test_there_are_commands() -> None:
     assert {"show", "plan", "demo", "check-rule", "inspect", "diff", "clean", "reshard"} <= set(COMMANDS)
 
 
+def test_a_command_loads_no_other_and_a_wrong_name_gets_a_suggestion() -> None:
+    code = "import sys; from shardwise.cli.main import app; app(standalone_mode=False); print(*sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", code, "show", "f32[4]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "shardwise.cli.show" in loaded
+    assert not {"shardwise.cli.inspect", "shardwise.checkpoint.index", "torch"} & set(loaded)
+    wrong = CliRunner().invoke(app, ["inspct"])
+    assert wrong.exit_code == 2 and "No such command 'inspct'. Did you mean 'inspect'?" in wrong.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -> None:
     text = output_of(command, "--help")
@@ -47,7 +55,7 @@ def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"reshard"}))
 def test_each_command_has_json_and_a_section_of_the_page(command: str) -> None:
-    options = {name for parameter in COMMANDS[command].params for name in parameter.opts}
+    options = {name for parameter in _loaded(command).params for name in parameter.opts}
     assert "--json" in options
     assert f"\n## {command}" in PAGE
     assert f"\n| `{command}` |" in PAGE, "the table of JSON documents has a row for it"

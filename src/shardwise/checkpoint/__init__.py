@@ -1,16 +1,16 @@
 """L4: checkpoints that load anywhere. A folder of safetensors files and one JSON index.
 
-Names that need torch are loaded on first use: looking into a checkpoint's index does without it.
+Names are loaded on first use: looking into a checkpoint's index does without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import clean, leftovers
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import Saving
+    from shardwise.checkpoint.folders import clean, leftovers
     from shardwise.checkpoint.huggingface import save_hf
     from shardwise.checkpoint.loading import load
     from shardwise.checkpoint.reader import Checkpoint, StoredTensor, open
@@ -22,6 +22,8 @@ _MODULE_OF = {
     "ReshardReport": "shardwise.checkpoint.resharding",
     "Saving": "shardwise.checkpoint.background",
     "StoredTensor": "shardwise.checkpoint.reader",
+    "clean": "shardwise.checkpoint.folders",
+    "leftovers": "shardwise.checkpoint.folders",
     "load": "shardwise.checkpoint.loading",
     "open": "shardwise.checkpoint.reader",
     "reshard": "shardwise.checkpoint.resharding",
