@@ -12,13 +12,12 @@ from pathlib import Path
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
+from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
 from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry
 from shardwise.checkpoint.store import Store, open_store
 from shardwise.checkpoint.stored_layout import stored_layout
 from shardwise.geometry import Layout, LayoutError, format_layout
 
-DCP_NAME = ".metadata"
 OWN_FORMAT = "shardwise"
 FORMATS = {
     INDEX_NAME: OWN_FORMAT,
