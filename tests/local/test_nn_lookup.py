@@ -245,7 +245,7 @@ def _sent(spec: ShardingSpec, function: Callable[[Tensor], Tensor]) -> list[dict
 
 
 def test_only_the_rows_that_are_wanted_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = torch.tensor([0, 10, 10, 10, 9])
+    ids = torch.tensor([0, 10, 10, 10, 10, 9])
     # Rows 9 and 10 lie on rank 1: they come back once. A short list of ids needs no exchange of its own.
     rows = [{"embedding: rows": 8 * WIDTH}, {"embedding: rows": 16 * WIDTH}]
     assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == rows

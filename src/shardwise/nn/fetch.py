@@ -83,7 +83,8 @@ class Request:
         if all(band.width == layout.shape[1] for r in layout.ranks for band in share(layout, r, None).bands):
             for rank in self._ranks:
                 for band, at in self._asked_of_me(rank, like, False):
-                    torch.embedding_renorm_(band.of_local(locals_[band.slot]), at, most, kind)
+                    if len(at):  # torch's own function fails on a GPU where there is nothing to do
+                        torch.embedding_renorm_(band.of_local(locals_[band.slot]), at, most, kind)
             return
         norms = self._norms(locals_, kind, like)
         scales = torch.where(norms > most, most / (norms + TINY), torch.ones_like(norms))

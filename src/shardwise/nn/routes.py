@@ -24,7 +24,7 @@ from shardwise.nn.bands import BoolArray, Numbers, Runs, Where, has_replicas, sh
 
 FEW_RUNS = 16
 SHORT_TABLE = 32  # rows for each id up to which marking rows is faster than sorting ids
-REPEATED = 0.75  # distinct ids for each id below which fewer rows pay for finding them
+REPEATED = 0.5  # distinct ids for each id up to which fewer rows pay for finding them; 0.4 between ranks of one host
 
 
 @dataclass(frozen=True, eq=False, slots=True)
