@@ -17,6 +17,7 @@ from shardwise.nn import (
     BalancedPlanner,
     ModelPlan,
     ShardedOptimizer,
+    asking,
     named_params_with_sharded_tensor,
     shard_module,
     shard_parameter,
@@ -54,6 +55,31 @@ def test_lookups_are_those_of_torch_and_of_the_whole_table(world: Ranks, kind: s
     for ours, theirs, whole in world.run(_three_ways, kind, dim):
         torch.testing.assert_close(ours, whole)
         torch.testing.assert_close(ours, theirs)
+
+
+def _gradients(kind: str, dim: int, inline: int) -> tuple[Tensor, Tensor]:
+    """The gradients of a sharded table and of a whole one that sees the ids of all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sharded, whole = layer(kind), layer(kind)
+    shard_parameter(sharded, "weight", ChunkSpec(dim, size))
+    dims = 1 if kind == "embedding" else 2
+    before, asking.INLINE = asking.INLINE, inline
+    try:
+        sharded(ids_of(rank, dims)).square().sum().backward()
+    finally:
+        asking.INLINE = before
+    torch.stack([whole(ids_of(r, dims)).square().sum() for r in range(size)]).sum().backward()  # type: ignore[no-untyped-call]
+    found, expected = (next(module.parameters()).grad for module in (sharded, whole))
+    assert isinstance(found, ShardedTensor) and expected is not None
+    return found.full(), expected
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 16], ids=["lists on their own", "lists that come along"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", ["embedding", "bag"])
+def test_gradients_are_those_of_the_whole_table(world: Ranks, kind: str, dim: int, inline: int) -> None:
+    for found, expected in world.run(_gradients, kind, dim, inline):
+        torch.testing.assert_close(found, expected)
 
 
 class Scored(nn.Module):
