@@ -102,9 +102,10 @@ class Work:
             )
         return str(known["token"])
 
-    def _clear(self) -> None:
-        (self.folder / "manifest.json").unlink(missing_ok=True)
-        for entry in list(self.folder.iterdir()):
+    def _clear(self, keep: str = "") -> None:
+        if not keep:  # first of all: a manifest without files would say that all is done
+            (self.folder / "manifest.json").unlink(missing_ok=True)
+        for entry in (e for e in list(self.folder.iterdir()) if e.name != keep):
             if entry.is_dir():
                 shutil.rmtree(entry)
             else:
@@ -168,8 +169,10 @@ class Work:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the work folder."""
-        shutil.rmtree(self.folder)
+        """Remove the work folder, the manifest last: until then it says that all is done."""
+        self._clear(keep="manifest.json")
+        self._clear()
+        os.rmdir(self.folder)
 
 
 def _size(path: Path) -> int:
