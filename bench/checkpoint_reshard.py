@@ -71,8 +71,8 @@ def reshard_figures(sizes: ReshardSizes) -> Figures:
         for name, t in medians.items()
     ]
     notes = (
-        f"{sizes.bytes / 1e9:.1f} GB from rows over {SAVERS} ranks to columns over {READERS}; the whole command is timed, "
-        f"medians of {sizes.repeats} runs in turn.",
+        f"{sizes.bytes / 1e9:.1f} GB from rows over {SAVERS} ranks to columns over {READERS}; the whole command "
+        f"is timed, medians of {sizes.repeats} runs in turn.",
         f"--memory {sizes.memory // 10**6}MB; the peak is that of all its processes, interpreters included.",
     )
     return Figures("Checkpoints: offline reshard", ("way", "s", "GB/s", "x raw copy", "peak memory, MB"), rows, notes)
