@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Box, EnumerableSpec, Mesh, Partial, Piece, Placement, Replicate, Shard
-from shardwise.ops import no_communication
+from shardwise.ops import explain, no_communication
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import lay_out, ramp
@@ -163,3 +163,49 @@ def test_gradient_scaling_skips_a_step_on_all_ranks(bad_rank: int | None) -> Non
         return scaler.get_scale(), bool(torch.equal(param.full().detach(), START[0]))
 
     assert run_local(body, 2) == [(4.0, False) if bad_rank is None else (2.0, True)] * 2
+
+
+ORDERS = (2.0, 1.0, 3.0, float("inf"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_of_a_list_take_one_exchange_of_a_number_per_tensor_and_rank(order: float) -> None:
+    """Replicated tensors need none; tensors that different axes cut make different groups."""
+    values = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    uneven = Shard(0, sizes=(4, 0))
+    placements: list[tuple[Placement, ...]] = [(Replicate(), Replicate()), (Replicate(), Shard(0))]
+    placements += [(Replicate(), Shard(1)), (Shard(1), Shard(0)), (Replicate(), uneven), (uneven, Shard(1))]
+
+    def body(comm: Comm) -> list[int]:
+        mesh = Mesh.of(dp=2, tp=2)
+        held: list[Tensor] = [lay_out(v, mesh, p) for v, p in zip(values, placements, strict=True)]
+        with explain() as log:
+            norms = torch._foreach_norm(held, order)
+        for norm, value in zip(norms, values, strict=True):
+            assert isinstance(norm, ShardedTensor)
+            torch.testing.assert_close(norm.full(), torch.linalg.vector_norm(value, order))
+        return [e.moved_bytes for e in log.entries if e.moved_bytes]
+
+    by_tp, by_both = 3 * 8 * 4, 2 * 8 * 4 * 3  # each of 4 ranks receives a number per tensor from 1 or 3 others
+    assert run_local(body, 4, timeout=60) == [[by_tp, by_both]] * 4
+
+
+def test_norms_of_a_list_alone_or_recorded() -> None:
+    """Pending sums, odd orders and tensors in pieces are taken alone; gradients pass."""
+    value = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def body(comm: Comm) -> None:
+        mesh = Mesh.of(tp=2)
+        pending, rows = (lay_out(value, mesh, (p,)) for p in (Partial("sum"), Shard(0)))
+        for order in (2.0, 0.0, -1.0):
+            for norm in torch._foreach_norm([pending, rows], order):
+                assert isinstance(norm, ShardedTensor)
+                torch.testing.assert_close(norm.full(), torch.linalg.vector_norm(value, order))
+        dense = value.clone().requires_grad_()
+        rows.requires_grad_()
+        torch._foreach_norm([rows])[0].backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        torch._foreach_norm([dense])[0].backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        assert isinstance(rows.grad, ShardedTensor)
+        torch.testing.assert_close(rows.grad.full(), dense.grad)
+
+    run_local(body, 2, timeout=60)

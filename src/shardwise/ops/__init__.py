@@ -12,6 +12,7 @@ from shardwise.ops import foreach_rules as _foreach_rules  # noqa: F401  # regis
 from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
 from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
 from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
+from shardwise.ops import list_norms as _list_norms  # noqa: F401  # registers a handler
 from shardwise.ops import loss_rules as _loss_rules  # noqa: F401  # registers rules
 from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
 from shardwise.ops import norm_rules as _norm_rules  # noqa: F401  # registers rules

@@ -161,7 +161,6 @@ for _name in sorted({s.name.removeprefix("aten::") for s in torch._C._jit_get_al
     if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
         for _op in _overloads(_name):
             _register_lists(_op)
-_register_each(aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, lambda rest: rest[:1] or (2,))
 _register_each(aten._foreach_max.default, aten.max.default, lambda rest: ())
 
 
