@@ -42,6 +42,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.expand.default: (t(4, 1, 6), [4, 5, 6]),
     aten.unfold.default: (t(4, 9), 1, 3, 2),
     aten.view_as_real.default: (COMPLEX,),
+    aten.view.dtype: (t(4, 6), torch.int64),
     aten.view_as_complex.default: (t(4, 6, 2),),
     aten.index.Tensor: (t(8, 6), [ids(5, below=8)]),
     aten.index_select.default: (t(8, 6), 0, ids(5, below=8)),

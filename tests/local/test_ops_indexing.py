@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard
-from shardwise.ops import no_communication, plain_as_replicated, replicate
+from shardwise.ops import MixedTensorsError, no_communication, plain_as_replicated, replicate
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import check_op, lay_out, ramp
 
@@ -197,3 +197,58 @@ def test_a_number_is_added_to_a_pending_sum_once(kind: Any) -> None:
         torch.testing.assert_close(x.div(0.7, rounding_mode="floor").full(), rounded)
 
     run_local(body, 2)
+
+
+def _written_where(x: Any, mask: Any, value: Any) -> Any:
+    y = x * 1.0
+    y[mask] = value
+    return y
+
+
+def test_values_are_written_where_a_mask_says() -> None:
+    mask = ramp(4, 6, grad=False) > 1.0
+    check_op(lambda x, m: _written_where(x, m, 2.0), ramp(4, 6), mask, pending=False, worlds=[(2,), (2, 2)])
+    rows = torch.tensor([True, False, True, True])
+    check_op(_written_where, ramp(4, 6), rows, ramp(6), pending=False, worlds=[(2,)], limit=40)
+
+
+OUTSIDE: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "index": (lambda x, i: x[i], (7, -5)),
+    "index_select": (lambda x, i: x.index_select(0, i), (7, -1)),
+    "gather": (lambda x, i: torch.gather(x, 0, i.unsqueeze(1)), (7, -1)),
+    "embedding": (lambda x, i: F.embedding(i, x), (7, -1)),
+    "index_put": (lambda x, i: x.index_put((i,), torch.zeros((), dtype=x.dtype)), (7, -5)),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_indices_that_no_rank_holds_are_refused(name: str) -> None:
+    function, wrong = OUTSIDE[name]
+
+    def body(comm: Comm) -> None:
+        for placement in (Replicate(), Shard(0), Shard(0, sizes=(4, 0)), Shard(1)):
+            for number in wrong:
+                x = laid(ramp(4, 3), Mesh.of(tp=2), (placement,))
+                index = laid(ids(0, number, 3), Mesh.of(tp=2), (Replicate(),))
+                with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+                    function(x, index).full()
+
+    run_local(body, 2)
+
+
+def test_functions_that_make_tensors_on_their_way() -> None:
+    check_op(lambda i: F.one_hot(i, 5), ids(0, 1, 2, 1), worlds=[(2,), (2, 2)])
+    table, bags = ramp(4, 3), ids([0, 1], [2, 1], [3, 3])
+    check_op(lambda w, i: F.embedding_bag(i, w, mode="mean"), table, bags, worlds=[(2,)], limit=40, unsupported=True)
+
+    def body(comm: Comm) -> None:
+        with pytest.raises(MixedTensorsError, match="got a plain tensor of shape"):
+            F.embedding_bag(bags, laid(table, Mesh.of(tp=2), (Shard(0),)))
+
+    run_local(body, 2)
+
+
+def test_the_same_bytes_under_another_dtype() -> None:
+    values = ramp(4, 6, grad=False)
+    check_op(lambda x: x.view(torch.int64), values, worlds=[(2,)])
+    check_op(lambda x: x.view(torch.int32), values, worlds=[(2,)])

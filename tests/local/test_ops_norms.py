@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import run_local
 from shardwise.geometry import Mesh, Placement, Replicate, Shard
+from shardwise.tensor.dispatch import call_operator
 from tests.local.op_cases import Combination, check_op, lay_out, ramp
 
 WHOLE_OR_CUT: list[Placement] = [Replicate(), Shard(0)]
@@ -101,3 +102,20 @@ def test_one_value_per_channel_is_refused() -> None:
 
 def test_instance_norm() -> None:
     check_op(lambda x: F.instance_norm(x), ramp(3, 2, 4), worlds=[(2,)], unsupported=True)
+
+
+def test_rms_norm_as_a_device_asks_for_it() -> None:
+    """The operator gives two tensors; of values so small that its own epsilon counts, also in a narrow dtype."""
+    for dtype in (torch.float64, torch.bfloat16):
+        values = (ramp(3, 8).detach() * 1e-3).to(dtype)
+        wanted = torch.ops.aten._fused_rms_norm(values, [8], None, None)
+
+        def body(comm: Any, values: Any = values, wanted: Any = wanted) -> None:
+            x = lay_out(values, Mesh.of(tp=2), (Shard(1),))
+            found = call_operator(torch.ops.aten._fused_rms_norm.default, (), (x, [8], None, None), {})
+            assert len(found) == 2
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one.full(), other)
+            torch.testing.assert_close(F.rms_norm(x, (8,)).full(), wanted[0])
+
+        run_local(body, 2)

@@ -229,3 +229,15 @@ def test_the_value_of_one_element_is_known_to_every_rank(placement: Placement) -
         return [x.item(), float(x), bool(x > 2), x.sum().item()]
 
     assert run_local(body, 2) == [[3.0, 3.0, True, 3.0]] * 2
+
+
+def test_means_of_integers_are_refused_as_torch_does() -> None:
+    def body(comm: Any) -> None:
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = lay_out(torch.arange(12).reshape(3, 4), Mesh.of(tp=2), (placement,))
+            for mean in (lambda x: x.mean(), lambda x: x.mean(0), lambda x: x.bool().mean()):
+                with pytest.raises(RuntimeError, match=r"mean\(\)"):
+                    mean(x)
+            assert torch.mean(x, dtype=torch.float64).item() == 5.5
+
+    run_local(body, 2)

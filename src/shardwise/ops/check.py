@@ -20,11 +20,10 @@ from torch import Tensor
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.auto_rule import brief
 from shardwise.ops.carry_out import Case, Deviation, carry_out, laid_out
-from shardwise.ops.discover import resolved_op
 from shardwise.ops.placing import same_kind
 from shardwise.ops.pointwise import is_pointwise, pointwise_rule
 from shardwise.ops.registry import Rule, Strategy, TensorMeta, find_rule, normalised
-from shardwise.ops.schema import Call, take_apart
+from shardwise.ops.schema import Call, resolved_op, take_apart
 from shardwise.ops.search import Placed, Trial, draw_trials, find_strategies
 from shardwise.ops.trial import run, written_tensors
 from shardwise.tensor.dispatch import UnsupportedOpError

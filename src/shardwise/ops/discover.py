@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shardwise.ops.auto_rule import AutoRule, brief
 from shardwise.ops.registry import Strategy
 from shardwise.ops.rule_source import rule_source
-from shardwise.ops.schema import Call, take_apart
+from shardwise.ops.schema import Call, resolved_op, take_apart
 from shardwise.ops.search import find_strategies
 
 
@@ -68,18 +66,3 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
     rule = AutoRule(op)
     rule.remember(call, findings)
     return Discovered(op, call, findings.strategies, findings.notes, rule)
-
-
-def resolved_op(op: Any) -> Any:
-    """An operator's only overload, if several could be meant an error that lists them.
-
-    >>> resolved_op(torch.ops.aten.mm.default)
-    <OpOverload(op='aten.mm', overload='default')>
-    """
-    if not isinstance(op, torch._ops.OpOverloadPacket):
-        return op
-    listed: list[str] = op.overloads()  # type: ignore[no-untyped-call]  # untyped in torch
-    names = [n for n in listed if "out" not in n]
-    if len(names) != 1:
-        raise ValueError(f"{op} has the overloads {', '.join(listed)}; name one, as in {op}.{names[0]}")
-    return getattr(op, names[0])

@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.ops.index_rules import found_here
+from shardwise.ops.mixed import makes_tensors_inside
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.view_rules import pending_kinds
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
+
+makes_tensors_inside(F.one_hot)
+makes_tensors_inside(F.embedding_bag)
 
 
 @register_sharding(aten.embedding.default)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_layout
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
 from shardwise.ops.choose import Operand, choose, cut_lengths_differ, cut_like, input_layout, leads, split_order
 from shardwise.ops.fallbacks import fall_back, find_fallback
 from shardwise.ops.local_tape import recording
@@ -34,7 +34,7 @@ from shardwise.ops.watch import Entry, brief, is_watched, record, user_line
 from shardwise.tensor import generation
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
-from shardwise.tensor.moves import moved
+from shardwise.tensor.moves import moved, text_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -117,7 +117,7 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     chosen = choose(strategies, operands, mesh)
     if chosen is None:
         raise UnsupportedOpError(
-            f"{_describe(call, tensors)}: no strategy of its rule fits; redistribute the tensors first"
+            f"{_describe(call, tensors)}: no strategy of its rule fits. {_accepted(strategies, operands)}"
         )
     if cut_lengths_differ(chosen, operands):
         _check_shapes(call, tensors)
@@ -284,9 +284,12 @@ def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision:
         for index in written:
             tensors[index].__dict__.pop("_varied", None)
         kept = [tensors[i] for i in sorted(written)]
+        if not call.op._schema.returns:  # type: ignore[attr-defined]  # operators have one
+            return None
         return kept[0] if len(kept) == 1 else (None if result is None else tuple(kept))
     flat = list(result) if isinstance(result, list | tuple) else [result]
     if decision.outputs is None:
+        _check_count(call, decision, flat)
         decision.outputs = tuple(_output_layout(call, decision, i, value) for i, value in enumerate(flat))
         _check_results(call, decision.outputs, flat, comm.rank)
     wrapped = [
@@ -298,12 +301,19 @@ def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision:
     return wrapped[0]
 
 
+def _check_count(call: Call, decision: Decision, values: Sequence[Any]) -> None:
+    """Raise if a strategy speaks of more outputs than a user's operator has; ours serve variants with fewer."""
+    most = max((len(s.outputs) for s in decision.chosen), default=0)
+    if most > len(values) and not str(call.op).startswith("aten."):
+        raise LayoutError(f"the rule of {call.op} gives {most} output placements, but it has {len(values)} outputs")
+
+
 def _check_results(call: Call, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
     """Raise if a local result has not the shape that the strategies say: then the rule is wrong."""
     for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
         if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
             raise LayoutError(
-                f"the rule of {call.op} says output {number} is {format_layout(layout)}, so rank {rank} should hold "
+                f"the rule of {call.op} says output {number} is {text_of(layout)}, so rank {rank} should hold "
                 f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
             )
 
@@ -331,5 +341,14 @@ def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> La
     return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
 
 
+def _accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:
+    """What to do where no strategy fits."""
+    ways = [", ".join("-" if p is None else format_placement(p) for p in s.inputs) for s in strategies]
+    fix = "Redistribute the tensors first"
+    if any(o.written for o in operands):
+        fix += ", or use the operator that does not write to its argument"
+    return f"{fix}; on each axis the rule takes {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
+
+
 def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:
-    return f"{call.op} of {', '.join(format_layout(t._layout) for t in tensors)}"
+    return f"{call.op} of {', '.join(f'{t.dtype}{text_of(t._layout)}' for t in tensors)}"

@@ -21,12 +21,27 @@ aten = torch.ops.aten
 Indices = Sequence[TensorMeta | None]
 
 
-def found_here(view: Any, tensor: int, dim: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries of an index lie in this rank's rows of a dim, and where there; 0 for the others."""
+def found_here(view: Any, tensor: int, dim: int, index: Tensor, *, from_end: bool = False) -> tuple[Tensor, Tensor]:
+    """Which entries of an index lie in this rank's rows of a dim, and where there; 0 for the others.
+
+    `from_end`: negative entries count from the end. Entries that no rank holds are refused, as torch does.
+    """
     start, stop = view.interval(tensor, dim)
-    whole = torch.where(index < 0, index + view.shapes[tensor][dim], index)
+    length = view.shapes[tensor][dim]
+    _check_range(index, -length if from_end else 0, length, dim)
+    whole = torch.where(index < 0, index + length, index) if from_end else index
     here = (whole >= start) & (whole < stop)
     return here, torch.where(here, whole - start, 0)
+
+
+def _check_range(index: Tensor, low: int, high: int, dim: int) -> None:
+    """Raise for entries outside of a dim; a device is not waited for, it raises by itself."""
+    outside = (index < low) | (index >= high)
+    if index.device.type != "cpu":
+        torch._assert_async(~outside.any(), f"an index is out of bounds for dim {dim} of length {high}")
+    elif bool(outside.any()):
+        wrong = int(index[outside][0])
+        raise IndexError(f"index {wrong} is out of bounds for dim {dim} of length {high}")
 
 
 def nothing_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -79,12 +94,12 @@ def _broadcast_cut(i: TensorMeta, dim: int, width: int) -> Placement:
     return Shard(own) if own >= 0 and i.shape[own] != 1 else Replicate()
 
 
-def _index_here(view: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def _index_here(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from_end: bool = True) -> Tensor:
     """Look up what this rank holds along all indexed dims, zeros elsewhere."""
     hits: list[Tensor] = []
     moved: list[Tensor | None] = []
     for dim, one in enumerate(indices):
-        here, at = (None, None) if one is None else found_here(view, 0, dim, one)
+        here, at = (None, None) if one is None else found_here(view, 0, dim, one, from_end=from_end)
         hits += [] if here is None else [here]
         moved.append(at)
     new, start = _new_dims(x.ndim, indices)  # type: ignore[arg-type]  # tensors have ndim as well
@@ -106,7 +121,7 @@ def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any]:
     found.append(Strategy((Shard(at),), (Replicate(), Shard(0))))
 
     def local(view: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        return _index_here(view, x, [None] * at + [index])
+        return _index_here(view, x, [None] * at + [index], from_end=False)
 
     return [*found, Strategy((sum_kind(x),), (Shard(at), Replicate()), local)]
 
@@ -185,7 +200,7 @@ def _put_strategies(op: Any, x: TensorMeta, indices: Indices, values: TensorMeta
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     found = [Strategy((Replicate(),), (Replicate(), *whole, Replicate()))]
     if any(i.dtype == torch.bool for i in given):
-        return found
+        return found + _masked_strategies(x, given[0], values) if len(indices) == 1 else found
     new, _ = _new_dims(x.ndim, indices)
     dims, width, _ = _indexed(indices)
     missing = width + x.ndim - len(dims) - values.ndim
@@ -201,11 +216,24 @@ def _put_strategies(op: Any, x: TensorMeta, indices: Indices, values: TensorMeta
     return found
 
 
+def _masked_strategies(x: TensorMeta, mask: TensorMeta, values: TensorMeta) -> list[Strategy]:
+    """Where the same values are written wherever a mask says, each rank writes into what it holds."""
+    inner = x.ndim - mask.ndim
+    if mask.dtype != torch.bool or values.ndim > inner:
+        return []
+    found = [Strategy((Shard(d),), (Shard(d), Shard(d), Replicate())) for d in range(mask.ndim)]
+    for dim in range(mask.ndim, x.ndim):
+        own = dim - x.ndim + values.ndim
+        cut: Placement = Shard(own) if own >= 0 and values.shape[own] != 1 else Replicate()
+        found.append(Strategy((Shard(dim),), (Shard(dim), Replicate(), cut)))
+    return found
+
+
 def _put_here(op: Any) -> Any:
     """A local function that writes the values whose places this rank holds."""
 
     def local(view: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-        found = [found_here(view, 0, dim, one) for dim, one in enumerate(indices)]
+        found = [found_here(view, 0, dim, one, from_end=True) for dim, one in enumerate(indices)]
         here = _all(hit for hit, _ in found)
         places = [at.expand(here.shape)[here] for _, at in found]
         kept = values.expand([*here.shape, *x.shape[len(indices) :]])[here]

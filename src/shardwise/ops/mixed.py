@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.schema import Call, Slot
 from shardwise.tensor.comms import comm_for
+from shardwise.tensor.dispatch import handler
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _ANY_MESH = "_any_mesh"
@@ -81,3 +85,18 @@ def _name_of(call: Call, number: int) -> str:
         if Slot(number) in (value if isinstance(value, list | tuple) else [value]):
             return name
     return str(number)
+
+
+def makes_tensors_inside(function: Callable[..., Any]) -> None:
+    """Register a torch function that makes plain tensors on its way (offsets, counts): they are replicated values.
+
+    What the caller gives is not: a plain tensor among the arguments is refused as anywhere.
+    """
+
+    @handler(function)
+    def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if not all(isinstance(t, ShardedTensor) for t in given):
+            return NotImplemented
+        with plain_as_replicated(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)

@@ -75,21 +75,30 @@ def _wide(x: Any, name: str) -> ShardedTensor:
         return known.to(accumulation_dtype(x.dtype))
 
 
-@handler(F.rms_norm, torch.rms_norm, aten._fused_rms_norm.default)
+@handler(F.rms_norm, torch.rms_norm)
 def _rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    made = _rms(*args, **kwargs)
+    return made if made is NotImplemented else made[0]
+
+
+@handler(aten._fused_rms_norm.default)
+def _fused_rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     return _rms(*args, **kwargs)
 
 
 def _rms(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """torch adds to a mean in place, which is pending where the dim is sharded; here it is added up first."""
+    """The result and what it was scaled by.
+
+    torch adds to a mean in place, which is pending where the dim is sharded; here it is added up first.
+    """
     if not isinstance(input, ShardedTensor) or not axes_of(input, _normalised(input, normalized_shape)):
         return NotImplemented
     wide: Any = _wide(input, "rms_norm")
     with recording():
         square = settled((wide * wide).mean(_normalised(input, normalized_shape), True), "rms_norm")
-        scale = (square + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
+        scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
         out = wide * scale
-        return (out if weight is None else out * weight).to(input.dtype)
+        return (out if weight is None else out * weight).to(input.dtype), scale
 
 
 # Groups of channels

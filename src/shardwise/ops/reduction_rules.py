@@ -91,13 +91,21 @@ def _mean_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = Fal
     return x.sum(dims, keepdim, dtype=dtype) / math.prod(shape[d] for d in dims)
 
 
+def _check_mean(x: TensorMeta, dtype: Any) -> None:
+    kind = x.dtype if dtype is None else dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RuntimeError(f"mean() of {kind} has no such result; pass dtype=torch.float32 or convert the tensor first")
+
+
 @register_sharding(aten.mean.default)
 def mean(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
+    _check_mean(x, dtype)
     return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, dtype), local=_mean_part)
 
 
 @register_sharding(aten.mean.dim)
 def mean_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
+    _check_mean(x, dtype)
     return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear(x, dtype), local=_mean_part)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardwise.geometry import Layout, LayoutError, Placement, Replicate
+from shardwise.geometry import Layout, LayoutError, Placement, Replicate, Shard
 from shardwise.ops.placing import native
 from shardwise.ops.schema import Slot
 from shardwise.tensor import generation
@@ -50,6 +50,7 @@ class Strategy:
     local: Callable[..., Any] | None = None
 
 
+_FORM = "a rule gives a list of pairs ([output placements], [input placements]), None for what is no tensor"
 _rules: dict[Any, Rule] = {}
 
 
@@ -74,6 +75,8 @@ def set_rule(op: Any, rule: Rule | None) -> Rule | None:
 
 def normalised(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
     """A rule's answer with one placement for each tensor of the call, in order."""
+    if not isinstance(given, list | tuple):
+        raise LayoutError(f"{_FORM}, got {type(given).__name__}")
     return [_normal(one, args, kwargs, tensors) for one in given]
 
 
@@ -81,9 +84,20 @@ def _normal(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: in
     if isinstance(given, Strategy):
         outputs, inputs, local = given.outputs, given.inputs, given.local
     else:
+        _check_form(given)
         outputs, inputs, local = given[0], given[1], (given[2] if len(given) > 2 else None)
     placed = tuple(_spread(inputs, [*args, *kwargs.values()], tensors))
-    return Strategy(tuple(native(p) for p in _flat(outputs)), placed, local)
+    made = Strategy(tuple(native(p) for p in _flat(outputs)), placed, local)
+    for placement in (*made.outputs, *made.inputs):
+        if isinstance(placement, Shard) and placement.dim < 0:
+            raise LayoutError(f"a rule gives Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")
+    return made
+
+
+def _check_form(given: Any) -> None:
+    lists = isinstance(given, list | tuple) and len(given) in (2, 3)
+    if not lists or not all(isinstance(part, list | tuple) for part in given[:2]):
+        raise LayoutError(f"{_FORM}, got {given!r} among them")
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, overload
 from shardwise.ops import dtensor_rules
 from shardwise.ops.auto_rule import AutoRule
 from shardwise.ops.registry import Rule, Strategy, TensorMeta, find_rule, normalised, registered_ops, set_rule
+from shardwise.ops.schema import resolved_op
 
 R = TypeVar("R", bound=Rule)
 
@@ -62,7 +63,7 @@ def register_sharding(
     True
     >>> remove_sharding(torch.ops.example.twice.default)
     """
-    ops = tuple(op) if isinstance(op, list | tuple) else (op,)
+    ops = tuple(resolved_op(one) for one in (op if isinstance(op, list | tuple) else (op,)))
     if rule is None:
         return lambda given: _register(ops, given, override, dtensor)
     if rule == "auto":
@@ -88,6 +89,7 @@ def _register(ops: tuple[Any, ...], rule: R, override: bool, dtensor: bool | Non
 @contextmanager
 def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
+    op = resolved_op(op)
     before = set_rule(op, rule)
     if dtensor:
         dtensor_rules.register(op, rule)
@@ -101,6 +103,7 @@ def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[Non
 
 def remove_sharding(op: Any) -> None:
     """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back."""
+    op = resolved_op(op)
     if set_rule(op, None) is None:
         raise ValueError(f"{op} has no rule to remove")
     dtensor_rules.remove(op)

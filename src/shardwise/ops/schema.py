@@ -85,3 +85,24 @@ def written_slots(op: Any) -> tuple[str, ...]:
     if schema is None:
         return ()
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def resolved_op(op: Any) -> Any:
+    """The operator that is meant by its overload, its name if there is one overload, or a custom operator's definition.
+
+    >>> resolved_op(torch.ops.aten.mm)
+    <OpOverload(op='aten.mm', overload='default')>
+    """
+    op = getattr(op, "_opoverload", op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        listed: list[str] = op.overloads()  # type: ignore[no-untyped-call]  # untyped in torch
+        names = [n for n in listed if "out" not in n]
+        if len(names) != 1:
+            raise ValueError(f"{op} has the overloads {', '.join(listed)}; name one, as in {op}.{names[0]}")
+        return getattr(op, names[0])
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(
+            f"{op!r} is no operator of torch; give one as in torch.ops.aten.mm.default, or the function that "
+            "torch.library.custom_op made"
+        )
+    return op

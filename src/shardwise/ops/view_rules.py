@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard, format_layout
+from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.cuts import NoViewError, viewed
 from shardwise.ops.local_tape import recording
 from shardwise.ops.placing import mesh_view
 from shardwise.ops.rules import Strategy, TensorMeta, register_sharding
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.moves import text_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
@@ -111,6 +112,17 @@ def view_as_complex(x: TensorMeta) -> list[Any]:
     return renumbered(x, [*range(x.ndim - 1), None])
 
 
+@register_sharding([aten.view.dtype])
+def view_as_dtype(x: TensorMeta, dtype: torch.dtype) -> list[Any]:
+    """The bytes under another name; where elements get longer or shorter the last dim stays whole."""
+    kept = list(range(x.ndim if dtype.itemsize == x.dtype.itemsize else x.ndim - 1))
+    return [s for s in renumbered(x, [d if d in kept else None for d in range(x.ndim)]) if not _is_pending(s)]
+
+
+def _is_pending(strategy: Strategy) -> bool:
+    return isinstance(strategy.inputs[0], Partial)
+
+
 @handler(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
     return reshaped(args[0], args[1] if len(args) > 1 else kwargs["size"])
@@ -169,6 +181,6 @@ def _without_single(spec: MeshSpec) -> list[Placement]:
 
 def _refused(layout: Layout, size: Sequence[int], why: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"view of {format_layout(layout)} as {list(size)}: {why}; redistribute first, so that the dims that are merged "
+        f"view of {text_of(layout)} as {list(size)}: {why}; redistribute first, so that the dims that are merged "
         "or split are whole or cut at multiples of the inner lengths"
     )
