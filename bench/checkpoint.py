@@ -1,9 +1,11 @@
 """Section "checkpoint": how long does a state take to disk and back, beside torch.distributed.checkpoint and the disk?
 
 1. Four ranks hold the state as Shard(0) and save it: ours, torch.distributed.checkpoint, and each rank's bytes written
-   raw to one file and synced. Ways take turns, with a barrier before each.
+   raw to one file and synced. Each way finds nothing in its place: what was there is removed before the clock starts.
+   Only "replacing" saves over a checkpoint. Ways take turns, with a barrier before each.
 2. Two ranks load it as Shard(1), which no rank held before: ours, without checksums, torch.distributed.checkpoint, and
-   as many bytes read raw into the same memory. What was loaded is compared with what was saved.
+   as many bytes read raw into the same memory, tensor by tensor. All files are in the page cache: each way has read
+   its own once. What was loaded is compared with what was saved.
 3. The peak of each rank's memory beyond the tensors is counted once, apart from the timing.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -27,25 +30,26 @@ import shardwise
 from bench.memory import Peak
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, interleaved, seconds
+from shardwise.checkpoint import leftovers
 from shardwise.comm import LocalWorld
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import ShardedTensor
 
 SAVERS, LOADERS = 4, 2
 OURS, UNCHECKED, PEER, RAW = "ours", "ours, verify=False", "torch.distributed.checkpoint", "raw disk"
+REPLACING = "ours, replacing"
 LIMIT = 64 << 20
-Load = tuple[str, int, tuple[int, int]]
+Load = tuple[str, int, tuple[int, int], int]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Each load: its name, how many tensors of which shape; and the runs of each way."""
+    """Each load: its name, how many tensors of which shape, and the runs of each way."""
 
-    loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048)), ("2,000 small tensors", 2000, (64, 64)))
-    repeats: int = 5
+    loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048), 7), ("2,000 small tensors", 2000, (64, 64), 3))
 
 
-TINY = Sizes(loads=(("4 tensors", 4, (64, 64)),), repeats=1)
+TINY = Sizes(loads=(("4 tensors", 4, (64, 64), 1),))
 Found = dict[str, tuple[list[Span], int | None]]
 
 
@@ -53,18 +57,18 @@ def run(sizes: Sizes) -> list[Figures]:
     """Both loads, saved and loaded, on spawned gloo ranks."""
     rows: list[Sequence[Cell]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
-        for name, count, shape in sizes.loads:
+        for name, count, shape, repeats in sizes.loads:
             place = str(Path(folder) / str(count))
             os.mkdir(place)
             for verb, ranks, work in (("save", SAVERS, measure_save), ("load", LOADERS, measure_load)):
                 with LocalWorld(ranks) as world:
-                    by_rank = world.run(work, place, count, shape, sizes.repeats)
+                    by_rank = world.run(work, place, count, shape, repeats)
                 rows += _rows(f"{verb} {name}", by_rank, count * shape[0] * shape[1] * 4)
     columns = ("case", "way", "ms", "GB/s", "x raw disk", f"x {PEER}", "extra memory, MB")
     notes = (
         f"Saved by {SAVERS} ranks as Shard(0), loaded by {LOADERS} as Shard(1); files in the page cache; medians of "
-        f"{sizes.repeats} interleaved runs. Ours verifies checksums before a tensor is written, within a "
-        f"buffer limit of {LIMIT >> 20} MB.",
+        f"{' and '.join(str(load[3]) for load in sizes.loads)} interleaved runs. Ours verifies checksums before a "
+        f"tensor is written, within a buffer limit of {LIMIT >> 20} MiB.",
         "Targets: large, within 1.3x of raw write+fsync and 1.1x of raw read; small, 20x faster than the peer.",
     )
     return [Figures("Checkpoints: save, and load in another layout", columns, rows, notes)]
@@ -114,17 +118,32 @@ def measure_save(folder: str, count: int, shape: tuple[int, int], repeats: int) 
     """On one rank: save in every way, first once to count memory, then timed."""
     _quiet()
     state = _state(count, shape, 0, SAVERS, filled=True)
+    ours, replaced, dcp = (f"{folder}/{name}" for name in ("ours", "replaced", "dcp"))
+    raw = f"{folder}/raw{dist.get_rank()}"
     return _measured(
         [
-            Contender(OURS, lambda _: shardwise.save(state, f"{folder}/ours")),
-            Contender(PEER, lambda _: state_dict_saver.save(state, checkpoint_id=f"{folder}/dcp")),
-            Contender(RAW, lambda _: _write_raw(f"{folder}/raw{dist.get_rank()}", _locals(state))),
+            Contender(OURS, lambda _: shardwise.save(state, ours), lambda: _remove(ours)),
+            Contender(REPLACING, lambda _: shardwise.save(state, replaced), lambda: _remove(None)),
+            Contender(PEER, lambda _: state_dict_saver.save(state, checkpoint_id=dcp), lambda: _remove(dcp)),
+            Contender(RAW, lambda _: _write_raw(raw, _locals(state)), lambda: _remove(raw)),
         ],
         repeats,
     )
 
 
+def _remove(path: str | None) -> None:
+    """Take away what an earlier run left at a path, and wait for removals that are under way."""
+    leftovers(path or "none")
+    if path is not None and os.path.isfile(path):
+        os.unlink(path)
+    dist.barrier()
+    if dist.get_rank() == 0 and path is not None:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+
+
 def _write_raw(path: str, tensors: Sequence[Tensor]) -> None:
+    """Write and sync; small tensors are collected, large ones go straight through."""
     with open(path, "wb", buffering=1 << 20) as file:
         for tensor in tensors:
             file.write(tensor.numpy().data)
@@ -187,7 +206,8 @@ def _measured(ways: Sequence[Contender], repeats: int) -> Found:
 
 
 def _extra(way: Contender) -> int | None:
+    prepared = way.prepare()
     dist.barrier()
     peak = Peak()
-    way.run(None)
+    way.run(prepared)
     return peak.grown()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import layouts, move, plans
+from bench import checkpoint, layouts, move, plans
 from bench.__main__ import SECTIONS, main
 from bench.memory import Peak
 from bench.timing import Contender, interleaved
@@ -41,6 +41,21 @@ def test_move_runs_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureF
         assert isinstance(table["rows"], list) and len(table["rows"]) == len(move.TINY.cases)
     assert isinstance(wire["rows"], list) and all(row[2] == 1.0 for row in wire["rows"]), "the plan moves the bound"
     assert isinstance(targets["rows"], list) and isinstance(made["rows"], list)
+
+
+@pytest.mark.timeout(300)
+def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _tables("checkpoint", tmp_path)[0]
+    assert "Checkpoints: save, and load in another layout" in capsys.readouterr().out
+    assert isinstance(table["rows"], list)
+    ways = {(row[0], row[1]) for row in table["rows"]}
+    assert {way for case, way in ways if case == "save 4 tensors"} == {
+        checkpoint.OURS,
+        checkpoint.REPLACING,
+        checkpoint.PEER,
+        checkpoint.RAW,
+    }
+    assert len(ways) == len(table["rows"]) == 8
 
 
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

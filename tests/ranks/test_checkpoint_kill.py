@@ -25,7 +25,7 @@ from shardwise.checkpoint.folders import recover
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 RANKS = 2
-LIMIT = 60
+LIMIT = 240
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 
 

@@ -4,7 +4,7 @@ A save to `ckpt` with the token `1f2e` writes `.ckpt.saving-1f2e` beside it, all
 
 1. if there is a `ckpt`, it is renamed to `.ckpt.replaced-1f2e`;
 2. `.ckpt.saving-1f2e` is renamed to `ckpt`;
-3. `.ckpt.replaced-1f2e` is removed.
+3. `.ckpt.replaced-1f2e` is removed, by a save while the program goes on.
 
 So wherever a save is killed, `ckpt` is the old or the new checkpoint, or is missing for the moment between 1 and 2. In
 that case, and only then, a `.ckpt.replaced-1f2e` has a complete `.ckpt.saving-1f2e` beside it, which is the checkpoint.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME
+from shardwise.checkpoint.removal import finish_removals
 
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 HF_INDEX_NAME = "model.safetensors.index.json"
@@ -116,7 +118,7 @@ def write_synced(path: Path, data: bytes) -> None:
     os.rename(half, path)
 
 
-def commit(path: Path, token: str) -> None:
+def commit(path: Path, token: str, remove: Callable[[Path], object] = shutil.rmtree) -> None:
     """Put a complete temporary folder in the checkpoint's place."""
     saving, replaced = sibling(path, SAVING, token), sibling(path, REPLACED, token)
     sync_folder(saving)
@@ -125,7 +127,7 @@ def commit(path: Path, token: str) -> None:
     os.rename(saving, path)
     sync_folder(path.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        remove(replaced)
 
 
 def recover(path: Path) -> None:
@@ -146,6 +148,7 @@ def leftovers(path: str | os.PathLike[str]) -> list[Path]:
     >>> leftovers("no/such/checkpoint")
     []
     """
+    finish_removals()
     whole = absolute(path)
     found = _siblings(whole, SAVING, REPLACED, RESHARDING)
     if not found or (whole.exists() and not _is_empty(whole)):

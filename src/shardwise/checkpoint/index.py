@@ -109,6 +109,11 @@ class Index:
     block_bytes: int = BLOCK_BYTES
     opaque: tuple[str, ...] = ()
 
+    @cached_property
+    def leaves(self) -> list[tuple[str, str | None, Scalar]]:
+        """The (name, tensor or None, value) of every leaf of the tree."""
+        return list(leaves(self.tree))
+
     def to_bytes(self) -> bytes:
         """The index as it is stored."""
         cuts: dict[int, int] = {}
@@ -133,12 +138,12 @@ class Index:
 
 def stored_values(index: Index) -> dict[str, Scalar]:
     """The values of a checkpoint that are no tensors, by name."""
-    return {name: value for name, tensor, value in leaves(index.tree) if tensor is None}
+    return {name: value for name, tensor, value in index.leaves if tensor is None}
 
 
 def stored_names(index: Index) -> dict[str, str]:
     """The names by which tensors are found: where the tree has them, and as they are stored."""
-    named = {name: tensor for name, tensor, _ in leaves(index.tree) if tensor is not None}
+    named = {name: tensor for name, tensor, _ in index.leaves if tensor is not None}
     return {**{name: name for name in index.tensors}, **named}
 
 
@@ -185,12 +190,13 @@ class _Parser:
         cuts = [self.cut(entry) for entry in self.content["cuts"]]
         tensors = {name: self.tensor(name, entry, cuts) for name, entry in self.content["tensors"].items()}
         check_ranges(tensors, files, block_bytes, self.name)
-        self.check_tree(tensors)
-        return Index(files, tensors, self.content["tree"], block_bytes)
+        index = Index(files, tensors, self.content["tree"], block_bytes)
+        self.check_tree(index)
+        return index
 
-    def check_tree(self, tensors: Mapping[str, TensorEntry]) -> None:
+    def check_tree(self, index: Index) -> None:
         try:
-            unknown = [t for _, t, _ in leaves(self.content["tree"]) if t is not None and t not in tensors]
+            unknown = [t for _, t, _ in index.leaves if t is not None and t not in index.tensors]
         except CheckpointError as error:
             raise self.error(str(error)) from error
         if unknown:
@@ -251,7 +257,7 @@ class _Parser:
             len(files) == len(begins) == len(sums) == len(cuts[number])
         ):
             raise self.error(f"tensor {name!r}: {len(cuts[number])} boxes, but not as many files, places and checksums")
-        if not all(isinstance(s, str) and _SUMS.fullmatch(s) for s in sums):
+        if not (set(map(type, sums)) <= {str} and _SUMS.fullmatch("".join(sums))):
             raise self.error(f"tensor {name!r}: its checksums are no rows of {SUM_DIGITS} hexadecimal digits")
         return TensorEntry(name, dtype, cuts[number], files, begins, sums)
 

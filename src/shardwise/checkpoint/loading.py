@@ -30,6 +30,7 @@ from shardwise.checkpoint.reading import copy_all
 from shardwise.checkpoint.settle import as_sharded, redistributed, settled_layout
 from shardwise.checkpoint.states import flatten, refill
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
+from shardwise.checkpoint.threads import runs, spread, threads_for
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
@@ -37,6 +38,7 @@ from shardwise.tensor.comms import comm_for
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 LABEL = "load"
+_CHECKED_AT_ONCE = 8
 Blocks: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
 
 
@@ -164,10 +166,20 @@ class Loader:
                 self.store.verify_header(number)
         if not verify:
             return
-        for number, work in enumerate(self.work):
-            for box, first, last in self._share(number, work) if self.shared else self._own_blocks(work):
-                self.store.verify(work.entry, box, first, last)
+        step = self.store.index.block_bytes
+        blocks = [
+            (work.entry, box, block, min(last, block + _CHECKED_AT_ONCE))
+            for number, work in enumerate(self.work)
+            for box, first, last in (self._share(number, work) if self.shared else self._own_blocks(work))
+            for block in range(first, last, _CHECKED_AT_ONCE)
+        ]
+        sizes = [min((last - first) * step, entry.nbytes) for entry, _, first, last in blocks]
+        spread(self._check_blocks, runs(blocks, sizes, threads_for(sum(sizes), len(self.comm.ranks))))
         self.store.let_go()
+
+    def _check_blocks(self, blocks: Sequence[tuple[TensorEntry, int, int, int]]) -> None:
+        for entry, box, first, last in blocks:
+            self.store.verify(entry, box, first, last)
 
     def _own_blocks(self, work: Work) -> list[Blocks]:
         step = self.store.index.block_bytes
@@ -188,7 +200,8 @@ class Loader:
 
     def copy(self) -> None:
         """Fill the tensors."""
-        copy_all(self.store, ((work.entry, work.reads, work.targets) for work in self.work))
+        jobs = ((work.entry, work.reads, work.targets) for work in self.work)
+        copy_all(self.store, jobs, len(self.comm.ranks))
         torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
         self.store.let_go()
 

@@ -25,6 +25,7 @@ from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.leaves import torch_dtype
 from shardwise.checkpoint.read_plan import GAP_BYTES, Read, Step, blocks_of, steps_of
 from shardwise.checkpoint.store import CARRIERS, Store
+from shardwise.checkpoint.threads import MOST_THREADS, runs, spread, threads_for
 from shardwise.tensor.execute import view_of
 
 WINDOW_BYTES = 1 << 20
@@ -47,10 +48,17 @@ def copy_reads(store: Store, tensor: TensorEntry, reads: Sequence[Read], targets
     copy_all(store, [(tensor, reads, targets)])
 
 
-def copy_all(store: Store, jobs: Iterable[Job]) -> None:
-    """Fill the local tensors of many stored tensors, file by file."""
-    window = min(WINDOW_BYTES, store.step_bytes)
+def copy_all(store: Store, jobs: Iterable[Job], ranks: int = 1) -> None:
+    """Fill the local tensors of many stored tensors, file by file; as many ranks do so at once."""
+    window = min(WINDOW_BYTES, store.step_bytes // MOST_THREADS)
     parts = sorted(_parts(store, jobs, window), key=itemgetter(0, 1))
+    sizes = [part[2].span for part in parts]
+    on_host = all(isinstance(part[4], np.ndarray) for part in parts)
+    threads = threads_for(sum(sizes), ranks) if on_host else 1
+    spread(lambda some: _copy_parts(store, some, window), runs(parts, sizes, threads))
+
+
+def _copy_parts(store: Store, parts: Sequence[Part], window: int) -> None:
     buffer = np.empty(window + 2 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
     for number, of_file in groupby(parts, key=itemgetter(0)):
         with store.opened(number) as handle:

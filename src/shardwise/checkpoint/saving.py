@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -26,6 +26,7 @@ from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of
+from shardwise.checkpoint.removal import finish_removals, remove_later
 from shardwise.checkpoint.settle import settled_layout, settled_locals
 from shardwise.checkpoint.states import flatten
 from shardwise.checkpoint.tree import Json
@@ -99,6 +100,7 @@ def save(
     """
     comm = comm_for(comm)
     finish_running(comm)
+    finish_removals()
     plan = _planned(state, path, comm, max_file_bytes, async_op)
     if not async_op:
         _save_now(plan, comm, max_file_bytes)
@@ -110,7 +112,7 @@ def save(
             comm,
             plan.folder,
             write=lambda: write_share(plan, sources, comm.rank, max_file_bytes),
-            finish=lambda records: _commit(plan, records),
+            finish=lambda records: _commit(plan, records, shutil.rmtree),
         )
     )
 
@@ -160,7 +162,7 @@ def _save_now(plan: SavePlan, comm: Comm, max_file_bytes: int) -> None:
         record, problem = attempt(lambda: write_share(plan, plan.sources, comm.rank, max_file_bytes))
         first = comm.rank == comm.ranks[0]
         records = gathered(comm, record, problem, LABEL, wanted=first)
-        _, problem = attempt(lambda: _commit(plan, records)) if first else (None, None)
+        _, problem = attempt(lambda: _commit(plan, records, remove_later)) if first else (None, None)
         gathered(comm, None, problem, LABEL)
     except BaseException:
         shutil.rmtree(plan.folder, ignore_errors=True)
@@ -186,14 +188,14 @@ def _piece(plan: SavePlan, part: Part, values: Tensor) -> Piece:
     return Piece(tensor.name + cut.labels[part.box], tensor.dtype, sizes, count * tensor.dtype.itemsize, values)
 
 
-def _commit(plan: SavePlan, records: Sequence[Json]) -> None:
+def _commit(plan: SavePlan, records: Sequence[Json], remove: Callable[[Path], object]) -> None:
     index = joined(plan, records)
     for file in index.files:
         size = (plan.folder / file.name).stat().st_size
         if size != file.bytes:
             raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
     folders.write_synced(plan.folder / INDEX_NAME, index.to_bytes())
-    folders.commit(plan.path, plan.token)
+    folders.commit(plan.path, plan.token, remove)
 
 
 def joined(plan: SavePlan, records: Sequence[Json]) -> Index:

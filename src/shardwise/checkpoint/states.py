@@ -53,6 +53,8 @@ def flatten(state: object) -> Flat:
 def _encode(node: object, path: tuple[str, ...], leaf: Callable[[str, object], Json]) -> Json:
     if len(path) > MAX_DEPTH:
         raise CheckpointError(f"the state is nested deeper than {MAX_DEPTH} levels, or holds itself, at {path[0]!r}")
+    if isinstance(node, Tensor):
+        return leaf(".".join(path), node)
     if isinstance(node, Mapping):
         for key in node:
             if type(key) not in (str, int):
@@ -93,6 +95,8 @@ def refill(state: Any, values: Mapping[str, Scalar]) -> Any:
 
 
 def _refill(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> Any:
+    if isinstance(node, Tensor):
+        return node
     if isinstance(node, Mapping):
         for key, child in list(node.items()):
             new = _refill(child, (*path, str(key)), values)
@@ -106,4 +110,4 @@ def _refill(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> A
             return node
         same = all(a is b for a, b in zip(items, node, strict=True))
         return node if same else tuple(items)
-    return node if isinstance(node, Tensor) else values.get(".".join(path), node)
+    return values.get(".".join(path), node)
