@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 import shardwise
 from shardwise import ChunkSpec, GridSpec, Mesh, MeshSpec, Partial, Shard, ShardedTensor, default_comm
+from shardwise.checkpoint import reshard
 from shardwise.tensor import wrap
 from tests.moving import error_of, layouts, local_parts, values
 from tests.ranks.world import Ranks, world_fixture
@@ -157,3 +158,15 @@ def test_hugging_face_folders(world: Ranks, tmp_path: Path) -> None:
     assert len(list((tmp_path / "m").glob("model-0000*-of-00002.safetensors"))) == 2
     with shardwise.open(tmp_path / "m") as opened:
         assert torch.equal(opened["model.b"][2:5, ::3], whole()[2:5, ::3])
+
+
+def test_torchs_folders_of_many_ranks_are_resharded_on_disk(world: Ranks, tmp_path: Path) -> None:
+    world.run(dcp_save, str(tmp_path / "a"))
+    world.run(dcp_dtensor_there_and_back, str(tmp_path))
+    for path, names in (("a", [f"t.{name}" for name in KINDS]), ("dtensor", ["x"])):
+        with shardwise.open(tmp_path / path) as checkpoint:
+            checkpoint.verify()
+            assert all(torch.equal(checkpoint[name].read(), whole()) for name in names)
+    report = reshard(tmp_path / "a", tmp_path / "b", layout="S(1)", ranks=3, format="dcp")
+    assert report.ranks == (0, 1, 2) and report.left_out == ()
+    assert all(all(found) for found in world.run(dcp_load, str(tmp_path / "b")))

@@ -111,7 +111,7 @@ def run_script(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("format", "replace", "step"), [("shardwise", True, 1), ("dcp", False, 3)])
+@pytest.mark.parametrize(("format", "replace", "step"), [("shardwise", True, 2), ("dcp", False, 3)])
 def test_killed_anywhere_and_run_again_gives_the_same_bytes(
     folder: Path, tmp_path: Path, format: str, replace: bool, step: int
 ) -> None:

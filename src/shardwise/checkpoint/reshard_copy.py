@@ -26,6 +26,7 @@ from shardwise.geometry import Box
 from shardwise.geometry.mesh import IntArray
 
 _COLLECTED = 1 << 20
+_REMEMBERED = 4096
 
 
 class Marks:
@@ -68,6 +69,7 @@ class Copier:
     def __init__(self, store: Store, folder: Path, marks: Marks | None, crc: bool) -> None:
         self._store, self._folder, self._marks, self._crc = store, folder, marks, crc
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
+        self._meetings: dict[tuple[int, Box], Meeting] = {}
 
     def copy(self, segment: Segment) -> list[Sums]:
         """Copy a segment and sync it; return the checksums of the blocks of each range, and its CRC-32."""
@@ -95,21 +97,29 @@ class Copier:
 
     def _copy_range(self, part: Range, output: Output) -> Sums:
         entry = self._store.index.tensors[part.tensor]
-        meets = Meeting(entry, part.box)
+        meets = self._meeting(entry, part.box)
         sums, crc = [], 0
         for low in range(part.low, part.high, BLOCK_BYTES):
-            data = self._block(entry, meets, part.box, low, min(part.high, low + BLOCK_BYTES))
+            data = self._block(entry, meets, low, min(part.high, low + BLOCK_BYTES))
             sums.append(checksum(data))
             if self._crc:
                 crc = zlib.crc32(data, crc)
             output.write(part.begin + low - part.low, data)
         return "".join(sums), crc
 
-    def _block(self, entry: TensorEntry, meets: Meeting, box: Box, low: int, high: int) -> memoryview:
+    def _meeting(self, entry: TensorEntry, box: Box) -> Meeting:
+        """Which boxes of the source a box meets; found once for tensors that are cut alike."""
+        key = (id(entry.cut), box)
+        if key not in self._meetings:
+            if len(self._meetings) >= _REMEMBERED:
+                self._meetings.clear()
+            self._meetings[key] = Meeting(entry, box)
+        return self._meetings[key]
+
+    def _block(self, entry: TensorEntry, meets: Meeting, low: int, high: int) -> memoryview:
         """Some bytes of a box, in the source itself or in the buffer."""
         itemsize = entry.dtype.itemsize
-        parts = list(runs(box.sizes, low // itemsize, high // itemsize))
-        found = [(run, *meets.parts(run)) for run in parts]
+        found = meets.between(low // itemsize, high // itemsize)
         if len(found) == 1 and len(found[0][1]) == 1:
             straight = self._source(entry, int(found[0][1][0]), found[0][2][0], found[0][3][0])
             if straight.flags.c_contiguous:
@@ -120,7 +130,7 @@ class Copier:
         for run, cells, starts, sizes in found:
             target = flat[position : position + run.numel].reshape(run.sizes)
             position += run.numel
-            begin = np.add(run.offsets, box.offsets)
+            begin = meets.offsets + np.array(run.offsets, np.int64)
             for cell, start, size in zip(cells.tolist(), starts, sizes, strict=True):
                 self._fill(_part(target, start - begin, size), self._source(entry, cell, start, size))
         return self._buffer.data[: high - low]
@@ -169,15 +179,23 @@ class Meeting:
     """The boxes of the source that a box of the target meets."""
 
     def __init__(self, entry: TensorEntry, box: Box) -> None:
-        self._offsets = np.array(box.offsets, np.int64)
+        self.offsets: IntArray = np.array(box.offsets, np.int64)
+        self._sizes = box.sizes
         self._low, self._high = entry.cut.offsets, entry.cut.offsets + entry.cut.sizes
         self._cells: IntArray = np.arange(len(entry.cut))
-        self._cells, *_ = self.parts(Box((0,) * box.ndim, box.sizes))
+        self._cells, *_ = self._parts(Box((0,) * box.ndim, box.sizes))
         self._low, self._high = self._low[self._cells], self._high[self._cells]
+        self._last: tuple[tuple[int, int], list[tuple[Box, IntArray, IntArray, IntArray]]] = ((0, 0), [])
 
-    def parts(self, run: Box) -> tuple[IntArray, IntArray, IntArray]:
-        """The numbers of the stored boxes that a part of the box meets, with start and size of what they share."""
-        begin = self._offsets + np.array(run.offsets, np.int64)
+    def between(self, first: int, last: int) -> list[tuple[Box, IntArray, IntArray, IntArray]]:
+        """Elements `first` to `last` of the box as runs: each with the stored boxes it meets, where, and how far."""
+        if self._last[0] != (first, last):
+            found = [(run, *self._parts(run)) for run in runs(self._sizes, first, last)]
+            self._last = ((first, last), found)
+        return self._last[1]
+
+    def _parts(self, run: Box) -> tuple[IntArray, IntArray, IntArray]:
+        begin = self.offsets + np.array(run.offsets, np.int64)
         low = np.maximum(self._low, begin)
         sizes = np.minimum(self._high, begin + np.array(run.sizes, np.int64)) - low
         rows = np.flatnonzero((sizes > 0).all(axis=1))

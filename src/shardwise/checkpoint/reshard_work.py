@@ -118,14 +118,16 @@ class Work:
             lines = (self.folder / "journal").read_bytes().split(b"\n")
         except FileNotFoundError:
             return done
+        whole = 0
         for line in lines[:-1]:
             try:
                 number, sums = json.loads(line)
                 done[int(number)] = [(str(text), int(crc)) for text, crc in sums]
             except (ValueError, TypeError):
                 break
-        if lines[-1]:
-            folders.write_synced(self.folder / "journal", b"".join(line + b"\n" for line in lines[: len(done)]))
+            whole += 1
+        if lines[whole:] != [b""]:
+            folders.write_synced(self.folder / "journal", b"".join(line + b"\n" for line in lines[:whole]))
         return done
 
     def note(self, number: int, sums: Sequence[Sums]) -> None:

@@ -190,7 +190,7 @@ class Run:
     def run(self, resume: bool, format: Format) -> tuple[int, int, int]:
         """Do it; return the bytes that were there, the bytes in all, and the number of workers."""
         segments = segments_of(self.target.files, self.store.index)
-        asked = {"source": str(self.source), "format": format, **self._digests(segments)}
+        asked = {"source": str(self.source), "format": format, "verify": self.verify, **self._digests(segments)}
         with Work(self.path) as work:
             total = sum(s.nbytes for s in segments)
             token = work.unfinished(asked) if resume else None
