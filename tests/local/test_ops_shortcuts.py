@@ -131,6 +131,24 @@ def test_what_was_varied_is_forgotten_when_it_is_written_to() -> None:
     run_local(body, 2, timeout=60)
 
 
+def test_the_gradient_is_one_object_until_it_changes() -> None:
+    def body(comm: Comm) -> None:
+        for placement in (Replicate(), Shard(0)):
+            x = lay_out(VALUES.clone(), MESH, (placement,)).requires_grad_()
+            (x * 2).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            first = x.grad
+            assert first is not None and first is x.grad
+            (x * 3).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            torch.testing.assert_close(_whole(x.grad), torch.full_like(VALUES, 5))
+            x.grad = None
+            assert x.grad is None
+            (x * 4).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            assert x.grad is not first
+            torch.testing.assert_close(_whole(x.grad), torch.full_like(VALUES, 4))
+
+    run_local(body, 2, timeout=60)
+
+
 @pytest.mark.parametrize("spec", [ChunkSpec(0, 2), MeshSpec(MESH, [Shard(0)])])
 def test_chunked_tensors_take_the_short_way(spec: ShardingSpec) -> None:
     def body(comm: Comm) -> None:

@@ -105,7 +105,7 @@ def reduce_all_ways(shared: bool, count: int, op: Any) -> tuple[bool, bool, byte
 @both_transports
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
 def test_reductions_in_rank_order_with_the_same_bits_everywhere(world: Ranks, shared: bool, op: str) -> None:
-    for count in (1, 100_003):
+    for count in (1, 4_001, 100_003):
         results = world.run(reduce_all_ways, shared, count, op)
         assert [r[:2] for r in results] == [(True, True)] * 3
         assert len({r[2] for r in results}) == 1

@@ -39,7 +39,7 @@ class Frame:
     kind: Kind
     number: int
     label: str
-    body: bytes
+    body: bytearray
 
 
 class Links:
@@ -50,6 +50,7 @@ class Links:
         self._rank_of = {s.fileno(): rank for rank, s in self._sockets.items()}
         self._input = {rank: bytearray() for rank in sockets}
         self._output: dict[int, deque[memoryview]] = {rank: deque() for rank in sockets}
+        self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
         self._poll = select.poll()
         self.ended: set[int] = set()
         for s in self._sockets.values():
@@ -108,16 +109,16 @@ class Links:
 
     def _read(self, rank: int) -> list[Frame]:
         try:
-            data = self._sockets[rank].recv(_CHUNK)
+            count = self._sockets[rank].recv_into(self._arrived)
         except BlockingIOError:
             return []
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self._end(rank)
             return []
         buffer = self._input[rank]
-        buffer += data
+        buffer += self._arrived[:count]
         frames = []
         while (frame := _next_frame(rank, buffer)) is not None:
             frames.append(frame)
@@ -139,9 +140,7 @@ def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
     middle = _HEADER.size + text
     if len(buffer) < middle + body:
         return None
-    frame = Frame(
-        rank, Kind(kind), number, buffer[_HEADER.size : middle].decode(), bytes(buffer[middle : middle + body])
-    )
+    frame = Frame(rank, Kind(kind), number, buffer[_HEADER.size : middle].decode(), buffer[middle : middle + body])
     del buffer[: middle + body]
     return frame
 

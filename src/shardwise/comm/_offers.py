@@ -96,7 +96,7 @@ class Collect(Operation):
 
     def __init__(self, call: str, expected: Iterable[int]) -> None:
         super().__init__(call, expected)
-        self.taken: dict[int, bytes] = {}
+        self.taken: dict[int, bytearray] = {}
 
     def take(self, frame: Frame) -> list[int]:
         """Keep what came along."""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 import time
@@ -22,11 +23,11 @@ from torch import Tensor
 from ._faults import Accident
 from ._links import Frame, Kind, Links
 from ._offers import Collect, Move, Operation, Reduce, offer
-from ._tensors import Edges, as_bytes, reduce_runs
+from ._tensors import Edges, as_bytes, combine, finish
 from ._work import Done, Pending
 from .protocol import ReduceOp, Work
 
-_SMALL = 1 << 14
+_SMALL = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory
 
 
 class SameHostEngine:
@@ -66,12 +67,9 @@ class SameHostEngine:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
-        call = f"all_reduce {label!r}"
-        if tensor.nbytes <= _SMALL:
-            parts = tensor.new_empty((len(self._ranks), tensor.numel()))
-            parts[self._index].copy_(tensor)
-            self._share(call, tensor, dict(zip(self._ranks, parts, strict=True)), label).wait()
-            reduce_runs(tensor, list(parts), op)
+        call = f"all_reduce {label!r} of {tensor.nbytes} bytes"  # other sizes go other ways: they are other calls
+        if tensor.nbytes * len(self._others) <= _SMALL:
+            self._reduce_small(call, tensor, op)
             return Done()
         runs = list(tensor.tensor_split(len(self._ranks)))
         self._start_reduce(call, runs[self._index], runs, op, label).wait()
@@ -88,13 +86,8 @@ class SameHostEngine:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Send the bytes along with the messages."""
-        operation = Collect(f"all_gather_bytes {label!r}", self._others)
-        with self._lock:
-            number = self._register(operation)
-            for rank in self._others:
-                self._links.send(rank, Kind.DATA, number, operation.call, data)
-            self._wait(operation)
-        return [data if rank == self._rank else operation.taken[rank] for rank in self._ranks]
+        taken = self._collect(f"all_gather_bytes {label!r}", data)
+        return [data if rank == self._rank else bytes(taken[rank]) for rank in self._ranks]
 
     def give_up(self, reason: str, ranks: Iterable[int]) -> None:
         """Tell all peers that this rank will not go on, and refuse further calls."""
@@ -108,6 +101,29 @@ class SameHostEngine:
     def close(self) -> None:
         """Close the connections."""
         self._links.close()
+
+    def _collect(self, call: str, data: bytes) -> Mapping[int, bytearray]:
+        """Send bytes to all others along with the message, and return theirs."""
+        operation = Collect(call, self._others)
+        with self._lock:
+            number = self._register(operation)
+            for rank in self._others:
+                self._links.send(rank, Kind.DATA, number, call, data)
+            self._wait(operation)
+        return operation.taken
+
+    def _reduce_small(self, call: str, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce few bytes, which come along with the messages, in rank order: every rank gets the same bits."""
+        taken = self._collect(call, ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+        if not tensor.numel():
+            return
+        runs = [tensor if r == self._rank else torch.frombuffer(taken[r], dtype=tensor.dtype) for r in self._ranks]
+        total = runs[0]  # this rank's tensor, or memory that came for it alone: both may be written to
+        for other in runs[1:]:
+            combine(total, other, op)
+        finish(total, op, len(runs))
+        if total is not tensor:
+            tensor.copy_(total)
 
     def _share(self, call: str, mine: Tensor, parts: Mapping[int, Tensor], label: str) -> Work:
         """Send one tensor to all others and receive theirs into `parts`."""

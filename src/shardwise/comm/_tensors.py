@@ -32,6 +32,12 @@ def as_bytes(tensor: Tensor, *, label: str) -> Tensor:
     >>> as_bytes(torch.zeros(2, 3, dtype=torch.complex64), label="demo").shape
     torch.Size([48])
     """
+    check_contiguous(tensor, label=label)
+    return _run(tensor).view(torch.uint8)
+
+
+def check_contiguous(tensor: Tensor, *, label: str) -> None:
+    """Refuse a tensor whose elements are not one run of memory, or are to be conjugated or negated when read."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{label!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
@@ -39,12 +45,11 @@ def as_bytes(tensor: Tensor, *, label: str) -> Tensor:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{label!r}: a lazily conjugated or negated tensor; pass tensor.resolve_conj().resolve_neg()")
-    return _run(tensor).view(torch.uint8)
 
 
 def flat(tensor: Tensor, *, label: str) -> Tensor:
     """Return a contiguous tensor as a flat view of the same memory, off the autograd tape."""
-    as_bytes(tensor, label=label)
+    check_contiguous(tensor, label=label)
     return _run(tensor)
 
 

@@ -91,9 +91,8 @@ def _local_tensors(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list
     """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
     of every rank must meet them in one order."""
     aligned = _aligned(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
-    return [
-        varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, shortcut.vary, strict=True)
-    ]
+    pairs = zip(aligned, shortcut.vary, strict=True)
+    return [varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in pairs]
 
 
 def _aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.tensor.autograd import Link, dual, move_on_tape
+from shardwise.tensor.autograd import Link, dual, move_gradients
+from shardwise.tensor.per_layout import per_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
@@ -27,7 +28,7 @@ class _Vary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, move_on_tape(ctx.link, (grads[0].contiguous(),))[0]
+        return None, *move_gradients(ctx.link, (grads[0].contiguous(),))
 
 
 def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
@@ -47,9 +48,21 @@ def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor
 
 def _gradient_link(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> Link:
     """The move from local gradients, pending along the axes, to the gradient's layout."""
-    gradient = dual(layout)
+    known = _pending_layouts(layout)
+    src = known.get(axes)
+    if src is None:
+        src = known[axes] = _pending_along(dual(layout), axes)
+    return Link(src, dual(layout), tensor._comm, tensor.dtype, "gradient of a replicated tensor")
+
+
+@per_layout
+def _pending_layouts(layout: Layout) -> dict[tuple[int, ...], Layout]:
+    """The layouts of local gradients by the axes along which they are pending, as far as they were asked for."""
+    return {}
+
+
+def _pending_along(gradient: Layout, axes: tuple[int, ...]) -> Layout:
     spec = gradient.spec
     assert isinstance(spec, MeshSpec)
     pending = [Partial("sum") if a in axes else p for a, p in enumerate(spec.placements)]
-    src = MeshSpec(spec.mesh, pending, spec.order).layout(layout.shape)
-    return Link(src, gradient, tensor._comm, tensor.dtype, "gradient of a replicated tensor")
+    return MeshSpec(spec.mesh, pending, spec.order).layout(gradient.shape)

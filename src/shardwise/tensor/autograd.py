@@ -51,6 +51,11 @@ class Link:
     scale: tuple[int, int] = (1, 1)
     forward: Link | None = None
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every rank ends with what it began with."""
+        return self.src == self.dst and self.scale == (1, 1)
+
     def backward(self) -> Link:
         """The move that the gradients make; the gradients of gradients make the first one again, as it is linear.
 
@@ -79,14 +84,24 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Link, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
-        held = inputs if link.src.local_shapes(link.comm.rank) else ()
-        moved = move_locals(link, tuple(t.detach() for t in held))
-        return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
+        return _moved(link, inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        moved: tuple[Tensor, ...] = _Move.apply(ctx.link.backward(), *grads)  # type: ignore[no-untyped-call]  # untyped in torch
-        return None, *moved
+        return None, *move_gradients(ctx.link.backward(), grads)
+
+
+def _moved(link: Link, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    held = inputs if link.src.local_shapes(link.comm.rank) else ()
+    moved = move_locals(link, tuple(t.detach() for t in held))
+    return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
+
+
+def move_gradients(link: Link, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Carry out a move in a backward pass; it is recorded only where gradients of gradients are wanted."""
+    if torch.is_grad_enabled():
+        return move_on_tape(link, grads)
+    return grads if link.changes_nothing else _moved(link, grads)
 
 
 def move_locals(link: Link, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
-from shardwise.tensor.parts import Message, rank_part, whole_reduction
+from shardwise.tensor.parts import Message, at_home, rank_part, whole_reduction
 from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
 from shardwise.tensor.staging import pool
 from shardwise.transfer import Move, Step, Transfer
@@ -72,8 +72,23 @@ def execute(
     transfer: Transfer, sources: Sequence[Tensor], comm: Comm, dtype: torch.dtype, label: str
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
-    device = sources[0].device if sources else comm.device
-    return Running([[Job(transfer, tuple(sources), dtype, device)]], comm, label).wait()[0]
+    job = Job(transfer, tuple(sources), dtype, sources[0].device if sources else comm.device)
+    if (kind := whole_reduction(transfer, comm.ranks, dtype)) is not None:
+        target, work = _start_reduction(job, comm, kind, label)
+        work.wait()
+        return (_scaled(target, transfer),)
+    if (kind := at_home(transfer, comm.rank, dtype.itemsize)) is not None:
+        return (_scaled(_stay(job, kind), transfer),)
+    return Running([[job]], comm, label).wait()[0]
+
+
+def _stay(job: Job, kind: str) -> Tensor:
+    """The destination of a transfer that sends nothing."""
+    source = job.sources[0]
+    if kind == "copy":
+        return source.clone(memory_format=torch.contiguous_format)
+    value = identity(job.transfer.steps[0].op or "sum", job.dtype)
+    return torch.full(source.shape, value, dtype=job.dtype, device=job.device)
 
 
 def _run_batches(
@@ -112,18 +127,26 @@ def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, l
 
 def _reduce_whole(job: Job, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
     """The whole transfer as one collective of the comm."""
-    first, source = job.transfer.steps[0], job.sources[0].contiguous()
+    target, work = _start_reduction(job, comm, kind, label)
+    yield work
+    return (_scaled(target, job.transfer),)
+
+
+def _start_reduction(job: Job, comm: Comm, kind: str, label: str) -> tuple[Tensor, Work]:
+    first, source = job.transfer.steps[0], job.sources[0]
     assert first.op is not None
     op = cast(ReduceOp, first.op)
     if kind == "all_reduce":
-        target = source.clone()
-        yield comm.all_reduce(target, op, label=label)
-    else:
-        target = torch.empty(first.dst.local_shapes(comm.rank)[0], dtype=job.dtype, device=job.device)
-        yield comm.reduce_scatter_into(target, source, op, label=label)
-    for step in job.transfer.steps:
+        target = source.clone(memory_format=torch.contiguous_format)
+        return target, comm.all_reduce(target, op, label=label)
+    target = torch.empty(first.dst.local_shapes(comm.rank)[0], dtype=job.dtype, device=job.device)
+    return target, comm.reduce_scatter_into(target, source.contiguous(), op, label=label)
+
+
+def _scaled(target: Tensor, transfer: Transfer) -> Tensor:
+    for step in transfer.steps:
         rescale(target, step.scale)
-    return (target,)
+    return target
 
 
 def _start_locally(runs: Sequence[_StepRun]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -81,6 +81,27 @@ def messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
         cut[-1].append(move)
         room -= size
     return [tuple(message) for message in cut]
+
+
+@lru_cache(maxsize=4096)
+def at_home(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fill"] | None:
+    """What a rank does if nothing is sent at all and it has one tensor before and after: copy it whole, or fill it.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate
+    >>> whole, terms = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in (Replicate(), Partial("sum")))
+    >>> [at_home(plan_transfer(whole, terms, itemsize=4), rank, 4) for rank in (0, 1)]
+    ['copy', 'fill']
+    """
+    if transfer.rank is not None or len(transfer.steps) != 1 or transfer.steps[0].rounds:
+        return None
+    step = transfer.steps[0]
+    part = rank_part(step, rank, itemsize)
+    if len(part.shapes) != 1 or step.src.local_shapes(rank) != part.shapes or part.reducing:
+        return None
+    whole = Box.whole(part.shapes[0])
+    if not part.fills and len(part.copies) == 1:
+        return "copy" if part.copies[0].src_box == part.copies[0].dst_box == whole else None
+    return "fill" if not part.copies and [box for _, box in part.fills] == [whole] else None
 
 
 @lru_cache(maxsize=4096)

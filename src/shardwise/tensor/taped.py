@@ -66,6 +66,8 @@ class LocallyTaped(Described):
     @property
     def grad(self) -> Self | None:
         """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
+        if len(self._locals) == 1 and self._layout.pending is None:
+            return self._only_gradient(self._locals[0].grad)
         grads = tuple(t.grad for t in self._on_tape())
         if any(g is None for g in grads):
             return None
@@ -74,6 +76,7 @@ class LocallyTaped(Described):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
+            self.__dict__.pop("_known_gradient", None)
             for tensor in self._on_tape():
                 tensor.grad = None
             return
@@ -83,6 +86,15 @@ class LocallyTaped(Described):
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self._locals, value._locals, strict=True):
             tensor.grad = grad
+
+    def _only_gradient(self, grad: Tensor | None) -> Self | None:
+        """The gradient of one local tensor, the same object until it changes: optimizers ask for it again and again."""
+        if grad is None:
+            return None
+        known: Self | None = self.__dict__.get("_known_gradient")
+        if known is None or known._locals[0] is not grad or known._layout is not self._layout:
+            known = self.__dict__["_known_gradient"] = self._like(self._layout, (grad,))
+        return known
 
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""
