@@ -1,5 +1,8 @@
 """The errors of the pure layers. All of them are `ValueError`s: something that was asked for breaks a rule."""
 
+from collections.abc import Iterable
+from operator import index
+
 
 class LayoutError(ValueError):
     """A layout, spec, mesh or placement that breaks a rule; the text names the numbers and the fix."""
@@ -12,3 +15,21 @@ class NotationError(LayoutError):
         super().__init__(f"{message}\n  {text}\n  {' ' * position}^")
         self.text = text
         self.position = position
+
+
+def whole_numbers(values: Iterable[object], what: str) -> tuple[int, ...]:
+    """Numbers as a tuple of ints; a number that is not whole is refused, never rounded.
+
+    >>> whole_numbers((4, 2.5), "a shape")
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.errors.LayoutError: a shape holds whole numbers, got (4, 2.5)
+    """
+    try:
+        given = tuple(values)
+    except TypeError:
+        raise LayoutError(f"{what} is a sequence of whole numbers, got {values!r}") from None
+    try:
+        return tuple(index(value) for value in given)  # type: ignore[arg-type]  # what is no number raises
+    except TypeError:
+        raise LayoutError(f"{what} holds whole numbers, got {given}") from None

@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.cells import Cells
 from shardwise.geometry.coverage import check_coverage
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.errors import LayoutError, whole_numbers
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.pieces import PieceTable, table_from_boxes, table_from_cells
 from shardwise.geometry.placements import Reduction
@@ -88,7 +88,7 @@ _interned: WeakValueDictionary[_Key, Layout] = WeakValueDictionary()
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of ints, or an error."""
-    checked = tuple(int(s) for s in shape)
+    checked = whole_numbers(shape, "a shape")
     if any(s < 0 for s in checked):
         raise LayoutError(f"a shape has no negative lengths, got {checked}")
     return checked

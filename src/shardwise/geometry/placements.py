@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.errors import LayoutError, whole_numbers
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -36,7 +36,7 @@ class Shard:
             value = getattr(self, name)
             if value is None:
                 continue
-            object.__setattr__(self, name, tuple(int(v) for v in value))
+            object.__setattr__(self, name, whole_numbers(value, f"Shard({self.dim}, {name}=...)"))
             if any(v < 0 for v in value):
                 raise LayoutError(f"Shard({self.dim}, {name}={tuple(value)}): lengths are 0 or more")
         if self.block is not None and self.block < 1:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwise.geometry.box import Piece
 from shardwise.geometry.cells import Cells, grid_cells, mesh_cells
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.errors import LayoutError, whole_numbers
 from shardwise.geometry.layout import ShardingSpec, checked_columns
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, frozen_array
 from shardwise.geometry.pieces import PieceTable, table_from_boxes
@@ -51,8 +51,8 @@ class ChunkSpec(_ProductSpec):
     devices: Devices = None
 
     def __init__(self, dim: int, ranks: int | Sequence[int], devices: Sequence[str | None] | None = None) -> None:
-        chosen = tuple(range(ranks)) if isinstance(ranks, int) else tuple(int(r) for r in ranks)
-        object.__setattr__(self, "dim", int(dim))
+        chosen = tuple(range(ranks)) if isinstance(ranks, int) else whole_numbers(ranks, "ranks of ChunkSpec")
+        object.__setattr__(self, "dim", whole_numbers((dim,), "a dim")[0])
         object.__setattr__(self, "ranks", chosen)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         if not chosen or min(chosen) < 0:
@@ -88,7 +88,7 @@ class GridSpec(_ProductSpec):
     ranks: IntArray
 
     def __init__(self, splits: Sequence[int | Sequence[int]], ranks: npt.ArrayLike) -> None:
-        chosen = tuple(s if isinstance(s, int) else tuple(int(v) for v in s) for s in splits)
+        chosen = tuple(s if isinstance(s, int) else whole_numbers(s, "splits of GridSpec") for s in splits)
         object.__setattr__(self, "splits", chosen)
         counts = tuple(s if isinstance(s, int) else len(s) for s in chosen)
         array = frozen_array(ranks)
