@@ -12,6 +12,7 @@ import torch
 from shardwise import Mesh, MeshSpec, Replicate, Shard, run_local, shard
 from shardwise.comm import Comm
 from shardwise.geometry import Placement
+from tests.local.op_cases import lay_out
 
 F = torch.nn.functional
 CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
@@ -45,3 +46,25 @@ def test_every_rank_refuses(name: str) -> None:
         return tried
 
     assert all(count > 3 for count in run_local(body, 2))
+
+
+def test_lengths_of_two_axes_that_would_cut_one_dim_are_left_out() -> None:
+    """Each tensor has lengths of its own along another axis; together they would not fit, so the dim is cut evenly."""
+    columns, rows = Shard(1, sizes=(5, 1)), Shard(0, sizes=(3, 1))
+    ways: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = [
+        ((columns, Replicate()), (Shard(0), columns)),
+        ((Replicate(), columns), (columns, Shard(0))),
+        ((rows, Replicate()), (Replicate(), rows)),
+    ]
+    dense, other = (torch.arange(24, dtype=torch.float64).reshape(4, 6).sin() + i for i in range(2))
+
+    def body(comm: Comm) -> None:
+        mesh = Mesh.of(dp=2, tp=2)
+        for one, two in ways:
+            x, y = (lay_out(t.clone().requires_grad_(), mesh, p) for t, p in ((dense, one), (other, two)))
+            found: Any = x @ y.t() + (x * y).sum()
+            assert torch.allclose(found.full(), dense @ other.t() + (dense * other).sum())
+            found.sum().backward()
+            assert x.grad is not None and torch.allclose(x.grad.full(), other.sum(0) + 16 * other)
+
+    run_local(body, 4, timeout=60)

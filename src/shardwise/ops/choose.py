@@ -91,6 +91,15 @@ def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple
     return found
 
 
+def without_lengths(cuts: Sequence[tuple[Shard, int] | None]) -> list[tuple[Shard, int] | None]:
+    """The same dims, cut as `torch.chunk` cuts.
+
+    >>> without_lengths([(Shard(1, sizes=(5, 1)), 6), None])
+    [(Shard(1), 6), None]
+    """
+    return [None if lead is None else (Shard(lead[0].dim), lead[1]) for lead in cuts]
+
+
 def cut_like(placement: Placement | None, lead: tuple[Shard, int] | None, shape: Sequence[int]) -> Placement | None:
     """A Shard cut as the lead is, if its dim has the lead's length; anything else as it is."""
     if not isinstance(placement, Shard) or placement.sizes or placement.groups or placement.block or lead is None:

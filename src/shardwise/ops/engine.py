@@ -20,7 +20,16 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
-from shardwise.ops.choose import Operand, choose, cut_lengths_differ, cut_like, input_layout, leads, split_order
+from shardwise.ops.choose import (
+    Operand,
+    choose,
+    cut_lengths_differ,
+    cut_like,
+    input_layout,
+    leads,
+    split_order,
+    without_lengths,
+)
 from shardwise.ops.fallbacks import fall_back, find_fallback
 from shardwise.ops.local_tape import recording
 from shardwise.ops.mixed import as_sharded
@@ -122,9 +131,11 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     if cut_lengths_differ(chosen, operands):
         _check_shapes(call, tensors)
     cuts, order = leads(chosen, operands), split_order(operands, mesh)
-    wanted = tuple(
-        _wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True))
-    )
+    try:
+        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
+    except LayoutError:  # lengths that fit a whole dim, where another axis cuts it first
+        cuts = without_lengths(cuts)
+        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
         if operand.written and tensor._layout != layout:
             raise UnsupportedOpError(
@@ -133,6 +144,16 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     vary = tuple(_varying(i, chosen, mesh) for i in range(len(tensors)))
     given = tuple(t._layout for t in tensors)
     return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
+
+
+def _all_wanted(
+    tensors: Sequence[ShardedTensor],
+    operands: Sequence[Operand],
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: tuple[str, ...],
+) -> tuple[Layout, ...]:
+    return tuple(_wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
 
 
 def _wanted(

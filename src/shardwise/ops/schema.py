@@ -90,8 +90,8 @@ def written_slots(op: Any) -> tuple[str, ...]:
 def resolved_op(op: Any) -> Any:
     """The operator that is meant by its overload, its name if there is one overload, or a custom operator's definition.
 
-    >>> resolved_op(torch.ops.aten.mm)
-    <OpOverload(op='aten.mm', overload='default')>
+    >>> resolved_op(torch.ops.aten.relu)
+    <OpOverload(op='aten.relu', overload='default')>
     """
     op = getattr(op, "_opoverload", op)
     if isinstance(op, torch._ops.OpOverloadPacket):
