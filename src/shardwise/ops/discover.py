@@ -25,6 +25,7 @@ class Discovered:
     def source(self) -> str:
         """A rule in Python; dims are written relative to the operator's `dim` argument where it has one.
 
+        >>> import torch
         >>> x = torch.zeros(4, 3)
         >>> print(discover_sharding(torch.ops.aten._softmax.default, x, 1, False).source())
         from shardwise import Replicate, Shard, register_sharding
@@ -51,6 +52,7 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
     The samples give shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are cut
     together, so give dims that have nothing to do with each other different lengths, of 4 or more.
 
+    >>> import torch
     >>> discover_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5))
     aten.mm.default on (4, 6), (6, 5):
       R, R -> R
