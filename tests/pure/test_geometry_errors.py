@@ -41,7 +41,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "shape that is none": (lambda: ChunkSpec(0, 2).layout(4), "a shape is a sequence of whole numbers, got 4"),  # type: ignore[arg-type]  # the mistake
     "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim holds whole numbers, got (0.5,)"),  # type: ignore[arg-type]  # the mistake
     "ranks in letters": (lambda: ChunkSpec(0, "ab"), "ranks of ChunkSpec holds whole numbers, got ('a', 'b')"),  # type: ignore[arg-type]  # the mistake
-    "sizes with a fraction": (lambda: Shard(0, sizes=(1.5, 2.5)), "Shard(0, sizes=...) holds whole numbers, got (1.5, 2.5)"),  # type: ignore[arg-type]  # the mistake
+    "sizes with a fraction": (
+        lambda: Shard(0, sizes=(1.5, 2.5)),  # type: ignore[arg-type]  # the mistake
+        "Shard(0, sizes=...) holds whole numbers, got (1.5, 2.5)",
+    ),
     "box sizes": (
         lambda: Box((0, 1), (2,)),
         "a box needs as many sizes as offsets, got offsets (0, 1) and sizes (2,)",
