@@ -27,15 +27,22 @@ from shardwise.geometry import ChunkSpec
 SAVERS, READERS = 4, 2
 _COMMAND = "from shardwise.cli.main import app; app()"
 _BLOCK = 4 << 20
+WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("shardwise, 1 worker", ("--workers", "1")),
+    ("shardwise, 2 workers", ("--workers", "2")),
+    ("shardwise, 2 workers, --no-verify", ("--workers", "2", "--no-verify")),
+    ("dcp, 2 workers", ("--workers", "2", "--format", "dcp")),
+)
 
 
 @dataclass(frozen=True)
 class ReshardSizes:
-    """How many tensors of which shape, the limit on memory, and the runs of each way."""
+    """How many tensors of which shape, the limit on memory, the ways, and the runs of each."""
 
     tensors: int = 16
     shape: tuple[int, int] = (8192, 4096)
     memory: int = 256_000_000
+    ways: tuple[tuple[str, tuple[str, ...]], ...] = WAYS
     repeats: int = 3
 
     @property
@@ -43,25 +50,19 @@ class ReshardSizes:
         return self.tensors * self.shape[0] * self.shape[1] * 4
 
 
-TINY_RESHARD = ReshardSizes(tensors=2, shape=(64, 64), repeats=1)
+TINY_RESHARD = ReshardSizes(tensors=2, shape=(64, 64), ways=WAYS[1:2], repeats=1)
 
 
 def reshard_figures(sizes: ReshardSizes) -> Figures:
     """The offline reshard with one and two workers, to all formats, beside a raw copy."""
-    ways = [
-        ("shardwise, 1 worker", ["--workers", "1"]),
-        ("shardwise, 2 workers", ["--workers", "2"]),
-        ("shardwise, 2 workers, --no-verify", ["--workers", "2", "--no-verify"]),
-        ("dcp, 2 workers", ["--workers", "2", "--format", "dcp"]),
-    ]
-    times: dict[str, list[float]] = {name: [] for name, _ in ways}
+    times: dict[str, list[float]] = {name: [] for name, _ in sizes.ways}
     peaks: dict[str, int] = {}
     raw: list[float] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         _write_source(Path(folder) / "source", sizes)
         for _ in range(sizes.repeats):
             raw.append(_raw_copy(Path(folder)))
-            for name, options in ways:
+            for name, options in sizes.ways:
                 seconds, peak = _measured(Path(folder), sizes.memory, options)
                 times[name].append(seconds)
                 peaks[name] = max(peak, peaks.get(name, 0))
