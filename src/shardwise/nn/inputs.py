@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,11 @@ def read_inputs(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     assert placements is not None
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        taken: tuple[Any, Any] = placed((args, kwargs), plan.mesh, placements, comm)
+        taken: tuple[Any, Any]
+        if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests
+            taken = tuple(_placed(args, plan.mesh, placements, comm)), kwargs
+        else:
+            taken = placed((args, kwargs), plan.mesh, placements, comm)
         reading = plain_as_replicated()
         reading.__enter__()
         _open.set((*_open.get(), (module, reading)))
@@ -64,15 +69,25 @@ def placed(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: Comm) -
     [(3, 3), (3, 3)]
     """
     leaves, structure = pytree.tree_flatten(tree)
-    plain = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, ShardedTensor)]
-    shapes = [tuple(leaves[i].shape) for i in plain]
+    return pytree.tree_unflatten(_placed(leaves, mesh, placements, comm), structure)
+
+
+def _placed(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:
+    found = list(values)
+    plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
+    shapes = [tuple(found[i].shape) for i in plain]
     if any(isinstance(p, Shard) for p in placements):
         layouts = _part_layouts(shapes, mesh, placements, comm)
     else:
-        layouts = [MeshSpec(mesh, placements).layout(shape) for shape in shapes]
+        layouts = [_whole_layout(shape, mesh, tuple(placements)) for shape in shapes]
     for index, layout in zip(plain, layouts, strict=True):
-        leaves[index] = wrap(layout, (leaves[index].contiguous(),), comm)
-    return pytree.tree_unflatten(leaves, structure)
+        found[index] = wrap(layout, (found[index].contiguous(),), comm)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _whole_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    return MeshSpec(mesh, placements).layout(shape)
 
 
 def _part_layouts(
