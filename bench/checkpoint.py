@@ -7,6 +7,7 @@
    as many bytes read raw into the same memory, tensor by tensor. All files are in the page cache: each way has read
    its own once. What was loaded is compared with what was saved.
 3. The peak of each rank's memory beyond the tensors is counted once, apart from the timing.
+4. Offline resharding by the command follows, as `bench.checkpoint_reshard` says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import shardwise
+from bench.checkpoint_reshard import TINY_RESHARD, ReshardSizes, reshard_figures
 from bench.memory import Peak
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, interleaved, seconds
@@ -47,9 +49,10 @@ class Sizes:
     """Each load: its name, how many tensors of which shape, and the runs of each way."""
 
     loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048), 7), ("2,000 small tensors", 2000, (64, 64), 3))
+    offline: ReshardSizes = field(default_factory=ReshardSizes)
 
 
-TINY = Sizes(loads=(("4 tensors", 4, (64, 64), 1),))
+TINY = Sizes(loads=(("4 tensors", 4, (64, 64), 1),), offline=TINY_RESHARD)
 Found = dict[str, tuple[list[Span], int | None]]
 
 
@@ -71,7 +74,8 @@ def run(sizes: Sizes) -> list[Figures]:
         f"tensor is written, within a buffer limit of {LIMIT >> 20} MiB.",
         "Targets: large, within 1.3x of raw write+fsync and 1.1x of raw read; small, 20x faster than the peer.",
     )
-    return [Figures("Checkpoints: save, and load in another layout", columns, rows, notes)]
+    live = Figures("Checkpoints: save, and load in another layout", columns, rows, notes)
+    return [live, reshard_figures(sizes.offline)]
 
 
 def _rows(case: str, by_rank: Sequence[Found], size: int) -> list[Sequence[Cell]]:

@@ -45,7 +45,8 @@ def test_move_runs_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.timeout(300)
 def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = _tables("checkpoint", tmp_path)[0]
+    table, offline = _tables("checkpoint", tmp_path)
+    assert isinstance(offline["rows"], list) and offline["rows"]
     assert "Checkpoints: save, and load in another layout" in capsys.readouterr().out
     assert isinstance(table["rows"], list)
     ways = {(row[0], row[1]) for row in table["rows"]}

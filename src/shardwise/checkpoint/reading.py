@@ -59,7 +59,8 @@ def copy_all(store: Store, jobs: Iterable[Job], ranks: int = 1) -> None:
 
 
 def _copy_parts(store: Store, parts: Sequence[Part], window: int) -> None:
-    buffer = np.empty(window + 2 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
+    memory = np.empty(window + 3 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
+    buffer = memory[-memory.ctypes.data % _ALIGNMENT :]  # the system copies to lines of the cache three times as fast
     for number, of_file in groupby(parts, key=itemgetter(0)):
         with store.opened(number) as handle:
             _pour(handle, list(of_file), buffer, window)
