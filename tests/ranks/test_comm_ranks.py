@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import DisagreementError, ProcessGroupComm, agree, comm_from_device_mesh, default_comm, launch
+from shardwise.comm import (
+    DisagreementError,
+    ProcessGroupComm,
+    _gloo,
+    agree,
+    comm_from_device_mesh,
+    default_comm,
+    launch,
+)
 from tests.ranks.world import Ranks, world_fixture
 
 DTYPES = [
@@ -109,6 +117,20 @@ def test_reductions_in_rank_order_with_the_same_bits_everywhere(world: Ranks, sh
         results = world.run(reduce_all_ways, shared, count, op)
         assert [r[:2] for r in results] == [(True, True)] * 3
         assert len({r[2] for r in results}) == 1
+
+
+def reduce_in_many_windows(op: str) -> tuple[bool, bool]:
+    usual, _gloo._WINDOW = _gloo._WINDOW, 1 << 12
+    try:
+        found = [reduce_all_ways(False, count, op)[:2] for count in (20_001, 100_003, 20_001)]
+    finally:
+        _gloo._WINDOW = usual
+    return all(right for right, _ in found), all(untouched for _, untouched in found)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_reductions_over_sockets_in_windows_of_kept_memory(world: Ranks, op: str) -> None:
+    assert world.run(reduce_in_many_windows, op) == [(True, True)] * 3
 
 
 def reduce_odd_dtypes(shared: bool) -> list[Any]:

@@ -1,8 +1,11 @@
 """Host memory over a gloo group: point-to-point straight from and into the given tensors.
 
 Reductions are an exchange of runs and a sum on arrival, in rank order: half the bytes of gloo's reduce-scatter, every
-dtype, the same bits on every rank. They go through in windows, so that their scratch memory is bounded, and are
-complete when the call returns.
+dtype, the same bits on every rank. They are complete when the call returns, and go through in windows:
+
+1. While one window is summed, the next one travels.
+2. Scratch memory is bounded however long the tensor is and however many ranks there are.
+3. It is kept for the next reduction: touching fresh memory for the first time costs more than moving the bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -28,7 +31,8 @@ from .telling import name_ranks
 _SLOT = 256
 _HEADER = struct.Struct("<qI")
 _SMALL = 1 << 16
-_WINDOW = 8 << 20
+_WINDOW = 4 << 20
+_WORKSPACE = 64 << 20  # bytes, for the windows of all ranks together
 
 
 class GlooEngine:
@@ -41,6 +45,7 @@ class GlooEngine:
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
         self.awaited = self._others
+        self._kept: Tensor | None = None
 
     def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
         """Post every receive and every send at once; nothing is packed."""
@@ -71,9 +76,8 @@ class GlooEngine:
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Exchange the runs window by window and reduce them as they arrive."""
         runs = tensor.view(len(self._ranks), -1)
-        scratch = self._scratch(out)
-        for window in _windows(out):
-            self._reduce_window(out[window], [run[window] for run in runs], scratch, op, label)
+        cuts = [(out[at], [run[at] for run in runs]) for at in _windows(len(out), self._window_length(out))]
+        self._reduce(cuts, op, label)
         return Done()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
@@ -83,13 +87,10 @@ class GlooEngine:
             self.all_gather_into(as_bytes(parts, label=label), as_bytes(tensor, label=label), label=label).wait()
             reduce_runs(tensor, list(parts), op)
             return Done()
-        scratch = self._scratch(tensor)
-        for window in _windows(tensor, len(self._ranks)):
-            runs = list(tensor[window].tensor_split(len(self._ranks)))
-            self._reduce_window(runs[self._index], runs, scratch, op, label)
-            mine = [as_bytes(runs[self._index], label=label)]
-            receives = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-            self.exchange(dict.fromkeys(self._others, mine), receives, label=label).wait()
+        count = len(self._ranks)
+        windows = _windows(len(tensor), self._window_length(tensor) * count)
+        cut = [list(tensor[at].tensor_split(count)) for at in windows]
+        self._reduce([(runs[self._index], runs) for runs in cut], op, label, share=True)
         return Done()
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
@@ -125,18 +126,55 @@ class GlooEngine:
         whole = out.numpy().tobytes()
         return [whole[i * size : (i + 1) * size] for i in range(len(self._ranks))]
 
-    def _scratch(self, tensor: Tensor) -> Tensor:
-        """Return room for one window of every other rank, to be used again for each: fresh memory is slow."""
-        return tensor.new_empty((len(self._ranks), min(len(tensor), _window_length(tensor))))
+    def _window_length(self, tensor: Tensor) -> int:
+        """How many elements of each rank are reduced at a time."""
+        return max(1, min(_WINDOW, _WORKSPACE // (2 * len(self._ranks))) // tensor.element_size())
 
-    def _reduce_window(self, out: Tensor, runs: list[Tensor], scratch: Tensor, op: ReduceOp, label: str) -> None:
-        """Reduce this rank's run of every rank into `out`; run i of this rank goes to rank i."""
-        mine = runs[self._index]
-        parts = [mine if r == self._rank else room[: len(mine)] for r, room in zip(self._ranks, scratch, strict=True)]
+    def _reduce(
+        self, cuts: Sequence[tuple[Tensor, list[Tensor]]], op: ReduceOp, label: str, *, share: bool = False
+    ) -> None:
+        """For each window reduce this rank's run of every rank; run i of this rank goes to rank i.
+
+        With `share`, what this rank has reduced then goes to all others, into their run of this rank.
+        """
+        if not cuts:
+            return
+        memory, rooms = self._rooms(cuts[0][0])  # no later window is longer than the first
+        shared: list[Work] = []
+        started = self._start_window(cuts[0][1], rooms[0], label)
+        for number, (out, runs) in enumerate(cuts, 1):
+            parts, work = started
+            if number < len(cuts):
+                started = self._start_window(cuts[number][1], rooms[number % 2], label)
+            work.wait()
+            reduce_runs(out, parts, op)
+            shared += [self._share(runs, label)] if share else []
+        for work in shared:
+            work.wait()
+        self._kept = memory  # after a failure it is dropped instead: something may still write to it
+
+    def _rooms(self, longest: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        """Two sets of room for the longest window of every other rank, in kept memory if there is enough."""
+        size = -(-longest.nbytes // 16) * 16  # every row starts where any dtype may
+        others = len(self._others)
+        memory, self._kept = self._kept, None
+        if memory is None or len(memory) < 2 * others * size:
+            memory = torch.empty(2 * others * size, dtype=torch.uint8)
+        rows = [memory[i * size : (i + 1) * size].view(longest.dtype) for i in range(2 * others)]
+        return memory, [rows[:others], rows[others:]]
+
+    def _start_window(self, runs: list[Tensor], room: list[Tensor], label: str) -> tuple[list[Tensor], Work]:
+        """Start sending one window's runs; return every rank's run of this rank, in rank order, and the work."""
+        mine, rows = runs[self._index], iter(room)
+        parts = [mine if r == self._rank else next(rows)[: len(mine)] for r in self._ranks]
         sends = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
         receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-        self.exchange(sends, receives, label=label).wait()
-        reduce_runs(out, parts, op)
+        return parts, self.exchange(sends, receives, label=label)
+
+    def _share(self, runs: list[Tensor], label: str) -> Work:
+        mine = [as_bytes(runs[self._index], label=label)]
+        receives = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
+        return self.exchange(dict.fromkeys(self._others, mine), receives, label=label)
 
     def _wait(self, works: list[tuple[int, dist.Work | None]]) -> None:
         deadline = time.monotonic() + self._timeout
@@ -161,11 +199,6 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _window_length(tensor: Tensor) -> int:
-    return max(1, _WINDOW // tensor.element_size())
-
-
-def _windows(tensor: Tensor, runs: int = 1) -> Iterator[slice]:
-    """Cut a flat tensor in slices that hold one window for each of some runs."""
-    step = _window_length(tensor) * runs
-    return (slice(at, at + step) for at in range(0, len(tensor), step))
+def _windows(length: int, step: int) -> Iterator[slice]:
+    """Cut a length in slices of at most `step`."""
+    return (slice(at, at + step) for at in range(0, length, step))

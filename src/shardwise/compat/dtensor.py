@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
-from shardwise.geometry import LayoutError, Mesh, MeshSpec, format_layout
+from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements
 from shardwise.ops.engine import call_op
 from shardwise.ops.placing import mesh_view
@@ -27,6 +27,7 @@ from shardwise.ops.recorded import note_special
 from shardwise.ops.shortcuts import call_through
 from shardwise.ops.watch import Entry, brief, forbid, record, user_line
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
+from shardwise.tensor.moves import describe, text_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
         local = local.wait()
     if layout.local_shapes(comm.rank) != (tuple(local.shape),):
         raise LayoutError(
-            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {format_layout(layout)} has "
+            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {text_of(layout)} has "
             f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
         )
     return wrap(layout, (local,), comm)
@@ -86,8 +87,8 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     shape = tuple(tensor.shape)
     if view is None or len(tensor._locals) > 1:
         raise LayoutError(
-            f"{format_layout(tensor._layout)} has no counterpart in DTensor, which needs a mesh and one local tensor "
-            "on each rank; redistribute to a mesh layout"
+            f"{describe(tensor.dtype, tensor._layout)} has no counterpart in DTensor, which needs a mesh and one local "
+            "tensor on each rank; redistribute to a mesh layout"
         )
     words = importlib.import_module(TENSOR_MODULE)
     placements = torch_placements(view, shape)
