@@ -369,3 +369,21 @@ def test_no_gradient_passes_through_other_reductions(op: str) -> None:
         "torch.no_grad(), or use a pending sum or avg"
     )
     assert run_local(body, 2) == [[text] * 4] * 2
+
+
+def compute_where_some_ranks_hold_nothing(comm: Comm) -> Any:
+    x = shard(torch.arange(8.0), ChunkSpec(0, 3)).requires_grad_()
+    y = x.redistribute(EnumerableSpec([Piece(Box((0,), (5,)), 2), Piece(Box((5,), (3,)), 0)]))
+    z = torch.relu(y * y - 2 * y)
+    kinds = (z > 0).dtype, z.requires_grad, (y > 1).full().tolist()
+    z.sum().backward()
+    assert x.grad is not None
+    return kinds, x.grad.full().tolist()
+
+
+def test_operators_on_pieces_keep_ranks_that_hold_nothing_on_the_tape() -> None:
+    plain = torch.arange(8.0, requires_grad=True)
+    torch.relu(plain * plain - 2 * plain).sum().backward()
+    assert plain.grad is not None
+    wanted = (torch.bool, True, (plain > 1).tolist()), plain.grad.tolist()
+    assert run_local(compute_where_some_ranks_hold_nothing, 3) == [wanted] * 3

@@ -13,6 +13,7 @@ from shardwise.ops.irregular import reduce_pieces
 from shardwise.ops.local_tape import recording
 from shardwise.ops.rules import Strategy, TensorMeta
 from shardwise.ops.schema import Call
+from shardwise.tensor.autograd import on_tape
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.moves import moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -102,6 +103,8 @@ def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm
             "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
         )
     held = [_pieces(t, lead) for t in tensors]
+    if not lead._locals:
+        return _of_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
     results = []
     with recording():
         for slot in range(len(lead._locals)):
@@ -117,7 +120,18 @@ def mesh_free(tensor: ShardedTensor) -> bool:
     return not tensor._layout.is_regular
 
 
+def _of_nothing(call: Call, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
+    """The result on a rank that holds nothing: the operator on no elements tells the dtype and stays on the tape."""
+    with recording():
+        args, kwargs = call.filled(stands)
+        result = call.op(*args, **kwargs)
+    if result is stands[0] and not torch.is_grad_enabled():
+        return first
+    return wrap(lead._layout, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)
+
+
 def _pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
     if tensor.shape != lead.shape:
-        return [tensor._locals[0]] * len(lead._locals)
-    return moved(tensor, lead._layout, "pointwise")[0]
+        return [tensor._locals[0]] * max(1, len(lead._locals))
+    locals_, anchor = moved(tensor, lead._layout, "pointwise")
+    return locals_ or on_tape((), anchor, tensor.dtype, tensor.device)
