@@ -1,6 +1,6 @@
 """Operators without a rule that others make up: computed by those, each by its own rule.
 
-1. An operator that writes to its first argument is the one that does not, and a copy into the argument.
+1. An operator that writes to its first argument, or to `out=`, is the one that does not, and a copy into the argument.
 2. A copy of a view is the view, copied.
 3. What torch itself writes as other operators (its table of decompositions) is computed so.
 
@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import CommError
 from shardwise.ops.local_tape import recording
@@ -36,8 +37,10 @@ _REFUSED = frozenset(
 def find_fallback(op: Any) -> Way | None:
     """How an operator without a rule is computed by others, or None."""
     schema = getattr(op, "_schema", None)
-    if schema is None or any(a.alias_info is not None and a.name == "out" for a in schema.arguments):
+    if schema is None:
         return None
+    if any(a.is_out for a in schema.arguments):
+        return _into_given(op)
     space, _, name = schema.name.partition("::")
     if space != "aten" or name in _REFUSED:
         return None
@@ -79,13 +82,53 @@ def _in_place(functional: Any) -> Way | None:
         return None
 
     def way(target: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        result = _call(functional, (target, *args), kwargs)
-        if tuple(result.shape) != tuple(target.shape):
-            raise ValueError(f"a result of shape {tuple(result.shape)} does not fit in {tuple(target.shape)}")
-        _call(torch.ops.aten.copy_.default, (target, result), {})
-        return target
+        return _write(target, _call(functional, (target, *args), kwargs))
 
     return way
+
+
+def _into_given(op: Any) -> Way | None:
+    """Compute without `out=`, then copy into what was given."""
+    names = tuple(a.name for a in op._schema.arguments if a.is_out)
+    functional = _without_out(op)
+    if functional is None:
+        return None
+
+    def way(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.pop(name) for name in names]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tree_leaves((args, kwargs, given)) if is_tensor(t)):
+            raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
+        result = _call(functional, args, kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        for target, found in zip(given, results, strict=True):
+            _check_fit(target, found)
+        written = tuple(_write(target, found) for target, found in zip(given, results, strict=True))
+        return written[0] if len(written) == 1 else written
+
+    return way
+
+
+def _without_out(op: Any) -> Any:
+    """The overload that takes the same arguments but for `out=`, or None."""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for overload in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, overload)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
+
+
+def _check_fit(target: Tensor, found: Tensor) -> None:
+    if tuple(found.shape) != tuple(target.shape):
+        raise ValueError(f"a result of shape {tuple(found.shape)} does not fit in {tuple(target.shape)}")
+    if not torch.can_cast(found.dtype, target.dtype):
+        raise ValueError(f"a result of {found.dtype} cannot be written to {target.dtype}")
+
+
+def _write(target: ShardedTensor, found: Tensor) -> ShardedTensor:
+    _check_fit(target, found)
+    _call(torch.ops.aten.copy_.default, (target, found), {})
+    return target
 
 
 def _copied(view: Any) -> Way | None:

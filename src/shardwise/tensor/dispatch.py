@@ -108,7 +108,7 @@ def call_function(
         own = find_custom_op(func) or find_spec_op(first._layout.spec, func) or find_default_op(func)
         if own is not None:
             return own(types, args, kwargs, group)
-        known = _TABLE.get(func)
+        known = _TABLE.get(func) if "out" not in kwargs else None  # what writes to a given tensor is an operator's task
         answer = NotImplemented if known is None else known(types, args, kwargs, first._comm)
         if answer is not NotImplemented:
             return answer
