@@ -29,6 +29,7 @@ from .protocol import DEFAULT_TIMEOUT
 
 T = TypeVar("T")
 _GRACE = 5.0
+_AFTERMATH = 10.0  # what the other ranks get to tell how they ended, once one has failed
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -154,7 +155,7 @@ class LocalWorld:
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._outcome(rank, pipe)
                 if outcomes[rank].error is not None:
-                    grace = time.monotonic() + max(_GRACE, self._timeout if _lost(outcomes[rank]) else 0.0)
+                    grace = time.monotonic() + _AFTERMATH + (self._timeout if _lost(outcomes[rank]) else 0.0)
                     deadline = min(deadline or grace, grace)
         return outcomes
 
