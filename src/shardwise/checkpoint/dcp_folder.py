@@ -25,9 +25,10 @@ from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.dcp_pickle import Made, Strided, read_pickle
 from shardwise.checkpoint.dcp_zip import ORDER, PICKLE, Record, read_archive
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import open_file
 from shardwise.checkpoint.headers import MAX_NUMBER
 from shardwise.checkpoint.index import Cut, FileEntry, Index, TensorEntry, check_ranges
-from shardwise.checkpoint.tree import Json
+from shardwise.checkpoint.tree import MAX_DEPTH, Json
 from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
 from shardwise.geometry.coverage import check_coverage
 
@@ -35,7 +36,9 @@ CRC = "crc32:"
 WHOLE = 1 << 62
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _RANK = re.compile(r"__(\d{1,9})_")
-_MAX_BOXES = 1 << 20
+_MAX_ROWS = 1 << 20
+_MAX_PICKLE_BYTES = 1 << 26
+_MIN_NODES = 10_000
 Place = tuple[str, int, int]
 
 
@@ -43,9 +46,9 @@ def dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
     """The index of a folder whose `.metadata` is `data`, and a digest of it."""
     try:
         index = _Folder(folder, read_pickle(data, f"{folder}/.metadata"), _Files(folder)).index()
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder}/.metadata: damaged: {type(error).__name__}: {str(error)[:200]}") from error
     return index, checksum(data + json.dumps([[f.name, f.bytes] for f in index.files]).encode())
 
@@ -56,12 +59,14 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self.bytes = 0
 
     def item(self, place: Place) -> tuple[int, memoryview]:
         """The number of the file of an item, and the item's bytes."""
         name, offset, length = place
         if name not in self._maps:
             self._maps[name] = (len(self._maps), self._mapped(name))
+            self.bytes += len(self._maps[name][1])
         number, mapped = self._maps[name]
         if not 0 <= offset <= offset + length <= len(mapped):
             raise CheckpointError(
@@ -76,7 +81,7 @@ class _Files:
                 f"{self._folder}: {name[:200]!r} is no name of a file in this folder; nothing is read"
             )
         try:
-            with (self._folder / name).open("rb") as file:
+            with open_file(self._folder / name) as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             told = getattr(error, "strerror", None) or "the file is empty"
@@ -94,6 +99,7 @@ class _Folder:
         self.state = _state(metadata, "Metadata")
         self.places = dict(_places(self.state["storage_data"]))
         self._cuts: dict[Any, Cut] = {}
+        self._stored = self._rows = 0
 
     def index(self) -> Index:
         tensors: dict[str, TensorEntry] = {}
@@ -116,12 +122,12 @@ class _Folder:
     def value(self, name: str) -> Json:
         """What is no tensor, as a node of the tree."""
         _, item = self.files.item(self.places[name, None])
-        records = read_archive(item, name)
-        return _node(read_pickle(_bytes(item, records[PICKLE]), name))
+        data = _bytes(item, read_archive(item, name)[PICKLE])
+        return _Nodes(len(data)).node(read_pickle(data, name))
 
     def tensor(self, name: str, state: Any) -> TensorEntry:
         dtype, shape = _state(state["properties"], "TensorProperties")[0], _sizes(state["size"])
-        assert isinstance(dtype, DType)
+        assert isinstance(dtype, DType) and math.prod(shape) * dtype.itemsize <= MAX_NUMBER, "absurdly large"
         chunks = dict.fromkeys((_sizes(c["offsets"]), _sizes(c["sizes"])) for c in map(_chunk, state["chunks"]))
         rows: list[tuple[Box, int, int, int, str]] = []
         for offsets, sizes in (chunk for chunk in chunks if 0 not in chunk[1]):
@@ -143,13 +149,31 @@ class _Folder:
         data = records.get(f"data/{found.storage.key}")
         self.check_data(found, data, told, _bytes(item, records[ORDER]) if ORDER in records else b"little")
         assert data is not None
+        self.count_bytes(box.numel * dtype.itemsize, told)
         begin = place[1] + data.begin + found.offset * dtype.itemsize
         rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
         if found.strides == _row_major(box.sizes) or box.numel == 1:
             crc = f"{CRC}{data.crc:08x}" if data.size == box.numel * dtype.itemsize else ""
             return [(box, rank, number, begin, crc)]
-        rows = list(_rows(box, found.strides, told))
+        inner = _inner_dims(box, found.strides)
+        self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), told)
+        rows = list(_rows(box, found.strides, inner))
         return [(row, rank, number, begin + start * dtype.itemsize, "") for row, start in rows]
+
+    def count_bytes(self, nbytes: int, told: str) -> None:
+        """Raise if the tensors so far are larger than their files: some of them share bytes."""
+        self._stored += nbytes
+        if self._stored > self.files.bytes:
+            raise CheckpointError(f"{told}: its {nbytes} bytes overlap with others: there are not so many in the files")
+
+    def count_rows(self, rows: int, told: str) -> None:
+        """Raise if too many boxes come of parts that are stored in another order."""
+        self._rows += rows
+        if self._rows > _MAX_ROWS:
+            raise CheckpointError(
+                f"{told}: it is not stored row by row, and with others like it makes more than {_MAX_ROWS} boxes; "
+                "save it with .contiguous()"
+            )
 
     def check_data(self, found: Strided, data: Record | None, told: str, order: bytes) -> None:
         last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
@@ -204,6 +228,8 @@ def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, tuple[
 
 
 def _bytes(item: memoryview, record: Record) -> bytes:
+    if record.size > _MAX_PICKLE_BYTES:
+        raise CheckpointError(f"a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
     return bytes(item[record.begin : record.begin + record.size])
 
 
@@ -211,17 +237,20 @@ def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
-def _rows(box: Box, strides: Sequence[int], told: str) -> Iterator[tuple[Box, int]]:
-    """A part that is stored in another order, as boxes that are stored row by row, each with its first element."""
+def _inner_dims(box: Box, strides: Sequence[int]) -> list[int]:
+    """The dims along which a part that is stored in another order lies row by row."""
     inner: list[int] = []
     expected = 1
     for dim in sorted(range(box.ndim), key=lambda d: (strides[d], -d)):
         if box.sizes[dim] > 1 and strides[dim] == expected and (not inner or dim < inner[-1]):
             inner.append(dim)
             expected *= box.sizes[dim]
+    return inner
+
+
+def _rows(box: Box, strides: Sequence[int], inner: Sequence[int]) -> Iterator[tuple[Box, int]]:
+    """A part that is stored in another order, as boxes that are stored row by row, each with its first element."""
     outer = [d for d in range(box.ndim) if d not in inner]
-    if math.prod(box.sizes[d] for d in outer) > _MAX_BOXES:
-        raise CheckpointError(f"{told}: it is stored in runs of {expected} elements; save it with .contiguous()")
     for at in product(*(range(box.sizes[d]) for d in outer)):
         offsets, sizes = list(box.offsets), list(box.sizes)
         for dim, place in zip(outer, at, strict=True):
@@ -229,18 +258,27 @@ def _rows(box: Box, strides: Sequence[int], told: str) -> Iterator[tuple[Box, in
         yield Box(tuple(offsets), tuple(sizes)), sum(p * strides[d] for d, p in zip(outer, at, strict=True))
 
 
-def _node(value: Any) -> Json:
-    """A plain value as a node of the tree; anything else is an error."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        items = [_node(v) for v in value]
-        return items if isinstance(value, list) else {"tuple": items}
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _node(v)] for key, v in value.items()]}
-    raise CheckpointError(f"a {type(value).__name__} is no plain value")
+class _Nodes:
+    """Plain values as nodes of the tree, no more of them than a pickle of this length can hold without repetition."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _MIN_NODES + nbytes
+
+    def node(self, value: Any, depth: int = 0) -> Json:
+        """A node; what is no plain value, holds itself, or repeats a few entries again and again is an error."""
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise CheckpointError("a value that is nested too deep, or grows when it is written out")
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            items = [self.node(v, depth + 1) for v in value]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+            return {"dict": [[key, self.node(v, depth + 1)] for key, v in value.items()]}
+        raise CheckpointError(f"a {type(value).__name__} is no plain value")
 
 
 @dataclass(frozen=True)
@@ -255,6 +293,8 @@ def _nested(leaves: Mapping[str, Json], paths: Any) -> Json | None:
     root: dict[str | int, Any] = {}
     for name, node in leaves.items():
         *way, last = paths[name]
+        if len(way) > MAX_DEPTH:
+            return None
         at: Any = root
         for step in way:
             at = at.setdefault(step, {})

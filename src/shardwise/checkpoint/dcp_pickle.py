@@ -1,7 +1,9 @@
 """The pickles of torch.distributed.checkpoint, read and written without torch, and without running anything.
 
 A pickle names functions and classes to call. Reading gives each name in a short list a harmless stand-in; every other
-name is an error, so nothing in a file is ever executed. Writing puts down names and values, and imports nothing.
+name is an error, so nothing in a file is ever executed. Only stand-ins are given a state, and what a call makes is no
+longer than a tensor has dims, so a file changes nothing outside and takes no memory but what its own length makes.
+Writing puts down names and values, and imports nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +44,30 @@ class Made:
     """The stand-in for an object of one of torch's classes: the name of the class, and its state."""
 
     kind = ""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    state: Any = None
 
 
 _STAND_INS = {names: type(names[1], (Made,), {"kind": names[1]}) for names in _CLASSES}
+_MAX_DIMS = 64
+
+
+def _size(numbers: Any) -> tuple[Any, ...]:
+    if not isinstance(numbers, list | tuple) or len(numbers) > _MAX_DIMS:
+        raise ValueError("no shape")
+    return tuple(numbers)
+
+
+def _no_path(*_parts: object) -> Made:
+    """Paths tell where a folder was written; they are not read."""
+    return Made()
+
+
+def _given(value: object, *_: object) -> object:
+    return value
+
+
+def _no_hooks() -> dict[Any, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class Strided:
 def _rebuilt(storage: Storage, offset: int, sizes: Any, strides: Any, _grad: bool, _hooks: Any, *rest: Any) -> Strided:
     if storage.kind.dtype is None or any(rest):
         raise ValueError("a tensor of an unknown kind")
-    return Strided(storage, storage.kind.dtype, offset, tuple(sizes), tuple(strides))
+    return Strided(storage, storage.kind.dtype, offset, _size(sizes), _size(strides))
 
 
 def _rebuilt_of_dtype(
@@ -88,33 +108,46 @@ def _rebuilt_of_dtype(
 ) -> Strided:
     if any(rest):
         raise ValueError("a tensor of an unknown kind")
-    return Strided(storage, dtype, offset, tuple(sizes), tuple(strides))
+    return Strided(storage, dtype, offset, _size(sizes), _size(strides))
 
 
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    (METADATA, "_MEM_FORMAT_ENCODING"): int,
-    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _given,
+    (METADATA, "_MEM_FORMAT_ENCODING"): _given,
+    ("collections", "OrderedDict"): _no_hooks,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_of_dtype,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._utils", "_rebuild_parameter"): _given,
 }
+_OF_STORAGES = {storage: dtype for dtype, storage in STORAGES.items()}
 
 
-class _Reader(pickle.Unpickler):
+def _build(reader: Any) -> None:
+    """Give an object its state, if it is a stand-in; others, such as element types, belong to the library."""
+    state = reader.stack.pop()
+    made = reader.stack[-1]
+    if not isinstance(made, Made):
+        raise ValueError(f"a state for a {type(made).__name__}")
+    made.state = state
+
+
+class _Reader(pickle._Unpickler):
+    """Python's own reader, in Python: the one in C makes room for as many references as a number in the file says."""
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # noqa: RUF012  # as its base has it
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _STAND_INS:
             return _STAND_INS[module, name]
         if (module, name) in _FUNCTIONS:
             return _FUNCTIONS[module, name]
         if module.partition(".")[0] == "pathlib":
-            return lambda *parts: "/".join(map(str, parts))
+            return _no_path
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return StorageKind(None)
-        known = {storage: dtype for dtype, storage in STORAGES.items()}
-        if module == "torch" and name in known:
-            return StorageKind(find_dtype(known[name]))
+        if module == "torch" and name in _OF_STORAGES:
+            return StorageKind(find_dtype(_OF_STORAGES[name]))
         if module == "torch":
             return find_dtype(name)
         raise CheckpointError(f"it names {module}.{name}, which is none of torch's own descriptions; nothing is called")

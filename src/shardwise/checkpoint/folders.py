@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.huggingface_index import read_header
 from shardwise.checkpoint.index import INDEX_NAME
 from shardwise.checkpoint.removal import finish_removals
 
@@ -39,16 +40,22 @@ def sibling(path: Path, kind: str, token: str) -> Path:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint, so that its name and its parent are known."""
-    whole = Path(os.path.abspath(path))
+    """The path of a checkpoint, so that its name and its parent are known; links are followed to what they name."""
+    whole = Path(os.path.realpath(path))
     if not whole.name:
         raise CheckpointError(f"{str(path)!r} is no name for a checkpoint; give a folder below the root")
     return whole
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a finished checkpoint: its index is written last."""
-    return any((folder / name).is_file() for name in _COMPLETE)
+    """Whether a folder holds a finished checkpoint: its index is written last, a single file has its whole length."""
+    if any((folder / name).is_file() for name in _COMPLETE if name != HF_SINGLE_NAME):
+        return True
+    try:
+        read_header(folder / HF_SINGLE_NAME)
+    except CheckpointError:
+        return False
+    return True
 
 
 def resolve(path: Path) -> Path:
@@ -143,25 +150,38 @@ def recover(path: Path) -> None:
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[Path]:
-    """The temporary folders that killed saves and reshards left beside this checkpoint, but for those that hold it.
+    """The temporary folders that killed saves and reshards left beside this checkpoint, to be removed.
+
+    Where there is no checkpoint, complete ones are not among them: they are the only ones there are.
 
     >>> leftovers("no/such/checkpoint")
     []
     """
-    finish_removals()
     whole = absolute(path)
-    found = _siblings(whole, SAVING, REPLACED, RESHARDING)
-    if not found or (whole.exists() and not _is_empty(whole)):
+    found = left_beside(whole)
+    try:
+        if is_complete(resolve(whole)):
+            return found
+    except CheckpointError:
+        pass
+    return [folder for folder in found if not is_complete(folder)]
+
+
+def left_beside(path: Path) -> list[Path]:
+    """All temporary folders beside a checkpoint, but for the one that stands for it in the middle of a commit."""
+    finish_removals()
+    found = _siblings(path, SAVING, REPLACED, RESHARDING)
+    if not found or (path.exists() and not _is_empty(path)):
         return found
     try:
-        kept = resolve(whole)
+        kept = resolve(path)
     except CheckpointError:
         return found
     return [folder for folder in found if folder != kept]
 
 
 def clean(path: str | os.PathLike[str]) -> list[Path]:
-    """Complete a killed commit, remove what killed saves left, and return what was removed.
+    """Complete a killed commit, remove what killed saves left, and return what was removed; see `leftovers`.
 
     Not to be called while a save to this path is under way.
 

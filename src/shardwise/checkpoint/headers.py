@@ -63,12 +63,21 @@ def described(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
     return ("U8", [math.prod(shape) * dtype.itemsize]) if code is None else (code, list(shape))
 
 
-def header_bytes(entries: Mapping[str, tuple[str, list[int], int]]) -> bytes:
+def header_bytes(entries: Mapping[str, tuple[str, list[int], int]], count: int | None = None) -> bytes:
     """The start of a file that holds these (code, shape, bytes) entries in this order, without gaps.
+
+    With `count`, raise unless there are as many: two tensors had the same key.
 
     >>> header_bytes({"x": ("F32", [2], 8)})[8:].decode().rstrip()
     '{"__metadata__":{"format":"pt"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     """
+    if _METADATA in entries:
+        raise CheckpointError(f"a tensor is called {_METADATA}, which safetensors keeps for itself; rename it")
+    if count is not None and len(entries) != count:
+        raise CheckpointError(
+            "a tensor has the name of a part of another, such as 'w[0:2]' beside a 'w' whose part [0:2] is stored; "
+            "rename one of them"
+        )
     content: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for key, (code, shape, size) in entries.items():

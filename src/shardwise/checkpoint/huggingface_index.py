@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import open_file
 from shardwise.checkpoint.headers import Entry, header_size, parse_header
 from shardwise.checkpoint.index import Cut, FileEntry, Index, TensorEntry
 
@@ -17,8 +19,8 @@ from shardwise.checkpoint.index import Cut, FileEntry, Index, TensorEntry
 def read_header(path: Path) -> tuple[FileEntry, dict[str, Entry], bytes]:
     """A safetensors file as an entry, its tensors, and the bytes of its header."""
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             start += file.read(header_size(start, size, str(path)) - 8)
     except OSError as error:

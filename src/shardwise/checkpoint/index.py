@@ -253,6 +253,8 @@ class _Parser:
             dtype = find_dtype(dtype_name)
         except LayoutError as error:
             raise self.error(f"tensor {name!r}: {error}") from error
+        if math.prod(cuts[number].shape) * dtype.itemsize > MAX_NUMBER:
+            raise self.error(f"tensor {name!r}: {dtype_name}{list(cuts[number].shape)} makes no sense, it is too large")
         if not (isinstance(files, list) and isinstance(begins, list) and isinstance(sums, list)) or not (
             len(files) == len(begins) == len(sums) == len(cuts[number])
         ):

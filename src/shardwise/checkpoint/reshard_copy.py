@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
+from shardwise.checkpoint.files import naming
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.checkpoint.reshard_plan import Range, Segment, Sums, runs
 from shardwise.checkpoint.store import CARRIERS, Store
@@ -206,6 +207,7 @@ class Output:
     """A file that is written in places; neighbouring small parts are collected; synced when it is closed."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._handle = os.open(path, os.O_WRONLY)
         self._collected = bytearray()
         self._begin = 0
@@ -217,7 +219,8 @@ class Output:
         try:
             if kind is None:
                 self._flush()
-                os.fsync(self._handle)
+                with naming(self._path):
+                    os.fsync(self._handle)
         finally:
             os.close(self._handle)
 
@@ -237,6 +240,7 @@ class Output:
         self._put(self._begin, memoryview(data))
 
     def _put(self, position: int, data: memoryview) -> None:
-        while len(data):
-            written = os.pwrite(self._handle, data, position)
-            data, position = data[written:], position + written
+        with naming(self._path):
+            while len(data):
+                written = os.pwrite(self._handle, data, position)
+                data, position = data[written:], position + written

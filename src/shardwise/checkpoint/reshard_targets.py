@@ -117,7 +117,7 @@ class ShardwiseTarget(Target):
         entries = {
             self._key(b): (*described(self._tensors[b.tensor].dtype, b.box.sizes), self._nbytes(b)) for b in boxes
         }
-        header = header_bytes(entries)
+        header = header_bytes(entries, len(boxes))
         self._boxes.append(boxes)
         self._headers.append(header)
         items, position = [], len(header)

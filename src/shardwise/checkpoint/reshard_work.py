@@ -69,9 +69,15 @@ class Work:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._journal >= 0:
             os.close(self._journal)
-        if kind is not None and not (self.folder / "manifest.json").exists():
+        if kind is not None and self._holds_nothing(kind):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _holds_nothing(self, kind: type[BaseException]) -> bool:
+        """Whether there is nothing to take up again: no run, or one that failed before its first segment."""
+        if not (self.folder / "manifest.json").exists():
+            return True
+        return self._journal >= 0 and issubclass(kind, Exception) and _size(self.folder / "journal") == 0
 
     def begin(self, asked: Mapping[str, Any], token: str | None) -> tuple[str, dict[int, list[Sums]]]:
         """Take up the run of a token, or start one; return its token and what is done of each segment."""

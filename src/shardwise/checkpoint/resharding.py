@@ -94,6 +94,8 @@ def reshard(
     source, target_path = folders.absolute(src), folders.absolute(dst)
     if source == target_path:
         raise CheckpointError(f"{source} is both source and destination; give the new checkpoint a name of its own")
+    if source in target_path.parents:
+        raise CheckpointError(f"{target_path} lies in the source {source}; give a place outside of it")
     _check(format, workers, max_buffer_bytes, max_file_bytes, ranks)
     store = open_store(source, share_memory(max_buffer_bytes, 1)[1])
     try:

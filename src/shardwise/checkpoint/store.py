@@ -23,6 +23,7 @@ import numpy.typing as npt
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.dcp_folder import CRC, dcp_index
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import open_file
 from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
 from shardwise.checkpoint.huggingface_index import file_index, folder_index
 from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
@@ -70,7 +71,7 @@ class Store:
         file = self.index.files[number]
         path = self.folder / file.name
         try:
-            with path.open("rb", buffering=0) as opened:
+            with open_file(path) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size != file.bytes:
                     raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, blocks, checksum
+from shardwise.checkpoint.files import naming
 from shardwise.checkpoint.headers import described, header_bytes
 from shardwise.checkpoint.host_memory import flat_bytes
 from shardwise.geometry import DType
@@ -62,8 +63,7 @@ def pack(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[int]]:
 def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
     """Write one file and make it last."""
     entries = {p.key: (*described(p.dtype, p.sizes), p.nbytes) for p in pieces}
-    assert len(entries) == len(pieces), "keys of a file are different"
-    header = header_bytes(entries)
+    header = header_bytes(entries, len(pieces))
     places: list[tuple[int, str]] = []
     position = len(header)
     with Sink(path) as sink:
@@ -91,6 +91,7 @@ class Sink:
     """A new file: small writes are collected, large ones go straight through; synced when it is closed."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._small = bytearray()
 
@@ -101,7 +102,8 @@ class Sink:
         try:
             if kind is None:
                 self._flush()
-                os.fsync(self._handle)
+                with naming(self._path):
+                    os.fsync(self._handle)
         finally:
             os.close(self._handle)
 
@@ -118,8 +120,9 @@ class Sink:
         self._put(memoryview(data))
 
     def _put(self, data: memoryview) -> None:
-        while len(data):
-            data = data[os.write(self._handle, data[: 1 << 30]) :]
+        with naming(self._path):
+            while len(data):
+                data = data[os.write(self._handle, data[: 1 << 30]) :]
 
 
 def host_bytes(values: Tensor) -> Iterator[memoryview]:

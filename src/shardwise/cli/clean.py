@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import absolute, leftovers, recover, resolve
+from shardwise.checkpoint.folders import absolute, left_beside, recover, resolve
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.checkpoints import format_of
 from shardwise.cli.errors import NO
@@ -79,10 +79,10 @@ def find_targets(path: str) -> list[Path]:
     whole = absolute(path)
     if whole.is_file():
         raise CheckpointError(f"{path}: a file; give the folder of a checkpoint, or one that holds checkpoints")
-    if whole.is_dir() and format_of(whole) is None and not leftovers(whole):
+    if whole.is_dir() and format_of(whole) is None and not left_beside(whole):
         names = {found["checkpoint"] for entry in whole.iterdir() if (found := _NAME.fullmatch(entry.name))}
         return [whole / name for name in sorted(names)]
-    if not whole.exists() and not leftovers(whole) and not is_unfinished(whole):
+    if not whole.exists() and not left_beside(whole) and not is_unfinished(whole):
         raise CheckpointError(f"{path}: nothing is there, and nothing was left beside it; give a checkpoint's folder")
     return [whole]
 
@@ -98,7 +98,7 @@ def is_unfinished(target: Path) -> bool:
 def find_leftovers(target: Path) -> list[Leftover]:
     """What was left of saves to a checkpoint; a complete one stays where there is no other."""
     needed = not _is_loadable(target)
-    return [_described(folder, target, needed and _is_loadable(folder)) for folder in leftovers(target)]
+    return [_described(folder, target, needed and _is_loadable(folder)) for folder in left_beside(target)]
 
 
 def _is_loadable(path: Path) -> bool:
