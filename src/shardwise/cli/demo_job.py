@@ -141,7 +141,7 @@ def _full(tensor: Tensor) -> Tensor:
 def _whole(state: Any, name: str = "") -> dict[str, Tensor]:
     """Every sharded tensor of a nested state, whole."""
     if isinstance(state, ShardedTensor):
-        return {name: state.detach().full().clone()}  # a replicated tensor is not copied by full()
+        return {name: state.detach().full()}
     items = state.items() if isinstance(state, dict) else ()
     return {path: tensor for key, value in items for path, tensor in _whole(value, f"{name}.{key}").items()}
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from shardwise.geometry import Box, EnumerableSpec, Piece
-from shardwise.nn.plan import ShardingPlan, ShardingPlanner
+from shardwise.nn.plan import ShardingPlan, ShardingPlanner, owners_of
 from shardwise.transfer.report import format_bytes
 
 IsTable: TypeAlias = Callable[[str, nn.Module], bool]
+Heap: TypeAlias = list[tuple[int, int]]  # the bytes of a rank and its place among the ranks, the emptiest first
 BAR = 40
 
 
@@ -109,7 +111,8 @@ class BalancedPlanner(ShardingPlanner):
         tables, rest = self._sorted_tables(module)
         self._check_total(sum(map(self.bytes_of, tables.values())), rest)
         loads = dict.fromkeys(self.ranks, rest)
-        placings = [self._place(name, tensor, loads) for name, tensor in tables.items()]
+        heap = [(held, place) for place, held in enumerate(loads.values())]
+        placings = [self._place(name, tensor, loads, heap) for name, tensor in tables.items()]
         placings = [
             placing if placing.parts else self._split(placing, loads, self.memory_limit or 0) for placing in placings
         ]
@@ -122,10 +125,9 @@ class BalancedPlanner(ShardingPlanner):
     def _sorted_tables(self, module: nn.Module) -> tuple[dict[str, Tensor], int]:
         """The tables from the largest to the smallest, and the bytes of all other parameters."""
         tables: dict[str, Tensor] = {}
-        rest = 0
-        owners = {id(p): part for part in module.modules() for p in part.parameters(recurse=False)}
+        rest, owners = 0, owners_of(module)
         for name, tensor in module.named_parameters():
-            if tensor.dim() and self.is_table(name, owners[id(tensor)]):
+            if tensor.dim() and any(self.is_table(name, owner) for owner in owners[id(tensor)]):
                 tables[name] = tensor
             else:
                 rest += self.bytes_of(tensor)
@@ -140,14 +142,17 @@ class BalancedPlanner(ShardingPlanner):
                 f"{-(-tables // count) + rest:,} bytes, or more ranks"
             )
 
-    def _place(self, name: str, tensor: Tensor, loads: dict[int, int]) -> Placing:
-        """Put a table on the emptiest rank; one that does not fit there has no parts yet."""
+    def _place(self, name: str, tensor: Tensor, loads: dict[int, int], heap: Heap) -> Placing:
+        """Put a table on the emptiest rank, the first of the heap; one that does not fit there has no parts yet."""
         rows = tensor.shape[0]
         row_bytes = -(-self.bytes_of(tensor) // rows) if rows else 0
-        emptiest = min(self.ranks, key=lambda r: loads[r])
-        fits = self.memory_limit is None or loads[emptiest] + rows * row_bytes <= self.memory_limit
-        loads[emptiest] += rows * row_bytes if fits else 0
-        return Placing(name, tuple(tensor.shape), row_bytes, ((emptiest, rows),) if fits else ())
+        held, place = heap[0]
+        if self.memory_limit is not None and held + rows * row_bytes > self.memory_limit:
+            return Placing(name, tuple(tensor.shape), row_bytes, ())
+        emptiest = self.ranks[place]
+        loads[emptiest] += rows * row_bytes
+        heapreplace(heap, (loads[emptiest], place))
+        return Placing(name, tuple(tensor.shape), row_bytes, ((emptiest, rows),))
 
     def _split(self, placing: Placing, loads: dict[int, int], limit: int) -> Placing:
         """Give each rank rows so that the emptiest are filled to one level."""
@@ -160,9 +165,13 @@ class BalancedPlanner(ShardingPlanner):
             )
         level = _level(sorted(loads.values()), rows * row_bytes)
         given = {r: max(0, min(room[r], int((level - loads[r]) // row_bytes))) for r in self.ranks}
+        heap = [(loads[r] + given[r] * row_bytes, i) for i, r in enumerate(self.ranks) if given[r] < room[r]]
+        heapify(heap)
         for _ in range(rows - sum(given.values())):
-            open_ranks = [r for r in self.ranks if given[r] < room[r]]
-            given[min(open_ranks, key=lambda r: loads[r] + given[r] * row_bytes)] += 1
+            height, place = heappop(heap)
+            given[self.ranks[place]] += 1
+            if given[self.ranks[place]] < room[self.ranks[place]]:
+                heappush(heap, (height + row_bytes, place))
         for rank, count in given.items():
             loads[rank] += count * row_bytes
         return replace(placing, parts=tuple((rank, count) for rank, count in given.items() if count))

@@ -41,10 +41,15 @@ class ModelPlan:
     input_plan: str | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self.mesh, self.parameters)
+        try:
+            placements = self.input_placements
+        except LayoutError as error:
+            raise PlanError(f"input_plan {self.input_plan!r}: {error}") from error
         if self.axis is not None:
             self.mesh.axis_index(self.axis)
-        if self.input_placements is not None:
-            _check_inputs(self.input_placements, self.input_plan)
+        if placements is not None:
+            _check_inputs(placements, self.input_plan)
 
     @property
     def input_placements(self) -> tuple[Placement, ...] | None:
@@ -124,6 +129,17 @@ def _share_alike(tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matc
         elif asked:
             specs.update(dict.fromkeys(shared, next(iter(asked))))
     return problems
+
+
+def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"a plan's mesh is a Mesh such as Mesh.of(dp=2, tp=4), got {mesh!r}")
+    for pattern, text in parameters.items():
+        if not isinstance(text, str):
+            raise PlanError(
+                f"{pattern!r}: a plan by patterns has placements in text, such as 'tp: S(0)', got "
+                f"{type(text).__name__}; specs of single parameters belong in a ShardingPlan"
+            )
 
 
 def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:

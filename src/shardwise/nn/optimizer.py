@@ -16,6 +16,8 @@ from torch import Tensor, nn, optim
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Options: TypeAlias = dict[str, Any]
+# These look at a parameter as a whole (norms, row means, matrix products), so that a part of it is not enough.
+_OF_WHOLE = tuple(getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(optim, name))
 
 
 def named_params_with_sharded_tensor(
@@ -43,7 +45,10 @@ def local_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 class ShardedOptimizer(optim.Optimizer):
-    """Any torch optimizer, on the local tensors of sharded and plain parameters.
+    """A torch optimizer, on the local tensors of sharded and plain parameters.
+
+    It treats every element on its own, as SGD, Adam and most others do. Those that look at a parameter as a whole
+    (LBFGS, Adafactor, Muon) are refused for parameters that are cut: give them the ShardedTensors themselves.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = ShardedOptimizer({"weight": weight}, optim.SGD, lr=0.5)
@@ -62,10 +67,13 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.named_params = named_params
-        self._groups: list[list[str]] = [list(named_params)]
-        tensors = [local for value in named_params.values() for local in local_tensors(value)]
-        self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
+        self.named_params = _named(named_params)
+        self._groups: list[list[str]] = [list(self.named_params)]
+        tensors = [local for value in self.named_params.values() for local in local_tensors(value)]
+        # A rank may hold no part of any parameter: torch takes an empty group, but no empty list.
+        given: list[Any] = tensors or [{"params": []}]
+        self._optim = optimizer_class(given, *optimizer_args, **optimizer_kwargs)
+        _check_elementwise(self._optim, self.named_params)
         self._share()
 
     def _share(self) -> None:
@@ -114,6 +122,7 @@ class ShardedOptimizer(optim.Optimizer):
         twice = sorted(named.keys() & self.named_params.keys())
         if twice:
             raise ValueError(f"the parameters {twice} are in another group already; give each parameter once")
+        _check_elementwise(self._optim, named)
         locals_ = [local for value in named.values() for local in local_tensors(value)]
         self._optim.add_param_group({**param_group, "params": locals_})
         self.named_params = {**self.named_params, **named}
@@ -172,10 +181,34 @@ class ShardedOptimizer(optim.Optimizer):
 
 
 def _named(params: object) -> dict[str, Tensor]:
-    named = dict(params) if isinstance(params, Mapping | Iterable) and not isinstance(params, Tensor) else {}
-    if not named or not all(isinstance(name, str) for name in named):
-        raise ValueError("a param group's `params` maps names to parameters, such as {'layer.weight': weight}")
-    return named
+    """Parameters by name, from a mapping or from pairs."""
+    pairs = (
+        list(params.items()) if isinstance(params, Mapping) else list(params) if isinstance(params, Iterable) else []
+    )
+    if not pairs or not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
+        raise ValueError(
+            "an optimizer's parameters are given by name, such as dict(model.named_parameters()): a param group's "
+            "`params` maps names to parameters, and there is at least one"
+        )
+    return dict(pairs)
+
+
+def _check_elementwise(optimizer: optim.Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Raise if an optimizer that needs whole parameters is to work on parts."""
+    if not isinstance(optimizer, _OF_WHOLE):
+        return
+    cut = [name for name, p in named.items() if isinstance(p, ShardedTensor) and not _on_every_rank(p)]
+    if cut:
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} looks at a parameter as a whole, and ranks hold parts of {len(cut)} parameters, such as "
+            f"{cut[0]!r}; give it the sharded parameters themselves: {kind}(model.parameters(), ...)"
+        )
+
+
+def _on_every_rank(parameter: ShardedTensor) -> bool:
+    held = parameter._layout.elements_per_rank()
+    return all(held.get(rank) == parameter.numel() for rank in parameter._comm.ranks)
 
 
 def _options(group: Mapping[str, Any]) -> Options:

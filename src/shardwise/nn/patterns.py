@@ -19,6 +19,7 @@ from shardwise.geometry import LayoutError, Mesh, Placement, Replicate, parse_pl
 
 _LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 _NEAR = 3
 
 
@@ -44,14 +45,27 @@ def match(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
         for name in hits:
             found.setdefault(name, []).append(pattern)
         if not hits:
-            near = get_close_matches(pattern, names, n=_NEAR, cutoff=0.6) or list(names[:_NEAR])
-            problems.append(f"the pattern {pattern!r} matches no parameter; near it: {', '.join(near) or 'nothing'}")
+            near = ", ".join(_near(pattern, names)) or "nothing"
+            problems.append(f"the pattern {pattern!r} matches no parameter; near it: {near}")
     for name, several in found.items():
         if len(several) > 1:
             problems.append(f"{name} matches {' and '.join(map(repr, several))}; a parameter has one pattern")
     if problems:
         raise PlanError("\n".join(problems))
     return {name: several[0] for name, several in found.items()}
+
+
+def _near(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names most like a pattern, one of several that differ in numbers only.
+
+    >>> _near("layer.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.0.down.weight"])
+    ['layers.0.up.weight', 'layers.0.down.weight']
+    """
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), name)
+    close = get_close_matches(pattern, kinds, n=_NEAR, cutoff=0.6) or list(kinds)[:_NEAR]
+    return [kinds[kind] for kind in close]
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -77,6 +91,10 @@ def read_placements(
     if any(named):
         if not all(named):
             raise LayoutError(f"{text!r}: name the axis of every placement, as in 'dp: S(0), tp: S(1)', or of none")
+        axes = [m[1] for m in named if m is not None]
+        if len(set(axes)) < len(axes):
+            twice = next(a for a in axes if axes.count(a) > 1)
+            raise LayoutError(f"{text!r} gives the axis {twice!r} two placements; an axis has one")
         return _by_axis({m[1]: m[2] for m in named if m is not None}, mesh, text)
     if len(parts) == 1 and mesh.ndim != 1:
         if axis is None:

@@ -42,3 +42,17 @@ class ShardingPlanner(ABC):
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """Return how to shard the module."""
+
+
+def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that own each parameter, by the id of the parameter: several for a shared one.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> [type(owner).__name__ for owner in owners_of(nn.Sequential(layer))[id(layer.weight)]]
+    ['Linear']
+    """
+    found: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(owner)
+    return found

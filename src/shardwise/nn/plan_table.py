@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.notation_write import format_placement
 from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.plan import owners_of
 from shardwise.transfer.report import format_bytes
 
 HEAD = ("parameter", "count", "shape", "layout", "per rank", "gradients", "per row")
@@ -113,7 +114,7 @@ def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     1.weight          1      8x8    R, S(0)  128 B     128 B      32 B
     all on dp=2,tp=2  3      104             224 B     224 B      48 B
     """
-    owners = {id(p): owner for owner in module.modules() for p in owner.parameters(recurse=False)}
+    owners = owners_of(module)
     rows = (
         _row(plan, name, owners[id(tensor)], layout, tensor.dtype.itemsize)
         for name, tensor, layout in plan.layouts(module)
@@ -121,7 +122,7 @@ def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     return PlanTable(str(plan.mesh), tuple(rows))
 
 
-def _row(plan: ModelPlan, name: str, owner: nn.Module, layout: Layout, itemsize: int) -> PlanRow:
+def _row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: Layout, itemsize: int) -> PlanRow:
     spec = layout.spec
     assert isinstance(spec, MeshSpec)
     held = _most_elements(layout) * itemsize
@@ -132,7 +133,7 @@ def _row(plan: ModelPlan, name: str, owner: nn.Module, layout: Layout, itemsize:
         layout.numel,
         held,
         round(sum(_gradient_bytes(plan, spec, held))),
-        round(sum(_row_bytes(plan, spec, owner, layout.shape))) * itemsize if name.endswith("weight") else 0,
+        round(sum(b for owner in owners for b in _row_bytes(plan, spec, owner, layout.shape)) * itemsize),
     )
 
 

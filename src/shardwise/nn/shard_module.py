@@ -1,6 +1,7 @@
 """Shard the parameters of a model in place, as a plan says.
 
-1. The whole plan is checked against the model before any parameter changes, so that a wrong plan leaves it whole.
+1. The whole plan is checked against the model and the ranks, on all ranks together, before any parameter changes: a
+   wrong plan leaves the model whole.
 2. Each planned parameter becomes a ShardedTensor; each module with a `Sharder` is replaced by what it returns.
    Parameters on the meta device get their local parts only, and their values afterwards.
 3. Forward hooks say how plain inputs are read, lay outputs out anew and hand back local tensors.
@@ -8,21 +9,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from shardwise.geometry import ShardingSpec
+from shardwise.comm import Comm, DisagreementError
+from shardwise.geometry import Layout, ShardingSpec
+from shardwise.nn.fitting import Fields, check_mesh, check_ranks, check_source, check_together, layouts_of, texts_of
 from shardwise.nn.inputs import read_inputs
 from shardwise.nn.materialise import Initialiser, check_initialisers, initialise, laid_out, owners_of_meta
 from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan import Sharder, ShardingPlan
 from shardwise.nn.reading import read_local_batches
 from shardwise.tensor.comms import Group, comm_for
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
+
+Outputs: TypeAlias = dict[str, ShardingSpec]
 
 
 def shard_parameter(
@@ -44,7 +50,10 @@ def shard_parameter(
     ('ShardedTensor', (2, 4))
     """
     tensor = _parameter(module, param_name)
-    sharded = laid_out(tensor, sharding_spec, src_rank, process_group)
+    try:
+        sharded = laid_out(tensor, sharding_spec, src_rank, process_group)
+    except DisagreementError as error:
+        raise DisagreementError(f"{type(module).__name__}.{param_name}: {error}") from error
     # nn.Parameter keeps the class of a tensor subclass and marks it as a parameter.
     module.register_parameter(param_name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
     read_local_batches(module)
@@ -83,39 +92,81 @@ def shard_module(
     >>> type(model[0].weight).__name__
     'ShardedTensor'
     """
-    shard_parts = _check_model_plan(module, plan) if isinstance(plan, ModelPlan) else _check_listed_plan(module, plan)
-    empty = owners_of_meta(module)
-    check_initialisers(empty, init)
-    shard_parts(src_rank, process_group)
+    if not isinstance(plan, ShardingPlan | ModelPlan):
+        raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
+    comm = comm_for(process_group)
+    empty: dict[str, nn.Module] = {}
+
+    def check() -> Fields:
+        check_source(src_rank, comm)
+        fields = _fit_model_plan(module, plan, comm) if isinstance(plan, ModelPlan) else _fit_plan(module, plan, comm)
+        empty.update(owners_of_meta(module))
+        check_initialisers(empty, init)
+        return {"src_rank": src_rank, "init": init is not None, **fields}
+
+    check_together(comm, check)
+    if isinstance(plan, ModelPlan):
+        _shard_by_patterns(module, plan, src_rank, comm)
+    else:
+        _shard_by_names(module, plan, src_rank, process_group)
     initialise(module, empty, init)
 
 
-def _check_listed_plan(module: nn.Module, plan: ShardingPlan) -> Callable[[int, Group | None], None]:
-    """Check a plan and return what carries it out."""
-    check_plan(module, plan)
+def _fit_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> Fields:
+    """Check a plan by names against a model and ranks; return what ranks compare of it."""
+    layouts = _checked_layouts(module, plan)
     _check_all_meta_listed(module, plan)
+    check_ranks(layouts, comm)
+    sharders = {name: type(rule).__name__ for name, rule in plan.plan.items() if isinstance(rule, Sharder)}
+    outputs = {f"output of {path!r}": type(spec).__name__ for path, spec in (plan.output_plan or {}).items()}
+    return {**texts_of(layouts), **sharders, **outputs, "return_local_tensor": plan.return_local_tensor or []}
 
-    def carry_out(src_rank: int, process_group: Group | None) -> None:
-        for name, rule in plan.plan.items():
-            path, _, last = name.rpartition(".")
-            parent = module.get_submodule(path)
-            if isinstance(rule, Sharder):
-                setattr(parent, last, rule.shard(module.get_submodule(name)))
-            else:
-                shard_parameter(parent, last, rule, src_rank=src_rank, process_group=process_group)
-        for path, spec in (plan.output_plan or {}).items():
-            reshard_output(module.get_submodule(path), spec)
-        for path in plan.return_local_tensor or ():
-            collect_local_shard(module.get_submodule(path))
 
-    return carry_out
+def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group: Group | None) -> None:
+    for name, rule in plan.plan.items():
+        path, _, last = name.rpartition(".")
+        parent = module.get_submodule(path)
+        if isinstance(rule, Sharder):
+            setattr(parent, last, _swapped(name, rule, module.get_submodule(name)))
+        elif not isinstance(getattr(parent, last), ShardedTensor):  # else it is shared, and done under another name
+            others = _other_names(module, name)
+            shard_parameter(parent, last, rule, src_rank, group)
+            _share(module, getattr(parent, last), others)
+    for path, spec in (plan.output_plan or {}).items():
+        reshard_output(module.get_submodule(path), spec)
+    for path in plan.return_local_tensor or ():
+        collect_local_shard(module.get_submodule(path))
+
+
+def _swapped(name: str, sharder: Sharder, module: nn.Module) -> nn.Module:
+    made: object = sharder.shard(module)
+    if not isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise TypeError(f"{type(sharder).__name__}.shard() returns the module to put at '{name}', got {kind}")
+    return made
+
+
+def _other_names(module: nn.Module, name: str) -> list[str]:
+    """The other names of a parameter that a model has several times."""
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    return [other for other, tensor in tensors.items() if other != name and tensor is tensors.get(name)]
+
+
+def _share(module: nn.Module, parameter: nn.Parameter, names: Iterable[str]) -> None:
+    """Put a sharded parameter in the places of one that had several names."""
+    for name in names:
+        path, _, last = name.rpartition(".")
+        parent = module.get_submodule(path)
+        parent.register_parameter(last, parameter)
+        read_local_batches(parent)
 
 
 def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
     """Raise if parameters on the meta device would be left there."""
     sharders = tuple(f"{name}." for name, rule in plan.plan.items() if isinstance(rule, Sharder))
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    left = [n for n, t in tensors if t.is_meta and n not in plan.plan and not n.startswith(sharders)]
+    planned = {id(t) for n, t in tensors if n in plan.plan}
+    left = [n for n, t in tensors if t.is_meta and id(t) not in planned and not n.startswith(sharders)]
     if left:
         raise ValueError(
             f"{', '.join(left[:3])}{' ...' * (len(left) > 3)}: {len(left)} tensors on the meta device are not in the "
@@ -123,53 +174,69 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _check_model_plan(module: nn.Module, plan: ModelPlan) -> Callable[[int, Group | None], None]:
-    """Check a plan by patterns and return what carries it out: a parameter with several names stays one."""
+def _fit_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> Fields:
+    """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
+    check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
+    layouts = layouts_of(specs, dict(module.named_parameters(remove_duplicate=False)))
+    return {**texts_of(layouts), "mesh": str(plan.mesh), "input_plan": plan.input_plan}
+
+
+def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
+    """Shard every parameter; one with several names stays one."""
     tensors = dict(module.named_parameters(remove_duplicate=False))
-
-    def carry_out(src_rank: int, process_group: Group | None) -> None:
-        made: dict[int, nn.Parameter] = {}
-        for name, spec in specs.items():
-            tensor, (path, _, last) = tensors[name], name.rpartition(".")
-            if id(tensor) not in made:
-                sharded = laid_out(tensor.detach().contiguous(), spec, src_rank, process_group)
-                made[id(tensor)] = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
-            parent = module.get_submodule(path)
-            parent.register_parameter(last, made[id(tensor)])
-            if plan.input_plan is None:
-                read_local_batches(parent)
-        if plan.input_plan is not None:
-            _replicate_buffers(module, plan, src_rank, process_group)
-            read_inputs(module, plan, comm_for(process_group))
-
-    return carry_out
+    made: dict[int, nn.Parameter] = {}
+    for name, spec in plan.specs(module).items():
+        tensor, (path, _, last) = tensors[name], name.rpartition(".")
+        if id(tensor) not in made:
+            sharded = laid_out(tensor.detach().contiguous(), spec, src_rank, group)
+            made[id(tensor)] = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+        parent = module.get_submodule(path)
+        parent.register_parameter(last, made[id(tensor)])
+        if plan.input_plan is None:
+            read_local_batches(parent)
+    if plan.input_plan is not None:
+        _replicate_buffers(module, plan, src_rank, group)
+        read_inputs(module, plan, group)
 
 
-def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, process_group: Group | None) -> None:
+def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
     for part in module.modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
             part.register_buffer(
                 name,
-                laid_out(buffer, plan.replicated, src_rank, process_group),
+                laid_out(buffer.contiguous(), plan.replicated, src_rank, group),
                 persistent=name not in part._non_persistent_buffers_set,
             )
 
 
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise unless every entry of a plan names something of the model and no two are in each other's way."""
+    """Raise unless a plan fits the model: its entries name something, lay it out, and are not in each other's way."""
+    _checked_layouts(module, plan)
+
+
+def _checked_layouts(module: nn.Module, plan: ShardingPlan) -> dict[str, Layout]:
+    """Check a plan without ranks; return the layouts of its parameters."""
     sharded = [name for name, rule in plan.plan.items() if isinstance(rule, Sharder)]
+    specs, tensors = Outputs(), {}
     for name, rule in plan.plan.items():
         path, _, last = name.rpartition(".")
         if isinstance(rule, Sharder):
-            _check_sharder_path(module, name)
+            _check_sharder_path(module, name, sharded)
         elif isinstance(rule, ShardingSpec):
-            _check_free_of_sharders(name, path, sharded)
-            _parameter(module.get_submodule(path), last)
+            _check_free_of_sharders("parameter", name, path, sharded)
+            specs[name], tensors[name] = rule, _parameter(module.get_submodule(path), last)
         else:
             raise TypeError(
                 f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', got {type(rule).__name__}"
             )
+    _check_outputs(module, plan)
+    layouts = layouts_of(specs, tensors)
+    _check_shared(layouts, tensors)
+    return layouts
+
+
+def _check_outputs(module: nn.Module, plan: ShardingPlan) -> None:
     for path, spec in (plan.output_plan or {}).items():
         module.get_submodule(path)
         if not isinstance(spec, ShardingSpec):
@@ -178,18 +245,28 @@ def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
         module.get_submodule(path)
 
 
-def _check_sharder_path(module: nn.Module, name: str) -> None:
+def _check_shared(layouts: dict[str, Layout], tensors: dict[str, torch.Tensor]) -> None:
+    """Raise if a parameter with several names has several layouts."""
+    first: dict[int, str] = {}
+    for name, layout in layouts.items():
+        other = first.setdefault(id(tensors[name]), name)
+        if layouts[other] != layout:
+            raise PlanError(f"{other} and {name} are one parameter, and their specs differ; give both the same")
+
+
+def _check_sharder_path(module: nn.Module, name: str, sharded: list[str]) -> None:
     if name == "":
         raise KeyError("Module path must not be empty for custom sharder! Call its shard() on the model yourself")
     module.get_submodule(name)
+    _check_free_of_sharders("module", name, name.rpartition(".")[0], sharded)
 
 
-def _check_free_of_sharders(name: str, path: str, sharded: list[str]) -> None:
+def _check_free_of_sharders(kind: str, name: str, path: str, sharded: list[str]) -> None:
     for other in sharded:
         if path == other or path.startswith(other + "."):
             raise RuntimeError(
-                f"ShardingPlan is in-valid, trying to shard a parameter: {name}, but there's already a Sharder entry "
-                f"for module {other}, parameter sharding should not conflict with the submodule tree that a Sharder "
+                f"ShardingPlan is in-valid, trying to shard a {kind}: {name}, but there's already a Sharder entry "
+                f"for module {other}, {kind} sharding should not conflict with the submodule tree that a Sharder "
                 "is working with!"
             )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
-from shardwise.geometry import Layout, LayoutError, ShardingSpec
+from shardwise.geometry import Layout, LayoutError, MeshSpec, ShardingSpec
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.execute import Running
 from shardwise.tensor.handles import Handle
@@ -33,6 +33,7 @@ def shard(
 ) -> ShardedTensor:
     """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
 
+    The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.)
     Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
     that every rank has computed by way of other moves is therefore laid out with `src_rank=None`.
 
@@ -53,6 +54,8 @@ def shard(
     anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if unheld else None
     src = everywhere(shape, comm.ranks) if src_rank is None else on_one_rank(shape, src_rank)
     locals_, anchor = moved(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
+    if src == dst:  # nothing moved; the result owns its memory in every layout
+        locals_ = tuple(local.clone(memory_format=torch.contiguous_format) for local in locals_)
     return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
 
 
@@ -91,7 +94,8 @@ def _laid_out(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
         return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
     outside = sorted(set(layout.ranks) - set(comm.ranks))
     if outside:
-        return {"problem": f"the spec names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"}
+        by = f"the mesh {spec.mesh}" if isinstance(spec, MeshSpec) else "the spec"
+        return {"problem": f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"}
     return {"spec": text_of(layout)}
 
 

@@ -270,10 +270,15 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         return self._like(dst, *moved(self, dst, label, max_buffer_bytes))
 
     def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
-        """The whole tensor, on every rank of the comm; differentiable."""
+        """The whole tensor, on every rank of the comm; differentiable.
+
+        It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
+        `local_tensor()` gives it without a copy.
+        """
         dst = everywhere(tuple(self.shape), self._comm.ranks)
         check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
-        return moved(self, dst, "full", max_buffer_bytes)[0][0]
+        whole = moved(self, dst, "full", max_buffer_bytes)[0][0]
+        return whole.clone() if self._layout == dst else whole
 
     def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
         self,
