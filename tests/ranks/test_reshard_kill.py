@@ -129,6 +129,7 @@ def wait_here(folder: Path, path: Path, as_command: bool) -> None:
     from shardwise.checkpoint import reshard_pool
     from shardwise.cli import reshard as command
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
     started = reshard_pool._started
 
     def noted(*args: Any) -> Any:
