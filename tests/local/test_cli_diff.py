@@ -149,7 +149,7 @@ def test_the_same_in_another_layout_and_world(tmp_path: Path) -> None:
     assert lines[1] == "the same: 4 tensors, 2 values; 1 of other layout (--layouts counts them)"
     data = data_of(a, b, "--layouts", status=1)
     assert [entry["name"] for entry in data["layouts"]] == ["w"] and data["different"] == []
-    assert run(a, b, "--layouts").stdout.splitlines()[-1] == "different: 1 layouts"
+    assert run(a, b, "--layouts").stdout.splitlines()[-1] == "different: 1 layout"
 
 
 def test_everything_that_differs_is_told(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_everything_that_differs_is_told(tmp_path: Path) -> None:
         "scalar: shape () in A, (1,) in B",
         "only in A: tag = 'x'",
         "step: 7 in A, 8 in B",
-        "different: 3 of 4 tensors in both, 1 tensors only in A, 1 tensors only in B, 2 values",
+        "different: 3 of 4 tensors in both, 1 tensor only in A, 1 tensor only in B, 2 values",
     ]
     data = data_of(a, b, status=1)
     assert set(data) == {"a", "b", "same", "compared", "only_a", "only_b", "different", "opaque", "layouts", "values"}
@@ -191,7 +191,7 @@ def test_only_the_names_asked_for(tmp_path: Path) -> None:
     other["w"] += 1
     a, b = save(state(), tmp_path / "a"), save(other, tmp_path / "b")
     assert run(a, b).exit_code == 1
-    assert run(a, b, "--name", "b", "--name", "s*").stdout == "the same: 2 tensors, 1 values\n"
+    assert run(a, b, "--name", "b", "--name", "s*").stdout == "the same: 2 tensors, 1 value\n"
     none = run(a, b, "--name", "decoder.*")
     assert (none.exit_code, none.stdout) == (2, "")
     assert none.stderr.endswith("has anything called decoder.*\n")

@@ -101,6 +101,12 @@ def test_a_hugging_face_folder_and_one_of_its_files(made: Path) -> None:
     assert "it stores no checksums of its bytes" in run(made / "hf", "--verify").stdout
 
 
+def test_a_very_long_name_does_not_widen_the_table(tmp_path: Path) -> None:
+    shardwise.save({"n" * 5000: torch.ones(2)}, tmp_path / "c")
+    result = run(tmp_path / "c")
+    assert max(map(len, result.stdout.splitlines())) < 200 and "n" * 119 + "…" in result.stdout
+
+
 def test_names_order_and_limit(made: Path) -> None:
     def names(*arguments: str) -> list[str]:
         return [t["name"] for t in data_of(made / "c", *arguments)["tensors"]]

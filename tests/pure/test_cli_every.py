@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardwise.checkpoint.headers import header_bytes
 from shardwise.cli.main import COMMANDS, _loaded, app
-from shardwise.cli.progress import byte_progress
+from shardwise.cli.progress import byte_progress, shown_progress
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 
@@ -143,9 +143,10 @@ def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
-        with byte_progress("reading", 100) as advance:
+        with byte_progress("reading", 100) as advance, shown_progress("writing") as show:
             advance(60)
-        assert ("reading" in stream.getvalue()) == shown
+            show(60, 100)
+        assert ("reading" in stream.getvalue()) == ("writing" in stream.getvalue()) == shown
 
 
 WAITING = """

@@ -39,6 +39,7 @@ _RANK = re.compile(r"__(\d{1,9})_")
 _MAX_ROWS = 1 << 20
 _MAX_PICKLE_BYTES = 1 << 26
 _MIN_NODES = 10_000
+_REMEMBERED, _SMALL_PICKLE_BYTES = 256, 4096
 Place = tuple[str, int, int]
 
 
@@ -99,6 +100,7 @@ class _Folder:
         self.state = _state(metadata, "Metadata")
         self.places = dict(_places(self.state["storage_data"]))
         self._cuts: dict[Any, Cut] = {}
+        self._described: dict[bytes, Any] = {}
         self._stored = self._rows = 0
 
     def index(self) -> Index:
@@ -143,7 +145,7 @@ class _Folder:
         number, item = self.files.item(place)
         told = f"{self.folder / place[0]}: tensor {name!r}"
         records = read_archive(item, told)
-        found = read_pickle(_bytes(item, records[PICKLE]), told) if PICKLE in records else None
+        found = self.described(_bytes(item, records[PICKLE]), told) if PICKLE in records else None
         if not isinstance(found, Strided) or found.sizes != box.sizes or found.dtype != dtype:
             raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
         data = records.get(f"data/{found.storage.key}")
@@ -159,6 +161,16 @@ class _Folder:
         self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), told)
         rows = list(_rows(box, found.strides, inner))
         return [(row, rank, number, begin + start * dtype.itemsize, "") for row, start in rows]
+
+    def described(self, pickled: bytes, told: str) -> Any:
+        """What a part's pickle says; those of parts that are alike have the same bytes and are read once."""
+        if len(pickled) > _SMALL_PICKLE_BYTES:
+            return read_pickle(pickled, told)
+        if pickled not in self._described:
+            if len(self._described) >= _REMEMBERED:
+                self._described.clear()
+            self._described[pickled] = read_pickle(pickled, told)
+        return self._described[pickled]
 
     def count_bytes(self, nbytes: int, told: str) -> None:
         """Raise if the tensors so far are larger than their files: some of them share bytes."""

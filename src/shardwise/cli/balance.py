@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.cli.checkpoints import OWN_FORMAT, Layouts, Opened
+from shardwise.cli.units import counted
 from shardwise.transfer.report import format_bytes
 
 _WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors|__(\d{1,9})_\d+\.distcp")
@@ -64,7 +65,7 @@ def spread(counts: Mapping[int, int], what: str) -> str:
     '2 ranks, 90 B to 110 B each, mean 100 B'
     """
     low, high, mean = min(counts.values()), max(counts.values()), sum(counts.values()) / len(counts)
-    who = f"{len(counts)} {what}{'s' * (len(counts) != 1)}"
+    who = counted(len(counts), what)
     if low == high:
         return f"{who}, {format_bytes(low)}{' each' * (len(counts) != 1)}"
     return f"{who}, {format_bytes(low)} to {format_bytes(high)} each, mean {format_bytes(mean)}"

@@ -19,6 +19,7 @@ from shardwise.checkpoint.store import open_store
 from shardwise.cli.checkpoints import format_of
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, table_lines
+from shardwise.cli.units import counted
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -142,7 +143,7 @@ def carry_out(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> None:
 
 def _counted(found: Sequence[Leftover]) -> str:
     total = format_bytes(sum(left.bytes for left in found))
-    return f"{len(found)} folder{'s' * (len(found) != 1)} of {total}"
+    return f"{counted(len(found), 'folder')} of {total}"
 
 
 def to_lines(found: Sequence[Leftover], unfinished: Sequence[Path]) -> list[Line]:
@@ -162,8 +163,7 @@ def format_age(seconds: float) -> str:
     ('2 hours ago', '1 minute ago', '0 seconds ago')
     """
     unit, length = next(((u, n) for u, n in _UNITS if seconds >= n), ("second", 1))
-    count = int(seconds // length)
-    return f"{count} {unit}{'s' * (count != 1)} ago"
+    return f"{counted(int(seconds // length), unit)} ago"
 
 
 def to_json(path: str, found: Sequence[Leftover], unfinished: Sequence[Path], done: bool) -> dict[str, Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from shardwise.cli.demo_chapters import Chapter, draw_after, draw_before, explain_transfer
 from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json
 from shardwise.view import line, print_lines
 from shardwise.view.lines import wants_colour
 
@@ -24,8 +23,6 @@ What to try next:
   shardwise plan "f32[8,8] on tp=4: S(0)" "on tp=2: S(1)"     plan a move of your own
   shardwise --help                                            inspect, reshard and compare checkpoints
   README.md, docs/index.md, examples/                         code to start from"""
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON at the end instead of the story.")]
 
 
 def demo(as_json: AsJson = False) -> None:
@@ -45,9 +42,7 @@ def demo(as_json: AsJson = False) -> None:
             _tell(number, chapter)
     right = all(chapter.right for chapter in chapters)
     if as_json:
-        print(
-            json.dumps({key: value for chapter in chapters for key, value in chapter.data.items()} | {"right": right})
-        )
+        print_json({key: value for chapter in chapters for key, value in chapter.data.items()} | {"right": right})
     else:
         print(END if right else "SOMETHING DIFFERS: see the words in capitals above.")
     if not right:

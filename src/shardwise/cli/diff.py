@@ -19,7 +19,7 @@ from shardwise.cli.checkpoints import Layouts, Opened, complete_name, matching, 
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, printable
 from shardwise.cli.progress import byte_progress
-from shardwise.cli.units import shortened
+from shardwise.cli.units import counted, shortened
 from shardwise.view import line, print_lines
 
 SHOWN = 50
@@ -218,7 +218,7 @@ def to_texts(found: Comparison) -> list[str]:
     for name, rules in found.layouts.items():
         groups.setdefault(rules, []).append(name)
     for (a, b), names in groups.items():
-        more = f" and {len(names) - 1} more tensor{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        more = f" and {counted(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
         lines.append(f"{names[0]}{more}: layout {a} in A, {b} in B")
     return lines
 
@@ -242,16 +242,16 @@ def verdict(found: Comparison, same: bool, with_layouts: bool) -> str:
     if found.layouts and not with_layouts:
         notes += f"; {len(found.layouts)} of other layout (--layouts counts them)"
     if same:
-        values = f", {found.values.compared} values" if found.values.compared else ""
-        return f"the same: {len(found.tensors)} tensors{values}{notes}"
+        values = f", {counted(found.values.compared, 'value')}" if found.values.compared else ""
+        return f"the same: {counted(len(found.tensors), 'tensor')}{values}{notes}"
     counts = [
-        (len(found.different), f"of {len(found.tensors)} tensors in both"),
-        (len(found.only_a), "tensors only in A"),
-        (len(found.only_b), "tensors only in B"),
-        (len(found.values), "values"),
-        (len(found.layouts) if with_layouts else 0, "layouts"),
+        (len(found.different), f"{len(found.different)} of {counted(len(found.tensors), 'tensor')} in both"),
+        (len(found.only_a), f"{counted(len(found.only_a), 'tensor')} only in A"),
+        (len(found.only_b), f"{counted(len(found.only_b), 'tensor')} only in B"),
+        (len(found.values), counted(len(found.values), "value")),
+        (len(found.layouts) if with_layouts else 0, counted(len(found.layouts), "layout")),
     ]
-    return f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{notes}"
+    return f"different: {', '.join(text for count, text in counts if count)}{notes}"
 
 
 def to_json(first: Opened, second: Opened, found: Comparison, same: bool) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from shardwise.cli.checkpoints import Layouts, Opened, complete_name, find_forma
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, printable, table_lines
 from shardwise.cli.progress import byte_progress
+from shardwise.cli.units import counted
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 
-SHOWN_TENSORS, SHOWN_ROWS, SHOWN_PROBLEMS, LONGEST_CELL = 50, 16, 40, 60
+SHOWN_TENSORS, SHOWN_ROWS, SHOWN_PROBLEMS = 50, 16, 40
+LONGEST_CELL, LONGEST_NAME = 60, 120
 
 
 class Order(StrEnum):
@@ -170,7 +172,7 @@ def _summary(found: Opened, balance: Balance) -> list[Line]:
     rows = [
         ("checkpoint", found.path),
         ("format", found.format),
-        ("tensors", f"{len(index.tensors)}, {total} in {len(index.files)} file{'s' * (len(index.files) != 1)}"),
+        ("tensors", f"{len(index.tensors)}, {total} in {counted(len(index.files), 'file')}"),
         ("values", str(len(stored_values(index))) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
     ]
     rows += [("held", spread(balance.held, "rank"))] if balance.held else []
@@ -181,7 +183,13 @@ def _summary(found: Opened, balance: Balance) -> list[Line]:
 def _tensor_lines(entries: Sequence[TensorEntry], layouts: Layouts, limit: int) -> list[Line]:
     shown = entries[: limit or None]
     rows = [
-        (e.name, e.dtype.name, str(e.shape), cut_off(layouts.notation(e) or "whole"), format_bytes(e.nbytes))
+        (
+            cut_off(e.name, LONGEST_NAME),
+            e.dtype.name,
+            str(e.shape),
+            cut_off(layouts.notation(e) or "whole"),
+            format_bytes(e.nbytes),
+        )
         for e in shown
     ]
     hidden = len(entries) - len(shown)
@@ -189,9 +197,9 @@ def _tensor_lines(entries: Sequence[TensorEntry], layouts: Layouts, limit: int) 
     return [*table_lines(("tensor", "dtype", "shape", "layout", "bytes"), rows, left=4), *more] if rows else []
 
 
-def cut_off(text: str) -> str:
+def cut_off(text: str, longest: int = LONGEST_CELL) -> str:
     """A text short enough for a column."""
-    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def _some(rows: Sequence[tuple[str, ...]], what: str) -> tuple[Sequence[tuple[str, ...]], list[Line]]:
@@ -231,4 +239,4 @@ def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [f"and {hidden} more; --json lists all"] if hidden > 0 else []
     shown = [f"  {printable(str(problem))}" for problem in problems[:SHOWN_PROBLEMS]]
-    return [line(text) for text in (f"broken: {len(problems)} problem{'s' * (len(problems) != 1)}", *shown, *more)]
+    return [line(text) for text in (f"broken: {counted(len(problems), 'problem')}", *shown, *more)]

@@ -14,8 +14,26 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     >>> with byte_progress("reading", 100) as advance:
     ...     advance(60)
     """
-    if not sys.stderr.isatty() or not total:
-        yield lambda count: None
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, total)
+
+    with shown_progress(title, total) as show:
+        yield advance
+
+
+@contextmanager
+def shown_progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show how much is done; the function it gives is told the bytes done and the bytes in all.
+
+    >>> with shown_progress("writing") as show:
+    ...     show(60, 100)
+    """
+    if not sys.stderr.isatty() or total == 0:
+        yield lambda done, total: None
         return
     from rich.console import Console  # a quarter of the start-up time, so only where there is a bar to show
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -23,4 +41,4 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

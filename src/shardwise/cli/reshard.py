@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +12,9 @@ import typer
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.resharding import ReshardReport, reshard
 from shardwise.cli.errors import INTERRUPTED
-from shardwise.cli.output import AsJson, print_json
-from shardwise.cli.units import format_seconds, parse_bytes
+from shardwise.cli.output import AsJson, print_json, printable
+from shardwise.cli.progress import shown_progress
+from shardwise.cli.units import counted, format_seconds, parse_bytes, shortened
 from shardwise.geometry import LayoutError
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
@@ -89,7 +88,7 @@ def command(
         "resume": not restart,
     }
     try:
-        with shown_progress() as progress:
+        with shown_progress("resharding") as progress:
             report = reshard(src, dst, progress=progress, **options)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here, `shardwise clean` removes it", file=sys.stderr)
@@ -114,27 +113,6 @@ def read_plan(path: Path) -> Any:
         raise LayoutError(str(error)) from error
 
 
-@contextmanager
-def shown_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and time left on the error stream, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.BarColumn(),
-        bars.TaskProgressColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def report_json(report: ReshardReport) -> dict[str, Any]:
     """What was done, as plain data."""
     return {**vars(report), "path": str(report.path)}
@@ -142,12 +120,12 @@ def report_json(report: ReshardReport) -> dict[str, Any]:
 
 def report_lines(report: ReshardReport) -> list[Line]:
     """What was done, in words."""
-    where = f" for {len(report.ranks)} ranks" if report.ranks else ""
+    where = f" for {counted(len(report.ranks), 'rank')}" if report.ranks else ""
     rate = format_bytes((report.bytes - report.kept_bytes) / max(report.seconds, 1e-9))
     lines = [
-        f"wrote {report.path} ({report.format}): {report.tensors} tensors, {format_bytes(report.bytes)} in "
-        f"{report.files} files{where}",
-        f"{format_seconds(report.seconds)}, {rate}/s, {report.workers} workers",
+        f"wrote {report.path} ({report.format}): {counted(report.tensors, 'tensor')}, {format_bytes(report.bytes)} in "
+        f"{counted(report.files, 'file')}{where}",
+        f"{format_seconds(report.seconds)}, {rate}/s, {counted(report.workers, 'worker')}",
     ]
     if report.kept_bytes:
         lines.append(f"{format_bytes(report.kept_bytes)} were there from a run that was stopped")
@@ -162,4 +140,4 @@ def report_lines(report: ReshardReport) -> list[Line]:
 
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return ", ".join(printable(shortened(name)) for name in names[:_LISTED]) + more

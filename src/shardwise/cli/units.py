@@ -38,6 +38,15 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * factor:.1f} {unit}"
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "rank"), counted(2, "file")
+    ('1 rank', '2 files')
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def terminal_width() -> int:
     """The width to draw in: the terminal's (or that of COLUMNS), within reason."""
     return min(160, max(40, shutil.get_terminal_size().columns))
