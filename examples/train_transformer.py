@@ -86,7 +86,9 @@ def tensor_parallel(ranks: int, tp: int) -> ModelPlan:
 
 
 def fully_sharded(ranks: int) -> ModelPlan:
-    """Every parameter and the batch are cut along dim 0 over all ranks."""
+    """Every parameter and the batch are cut along dim 0 over all ranks, attention between heads."""
+    if HEADS % ranks:
+        sys.exit(f"{ranks} ranks cut the {HEADS} heads of attention apart; start ranks whose number divides {HEADS}")
     return ModelPlan(Mesh.of(dp=ranks), {"**": "S(0)"}, input_plan="dp: S(0)")
 
 
@@ -145,7 +147,7 @@ def main(steps: int, tp: int) -> float:
     torch.manual_seed(0)
     comm = default_comm()
     console = Console(quiet=comm.rank != 0, highlight=False, soft_wrap=True)
-    plan = tensor_parallel(comm.world_size, tp)
+    plan, later_plan = tensor_parallel(comm.world_size, tp), fully_sharded(comm.world_size)
     whole = Training(Model().double(), None)
     sharded = Training(copy.deepcopy(whole.model), plan)
     console.print(str(describe_plan(plan, whole.model)))
@@ -155,7 +157,7 @@ def main(steps: int, tp: int) -> float:
             if step == steps // 2:
                 with folder_of_all(comm) as folder:
                     save(sharded.state(), folder)
-                    sharded = Training(Model().double(), fully_sharded(comm.world_size))
+                    sharded = Training(Model().double(), later_plan)
                     sharded.load(folder)
                 console.print(f"saved, and loaded with every parameter cut over {comm.world_size} ranks")
             ours, dense = sharded.step(step), whole.step(step)

@@ -60,6 +60,13 @@ def test_limits_that_cannot_be_kept_are_told_with_the_numbers() -> None:
         BalancedPlanner([1, 1])
 
 
+def test_rows_that_are_left_over_go_to_the_emptiest_with_room() -> None:
+    # 7 rows over loads of 4, 2 and 0 rows level them at 4; the one that is left over goes to the first of equals.
+    balance = BalancedPlanner(3, memory_limit=5 * ROW).balance(tables(7, 4, 2))
+    assert [p.parts for p in balance.placings] == [((0, 1), (1, 2), (2, 4)), ((0, 4),), ((1, 2),)]
+    assert balance.bytes_by_rank == {0: 5 * ROW, 1: 4 * ROW, 2: 4 * ROW}
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 5), st.integers(0, 40))
 def test_plans_cover_every_row_once_and_keep_to_the_limit(rows: list[int], ranks: int, spare: int) -> None:

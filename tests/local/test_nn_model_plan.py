@@ -76,6 +76,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parameters": {"tokens.weight": "pp: S(0)"}}, "names the axis 'pp'; the mesh has dp, tp"),
     ({"parameters": {"tokens.weight": "dp: S(0), S(1)"}}, "name the axis of every placement"),
     ({"parameters": {"tokens.weight": "R, R, R"}}, "has 3 placements; the mesh dp=2,tp=2 has 2 axes"),
+    ({"parameters": {"tokens.weight": "tp: S(0), tp: S(1)"}}, "gives the axis 'tp' two placements; an axis has one"),
     ({"parameters": {"tokens.weight": "P"}}, "never pending"),
     ({"axis": None}, r"'S\(0\)' does not say which axis of dp=2,tp=2 it is for"),
     ({"parameters": {"tokens.weight": "S(0)", "head.weight": "S(1)"}}, "are one parameter, and their patterns differ"),
@@ -107,6 +108,28 @@ def test_lengths_and_forms_of_placements() -> None:
 def test_inputs_are_whole_or_parts_of_dim_0(text: str) -> None:
     with pytest.raises(PlanError, match="plain inputs are 'replicated', or each rank's part of dim 0"):
         plan(input_plan=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mesh": "dp=2,tp=2"}, r"a plan's mesh is a Mesh such as Mesh\.of\(dp=2, tp=4\), got 'dp=2,tp=2'"),
+        (
+            {"parameters": {"tokens.weight": ChunkSpec(0, 2)}},
+            "has placements in text, .* got ChunkSpec; specs of single",
+        ),
+        ({"input_plan": "sharded"}, "input_plan 'sharded': expected S"),
+        ({"input_plan": "pp: S(0)"}, r"input_plan 'pp: S\(0\)': .* the mesh has dp, tp"),
+    ],
+)
+def test_plans_of_other_kinds_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        plan(**changes)
+
+
+def test_near_misses_are_of_different_kinds() -> None:
+    with pytest.raises(PlanError, match=r"near it: blocks\.0\.up\.weight, blocks\.0\.\w+\.\w+, blocks\.0\.\w+\.\w+$"):
+        plan(parameters={"block.*.up.weight": "S(0)"}).specs(model())
 
 
 # Files
@@ -174,8 +197,35 @@ def test_a_large_model_is_planned_without_values_or_ranks() -> None:
 def test_costs_of_axes_that_cut_batch_and_parameter() -> None:
     table = describe_plan(ModelPlan(Mesh.of(dp=4), {"weight": "S(0)"}, input_plan="S(0)"), nn.Linear(8, 8))
     weight, bias = table.rows
-    assert (weight.rank_bytes, weight.gradient_bytes, weight.row_bytes) == (64, 2 * 3 * 64, 0)
+    assert (weight.rank_bytes, weight.gradient_bytes, weight.row_bytes) == (64, 3 * 3 * 64, 0)
     assert (bias.rank_bytes, bias.gradient_bytes) == (32, 48)
+
+
+def moved_in_a_step(net: nn.Module, given: ModelPlan, inputs: Tensor) -> float:
+    """The bytes that a rank receives in a forward and a backward pass, by what `explain()` records."""
+
+    def body(comm: Comm) -> int:
+        mine = copy.deepcopy(net)
+        shard_module(mine, given)
+        own = inputs if given.input_plan == "replicated" else inputs.chunk(2)[comm.rank]
+        with shardwise.explain() as log:
+            mine(own).square().mean().backward()
+        return log.moved_bytes
+
+    return run_local(body, 2)[0] / 2
+
+
+def test_the_table_tells_what_a_step_moves() -> None:
+    net = nn.Sequential(nn.Embedding(8, 4), nn.Tanh(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    ids = torch.arange(48) % 8
+    tp = ModelPlan(Mesh.of(tp=2), {"0.weight": "S(0)", "2.*": "S(0)", "4.weight": "S(1)"}, input_plan="replicated")
+    table = describe_plan(tp, net)
+    assert table.gradient_bytes == 0 and len(ids) * table.row_bytes == moved_in_a_step(net, tp, ids)
+    dp = ModelPlan(Mesh.of(dp=2), {}, input_plan="S(0)")
+    table = describe_plan(dp, net)
+    assert table.row_bytes == 0 and table.gradient_bytes == moved_in_a_step(net, dp, ids)
+    both = ModelPlan(Mesh.of(dp=2), {"**": "S(0)"}, input_plan="S(0)")
+    assert moved_in_a_step(net, both, ids) <= describe_plan(both, net).gradient_bytes, "an upper bound"
 
 
 # Models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,18 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, run_local
-from shardwise.geometry import Box, ChunkSpec, EnumerableSpec, GridSpec, Piece, ShardingSpec
+from shardwise.geometry import (
+    Box,
+    ChunkSpec,
+    EnumerableSpec,
+    GridSpec,
+    Mesh,
+    MeshSpec,
+    Piece,
+    Replicate,
+    Shard,
+    ShardingSpec,
+)
 from shardwise.nn import (
     ShardedOptimizer,
     Sharder,
@@ -39,9 +51,33 @@ def sharded(value: object) -> ShardedTensor:
 # Parameters and modules
 
 
-@pytest.mark.parametrize(
-    "spec", [ROWS, UNEVEN, GridSpec((3, 2), [[0, 1], [1, 0], [0, 0]])], ids=["rows", "uneven", "grid"]
-)
+class LastRowFirst(ShardingSpec):
+    """A user's own spec: rank 0 holds the last row, rank 1 all others."""
+
+    def pieces(self, shape: Sequence[int]) -> list[Piece]:
+        rows, *rest = shape
+        zeros = (0,) * len(rest)
+        return [
+            Piece(Box((rows - 1, *zeros), (1, *rest)), 0),
+            Piece(Box((0, *zeros), (rows - 1, *rest)), 1),
+        ]
+
+
+SPECS: dict[str, ShardingSpec] = {
+    "rows": ROWS,
+    "columns": ChunkSpec(1, (1, 0)),
+    "uneven": UNEVEN,
+    "grid": GridSpec((3, 2), [[0, 1], [1, 0], [0, 0]]),
+    "mesh": MeshSpec(Mesh.of(x=2), (Shard(1, sizes=(4, 0)),)),
+    "cyclic": MeshSpec(Mesh.of(x=2), (Shard(0, block=1),)),
+    "groups": MeshSpec(Mesh.of(x=2), (Shard(1, groups=(2, 2)),)),
+    "everywhere": MeshSpec(Mesh.of(x=2), (Replicate(),)),
+    "torch's": ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]),
+    "a user's": LastRowFirst(),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_parameter_is_sharded_with_the_values_of_the_source(spec: ShardingSpec) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
 
@@ -255,3 +291,50 @@ def test_whole_tensors_are_not_taken_for_local_state() -> None:
     state["state"]["weight"]["momentum_buffer"] = torch.ones(2)
     with pytest.raises(ValueError, match="state 'momentum_buffer' of 'weight' is a whole tensor"):
         optimizer.load_state_dict(state)
+
+
+def test_a_rank_without_any_part_takes_part() -> None:
+    def body(comm: Comm) -> tuple[list[float], list[str]]:
+        weight = shard(torch.ones(2, 2), EnumerableSpec([Piece(Box((0, 0), (2, 2)), 1)])).requires_grad_()
+        optimizer = ShardedOptimizer([("weight", weight)], torch.optim.Adam, lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        return weight.detach().full().flatten().tolist(), sorted(state["state"]["weight"])
+
+    whole = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.Adam([whole], lr=0.5)
+    for step in range(3):
+        if step < 2:
+            optimizer.zero_grad()
+            whole.square().sum().backward()
+        optimizer.step()
+    expected = (whole.detach().flatten().tolist(), ["exp_avg", "exp_avg_sq", "step"])
+    for values, names in run_local(body, 2):
+        assert values == pytest.approx(expected[0]) and names == expected[1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_optimizers_that_look_at_whole_parameters_do_not_get_parts(kind: type[torch.optim.Optimizer]) -> None:
+    def body(comm: Comm) -> None:
+        cut = shard(torch.ones(2, 2), ROWS).requires_grad_()
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} looks at a parameter as a whole, .* such as 'cut'; give"
+        ):
+            ShardedOptimizer({"cut": cut}, kind, lr=0.1)
+        everywhere = shard(torch.ones(2, 2), MeshSpec(Mesh.of(x=2), (Replicate(),))).requires_grad_()
+        optimizer = ShardedOptimizer({"everywhere": everywhere}, kind, lr=0.1)
+        with pytest.raises(ValueError, match="looks at a parameter as a whole"):
+            optimizer.add_param_group({"params": {"cut": cut}})
+
+    run_local(body, 2)
+
+
+@pytest.mark.parametrize("given", [{}, [], [torch.ones(1)], {0: torch.ones(1)}, torch.ones(2)])
+def test_parameters_are_given_by_name(given: Any) -> None:
+    with pytest.raises(ValueError, match="parameters are given by name, such as dict"):
+        ShardedOptimizer(given, torch.optim.SGD, lr=0.1)

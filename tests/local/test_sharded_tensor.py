@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.comm import Comm, run_local
-from shardwise.geometry import ChunkSpec, GridSpec, Layout, Mesh, MeshSpec, Partial, Replicate, Shard
+from shardwise.geometry import ChunkSpec, GridSpec, Layout, Mesh, MeshSpec, Partial, Replicate, Shard, ShardingSpec
 from shardwise.tensor import ShardedTensor, from_local, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.moving import (
@@ -173,6 +173,26 @@ def test_shard_of_what_every_rank_holds_sends_nothing() -> None:
         return silent, len(counting.exchanges)
 
     assert run_local(body, 4) == [(True, 1)] * 4
+
+
+@pytest.mark.parametrize("source", [None, 0])
+@pytest.mark.parametrize(
+    "spec",
+    [ChunkSpec(0, 2), ChunkSpec(0, (0,)), MeshSpec(Mesh.of(x=2), (Replicate(),)), MeshSpec(Mesh.of(x=2), (Shard(1),))],
+    ids=["rows", "one rank", "everywhere", "columns"],
+)
+def test_shard_and_full_give_memory_of_their_own_in_every_layout(spec: ShardingSpec, source: int | None) -> None:
+    def body(comm: Comm) -> tuple[list[float], list[float], list[float]]:
+        given = torch.zeros(2, 2).t()
+        sharded = shard(given, spec, source)
+        before = sharded.full()
+        for local in sharded.local_tensors():
+            assert local.is_contiguous()
+            local.fill_(1.0)
+        return given.flatten().tolist(), before.flatten().tolist(), sharded.full().flatten().tolist()
+
+    for given, before, after in run_local(body, 2):
+        assert given == before == [0.0] * 4 and after == [1.0] * 4
 
 
 def test_shard_on_some_ranks() -> None:

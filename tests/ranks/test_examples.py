@@ -66,7 +66,10 @@ def test_torchrun_runs_an_example(tmp_path: Path) -> None:
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_told_in_one_line() -> None:
-    tensor_parallel = runpy.run_path(example("train_transformer"))["tensor_parallel"]
+    names = runpy.run_path(example("train_transformer"))
+    tensor_parallel, fully_sharded = names["tensor_parallel"], names["fully_sharded"]
     with pytest.raises(SystemExit, match="3 ranks do not fill a mesh with tp=2; give --tp a divisor of 3, or start"):
         tensor_parallel(3, 2)
-    assert str(tensor_parallel(3, 1).mesh) == "dp=3,tp=1"
+    assert str(tensor_parallel(4, 1).mesh) == "dp=4,tp=1"
+    with pytest.raises(SystemExit, match="3 ranks cut the 4 heads of attention apart; start ranks whose number"):
+        fully_sharded(3)

@@ -1,11 +1,12 @@
 """What does a plan cost? A table of names, shapes, layouts, bytes on a rank, and bytes that a training step moves.
 
-The figures for communication are estimates, in bytes that the busiest rank receives:
+The figures for communication are upper estimates, in bytes that the busiest rank receives:
 
 - *gradients*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
-  bytes. One that cuts both gathers the parameter and scatters its gradient.
+  bytes. One that cuts both gathers the parameter as well, unless an operator finds that something else moves less.
 - *per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs pending
   in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows, rows.
+  Layers that read the same input (queries, keys and values) share its sum, which counts for each of them here.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, Placemen
 def _gradient_bytes(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterator[float]:
     for (given, placed, share), size in zip(_axes(plan, spec), spec.mesh.shape, strict=True):
         if isinstance(given, Shard):
-            yield 2 * share * held * (size if isinstance(placed, Shard) else 1)
+            yield share * held * (3 * size if isinstance(placed, Shard) else 2)
 
 
 def _row_bytes(plan: ModelPlan, spec: MeshSpec, owner: nn.Module, shape: tuple[int, ...]) -> Iterator[float]:
