@@ -137,8 +137,6 @@ def test_near_misses_are_of_different_kinds() -> None:
 
 @pytest.mark.parametrize("kind", ["toml", "json", "yaml"])
 def test_plans_survive_a_file(kind: str, tmp_path: Path) -> None:
-    if kind == "yaml":
-        pytest.importorskip("yaml")
     given = plan(lengths={"q": 8}, parameters={**PATTERNS, 'odd "näme"': "S(0) groups(q,q)"})
     save_plan(given, tmp_path / f"plan.{kind}")
     assert load_plan(tmp_path / f"plan.{kind}") == given
@@ -155,6 +153,7 @@ def test_plans_survive_a_file(kind: str, tmp_path: Path) -> None:
         ({"mesh": 2, "parameters": {}}, "mesh is a str, got int"),
         ({"mesh": "tp=2", "parameters": {"a": 1}}, "parameters 'a' is a str, got int"),
         ({"mesh": "tp=2", "parameters": {}, "lengths": {"q": "8"}}, "lengths 'q' is a int, got str"),
+        ({"mesh": "tp=2", "parameters": {0: "S(0)"}}, "parameters has names in text, got 0; put it in quotes"),
     ],
 )
 def test_data_that_is_no_plan_is_refused(data: dict[str, Any], text: str) -> None:

@@ -67,6 +67,8 @@ def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPl
 def _check_values(data: Mapping[str, Any], source: str) -> None:
     for field, kind in (("parameters", str), ("lengths", int)):
         for name, value in data.get(field, {}).items():
+            if not isinstance(name, str):
+                raise PlanError(f"{source}: {field} has names in text, got {name!r}; put it in quotes")
             if not isinstance(value, kind):
                 raise PlanError(f"{source}: {field} {name!r} is a {kind.__name__}, got {type(value).__name__}")
 
@@ -105,7 +107,7 @@ def _kind(path: Path) -> str:
 
 def _yaml_module(path: Path) -> Any:
     if _yaml is None:
-        raise PlanError(f"{path.name}: YAML needs the package PyYAML, which is not installed; install it, or use .toml")
+        raise PlanError(f"{path.name}: YAML needs the package PyYAML, which is not installed; install shardwise[yaml], or use .toml")
     return _yaml
 
 
