@@ -107,7 +107,9 @@ def _kind(path: Path) -> str:
 
 def _yaml_module(path: Path) -> Any:
     if _yaml is None:
-        raise PlanError(f"{path.name}: YAML needs the package PyYAML, which is not installed; install shardwise[yaml], or use .toml")
+        raise PlanError(
+            f"{path.name}: YAML needs the package PyYAML, which is not installed; install shardwise[yaml], or use .toml"
+        )
     return _yaml
 
 

@@ -1,6 +1,6 @@
 """What does a plan cost? A table of names, shapes, layouts, bytes on a rank, and bytes that a training step moves.
 
-The figures for communication are upper estimates, in bytes that the busiest rank receives:
+The figures for communication are estimates from the plan alone, in bytes that the busiest rank receives:
 
 - *gradients*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
   bytes. One that cuts both gathers the parameter as well, unless an operator finds that something else moves less.
