@@ -181,14 +181,15 @@ def test_shard_of_what_every_rank_holds_sends_nothing() -> None:
     [ChunkSpec(0, 2), ChunkSpec(0, (0,)), MeshSpec(Mesh.of(x=2), (Replicate(),)), MeshSpec(Mesh.of(x=2), (Shard(1),))],
     ids=["rows", "one rank", "everywhere", "columns"],
 )
-def test_shard_and_full_give_memory_of_their_own_in_every_layout(spec: ShardingSpec, source: int | None) -> None:
+def test_shard_full_and_gather_give_memory_of_their_own_in_every_layout(spec: ShardingSpec, source: int | None) -> None:
     def body(comm: Comm) -> tuple[list[float], list[float], list[float]]:
         given = torch.zeros(2, 2).t()
         sharded = shard(given, spec, source)
-        before = sharded.full()
+        before, gathered = sharded.full(), sharded.gather(0)
         for local in sharded.local_tensors():
             assert local.is_contiguous()
             local.fill_(1.0)
+        assert gathered is None or gathered.tolist() == [[0.0, 0.0], [0.0, 0.0]]
         return given.flatten().tolist(), before.flatten().tolist(), sharded.full().flatten().tolist()
 
     for given, before, after in run_local(body, 2):

@@ -304,7 +304,9 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         if self._comm.rank != dst:
             return anchor
         result = locals_[0] if dtype is None else locals_[0].to(dtype)
-        return result if out is None else out.copy_(result)
+        if out is not None:
+            return out.copy_(result)
+        return result.clone() if self._layout == layout and result is locals_[0] else result
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         if dst not in self._comm.ranks:
