@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+import shardwise.ops  # noqa: F401  # registers the operators
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import (
     Box,
