@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
-from shardwise.checkpoint import assign, clean, leftovers, threads, writing
+from shardwise.checkpoint import assign, clean, leftovers, reading, store, threads, writing
 from shardwise.checkpoint.described import Described
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
@@ -94,6 +94,22 @@ def test_every_pair_of_cuts_on_every_number_of_ranks(tmp_path: Path, ranks_befor
 def cut_apart(ranks: int) -> list[Layout]:
     """One layout for each way to cut the tensor into boxes that so many ranks hold."""
     return list({frozenset(p.box for p in x.pieces): x for x in small_layouts(SHAPE, ranks)}.values())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_large_tensors_come_from_mapped_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """What is done for large tensors, done for small ones; pages at once, or one by one on an older system."""
+    whole = values((7, 9), torch.bfloat16)
+    monkeypatch.setattr(reading, "LARGE_BYTES", 1)
+    monkeypatch.setattr(store, "_WORTH_FETCHING", 1)
+    if not at_once:
+        monkeypatch.setattr(store, "_POPULATE_READ", 9999)
+    every = list(EVERY.values())
+    run_local(save_all, 4, tmp_path / "c", every, whole)
+    pairs = [(i, layout) for i in range(0, len(every), 3) for layout in every]
+    check_pairs(tmp_path / "c", pairs, 4, whole)
+    taken = shardwise.open(tmp_path / "c")["0"][2:6, 1:4]
+    assert same_bytes(taken, whole[2:6, 1:4])
 
 
 def test_many_threads_load_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

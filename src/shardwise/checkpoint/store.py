@@ -7,6 +7,7 @@ beyond the first few hundred are unmapped again, so that a process may read a ch
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -30,6 +31,8 @@ from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, Tenso
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 _MAX_MAPPED = 256
+_WORTH_FETCHING = 256 << 10
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; Python has no name for it
 CARRIERS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -47,6 +50,7 @@ class Store:
         self._limit = max(max_buffer_bytes, mmap.PAGESIZE)
         self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
         self._touched = 0
+        self._fetches = sys.platform == "linux"
         self._lock = threading.Lock()
 
     def data(self, number: int) -> npt.NDArray[np.uint8]:
@@ -89,6 +93,25 @@ class Store:
         data = self.data(tensor.files[number])[begin : begin + count * carrier.itemsize]
         return data.view(carrier).reshape(sizes)
 
+    def fetch(self, number: int, low: int, high: int) -> None:
+        """Bring the pages of a run of bytes of a file in at once; one by one they cost more than what they hold."""
+        self.data(number)
+        held = self._maps.get(number)
+        if not self._fetches or held is None or high - low < _WORTH_FETCHING:
+            return
+        first = low - low % mmap.PAGESIZE
+        try:
+            held[0].madvise(_POPULATE_READ, first, high - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise CheckpointError(f"{self.folder / self.index.files[number].name}: {error.strerror}") from error
+            self._fetches = False  # an older system: pages come when they are read
+
+    @property
+    def fetches(self) -> bool:
+        """Whether pages can be brought in many at once."""
+        return self._fetches
+
     def touch(self, size: int) -> None:
         """Say that this many mapped bytes have been read; pages are let go of at the limit."""
         self._touched += size
@@ -127,6 +150,7 @@ class Store:
         start, step = tensor.begins[number], self.index.block_bytes
         for block in range(first, last):
             low, high = block * step, min((block + 1) * step, size)
+            self.fetch(tensor.files[number], start + low, start + high)
             if checksum(data[start + low : start + high].data) != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
                 raise CheckpointError(
                     f"{self.folder / self.index.files[tensor.files[number]].name}: tensor {tensor.name!r}: bytes "
