@@ -19,23 +19,22 @@ from shardwise.nn import ModelPlan, ShardingPlan, shard_module
 from shardwise.tensor import ShardedTensor
 
 RANKS, WIDTH = 4, 512
-WHOLE = WIDTH * WIDTH
+WHOLE = WIDTH * WIDTH * 4
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of any tensor with memory that an operator of this thread gives."""
+    """Notes the most bytes of any tensor with memory that an operator of this thread gives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         held = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and not t.is_meta]
-        whole = [t.numel() for t in held if not isinstance(t, ShardedTensor)]
-        self.elements = max([self.elements, *whole])
+        self.bytes = max([self.bytes, *(t.nbytes for t in held if not isinstance(t, ShardedTensor))])
         return result
 
 
@@ -58,7 +57,7 @@ def test_no_rank_ever_holds_a_whole_parameter(name: str) -> None:
         net = layers()
         with Largest() as largest:
             shard_module(net, plans(name))
-        return largest.elements, max(t.local_tensor().numel() for t in net.parameters() if isinstance(t, ShardedTensor))
+        return largest.bytes, max(t.local_tensor().nbytes for t in net.parameters() if isinstance(t, ShardedTensor))
 
     for largest, held in run_local(body, RANKS):
         assert held == WHOLE // RANKS
@@ -80,7 +79,7 @@ def test_a_checkpoint_of_other_ranks_fills_a_model_without_values(tmp_path: Path
             shard_module(
                 net, plans("columns"), init=lambda model: shardwise.load(model.state_dict(), tmp_path / "model")
             )
-        seen = largest.elements
+        seen = largest.bytes
         found = {name: tensor.full() for name, tensor in net.state_dict().items()}
         return all(torch.equal(found[name], value) for name, value in expected.items()), seen
 
