@@ -2,7 +2,8 @@
 
 1. The parent hosts the store through which ranks find each other, so that no rank's death takes it away.
 2. Ranks are spawned (never forked), talk over the loopback interface, and end when the parent ends.
-3. Whatever happens, they are stopped: told to end, then terminated, then killed.
+3. Whatever happens, they are stopped: told to end, then terminated, then killed. Ctrl-C reaches the parent alone,
+   which stops them; ranks of a terminal would else each print where they were.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -99,7 +103,10 @@ class LocalWorld:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._stop()
 
     def run(self, fn: Callable[..., T], *args: Any, limit: float | None = None) -> list[T]:
         """Call `fn(*args)` on every rank and return the results in rank order, within `limit` seconds if given."""
@@ -134,12 +141,13 @@ class LocalWorld:
         world = World(self._size, self._store.port, self._timeout)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        for rank in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=main, args=(rank, world, theirs), name=f"rank {rank}")
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+        with _interrupts_held():
+            for rank in range(self._size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=main, args=(rank, world, theirs), name=f"rank {rank}")
+                process.start()
+                theirs.close()
+                self._ranks.append((process, ours))
 
     def _collect(self, limit: float | None) -> dict[int, Outcome]:
         """Gather replies until all have come, the limit is over, or the grace after a first failure is."""
@@ -181,6 +189,17 @@ class LocalWorld:
             process.join()
             process.close()
         self._ranks, self._store = [], None
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back from this thread, and for good from the processes that it starts meanwhile."""
+    resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts with the first process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Death(CommError):
