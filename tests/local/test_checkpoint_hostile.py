@@ -58,7 +58,14 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
+WRAPPING = {  # so many bytes that they are few again in 64 bits
+    "shape": [2**60, 4],
+    "offsets": [[0, 0], [2**59, 0]],
+    "sizes": [[2**59, 4], [2**59, 4]],
+}
+
 FORGERIES: list[tuple[Forge, str]] = [
+    (lambda c: c["cuts"][0].update(WRAPPING), "tensor 'x': float32[1152921504606846976, 4] makes no sense"),
     (lambda c: c.update(version=2), "version 2 of the format; this shardwise reads version 1"),
     (lambda c: c.update(format="other"), "not the index of a shardwise checkpoint"),
     (lambda c: c["files"][0].__setitem__(0, "../secret.safetensors"), "no name of a file in the checkpoint's folder"),
