@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from shardwise.comm import launch
 
 def wait_long():
@@ -19,6 +19,7 @@ def wait_long():
 if __name__ != "__main__":
     wait_long()  # as if the imports of a rank took long
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
     try:
         launch(wait_long, 2)
     except KeyboardInterrupt:
@@ -42,8 +43,11 @@ def test_ctrl_c_is_one_line_and_ends_all_ranks_while_they_start(tmp_path: Path) 
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        ranks = [int(process.stdout.readline()) for _ in range(2)]
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        try:
+            ranks = [int(process.stdout.readline()) for _ in range(2)]
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert (process.returncode, errors) == (130, "interrupted\n")
     assert all(map(ended, ranks))
