@@ -79,6 +79,7 @@ def main(folder: str, mode: str, first: int, last: int) -> None:
         if child == 0:
             die_before(k)
             save(path, NEW, async_op=mode == "background")
+            leftovers(path)  # waits until what was replaced is gone
             os._exit(0)
         _, status = os.waitpid(child, 0)
         ended = "done" if os.waitstatus_to_exitcode(status) == 0 else "killed"
