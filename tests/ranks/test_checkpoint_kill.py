@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import clean, leftovers
 from shardwise.checkpoint.folders import recover
+from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 RANKS = 2
@@ -52,23 +51,6 @@ def held(path: Path) -> float:
     return value
 
 
-def die_before(number: int) -> None:
-    """Let this process kill itself right before operation `number` on the file system, counted from now."""
-    left = [number]
-
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return plain(*args, **kwargs)
-
-        return call
-
-    for name in OPERATIONS:
-        setattr(os, name, wrapped(getattr(os, name)))
-
-
 def main(folder: str, mode: str, first: int, last: int) -> None:
     """For each k, fork a child that saves and dies before operation k; write down how it ended."""
     torch.set_num_threads(1)
@@ -77,7 +59,7 @@ def main(folder: str, mode: str, first: int, last: int) -> None:
         shutil.copytree(Path(folder) / "start", path.parent)
         child = os.fork()
         if child == 0:
-            die_before(k)
+            die_before(k, OPERATIONS)
             save(path, NEW, async_op=mode == "background")
             leftovers(path)  # waits until what was replaced is gone
             os._exit(0)

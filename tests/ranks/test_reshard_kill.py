@@ -23,27 +23,11 @@ from shardwise.checkpoint import CheckpointError, leftovers
 from shardwise.checkpoint import reshard_plan as planning
 from shardwise.checkpoint.resharding import reshard
 from shardwise.checkpoint.store import open_store
+from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
 LIMIT = 110
 CUT: dict[str, Any] = {"layout": "S(1)", "ranks": 3}
-
-
-def die_before(number: int) -> None:
-    """Let this process kill itself right before operation `number` on the file system, counted from now."""
-    left = [number]
-
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return plain(*args, **kwargs)
-
-        return call
-
-    for name in OPERATIONS:
-        setattr(os, name, wrapped(getattr(os, name)))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,7 +56,7 @@ def main(folder: Path, format: Any, replace: bool, step: int) -> None:
             shutil.copytree(folder / "old", path)
 
         def killed(k: int = k) -> None:
-            die_before(k)
+            die_before(k, OPERATIONS)
             reshard(source, path, format=format, overwrite=replace, **CUT)
 
         ended = in_child(killed)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 
 def open_file(path: Path) -> FileIO:
@@ -41,3 +44,27 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class SyncedFile(ABC):
+    """A file that is open for writing; what was collected is written and synced when it is closed without an error."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._path = path
+        self._handle = os.open(path, flags, 0o644)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                with naming(self._path):
+                    os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """Write what was collected."""

@@ -26,6 +26,7 @@ from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import CODES, header_bytes
 from shardwise.checkpoint.leaves import Leaf, leaf_of, torch_dtype
+from shardwise.checkpoint.packing import packed
 from shardwise.checkpoint.states import flatten
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
 from shardwise.checkpoint.tree import Json
@@ -97,15 +98,8 @@ def _look(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: 
 
 def _files(tensors: Sequence[Described], max_file_bytes: int) -> dict[str, list[Described]]:
     """The tensors of each file; within a file the widest elements come first, so that all are aligned."""
-    groups: list[list[Described]] = []
-    room = 0
-    for tensor in tensors:
-        size = tensor.layout.numel * tensor.dtype.itemsize
-        if not groups or size > room:
-            groups.append([])
-            room = max_file_bytes
-        groups[-1].append(tensor)
-        room -= size
+    sizes = [(t.dtype.itemsize, t.layout.numel * t.dtype.itemsize) for t in tensors]
+    groups = [[tensors[i] for i in chosen] for chosen in packed(sizes, max_file_bytes, widest_first=False)]
     if len(groups) <= 1:
         names = [folders.HF_SINGLE_NAME]
     else:

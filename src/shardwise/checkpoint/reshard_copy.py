@@ -12,14 +12,13 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
-from shardwise.checkpoint.files import naming
+from shardwise.checkpoint.files import SyncedFile, naming
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.checkpoint.reshard_plan import Range, Segment, Sums, runs
 from shardwise.checkpoint.store import CARRIERS, Store
@@ -203,26 +202,13 @@ class Meeting:
         return self._cells[rows], low[rows], sizes[rows]
 
 
-class Output:
+class Output(SyncedFile):
     """A file that is written in places; neighbouring small parts are collected; synced when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handle = os.open(path, os.O_WRONLY)
+        super().__init__(path, os.O_WRONLY)
         self._collected = bytearray()
         self._begin = 0
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._flush()
-                with naming(self._path):
-                    os.fsync(self._handle)
-        finally:
-            os.close(self._handle)
 
     def write(self, position: int, data: memoryview | bytes) -> None:
         """Write bytes at a place."""

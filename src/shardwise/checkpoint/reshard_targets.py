@@ -18,11 +18,11 @@ from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.headers import CODES, described, header_bytes
 from shardwise.checkpoint.index import INDEX_NAME, Cut, FileEntry, Index, TensorEntry, stored_values
+from shardwise.checkpoint.packing import MAX_FILE_BYTES, packed
 from shardwise.checkpoint.reshard_plan import Item, TargetFile
 from shardwise.checkpoint.tree import Json
 from shardwise.geometry import Box
 
-MAX_FILE_BYTES = 16 << 30
 MAX_HF_FILE_BYTES = 5_000_000_000
 Found: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[str, int, int]]]
 
@@ -69,23 +69,6 @@ def shares_of(tensors: Sequence[Described]) -> tuple[list[Cut], list[Share]]:
         plans, parts = assign(tensors, rank)
         shares.append(Share(rank, [Stored(p.tensor, p.box, plans[p.tensor].cut.box(p.box)) for p in parts]))
     return [plan.cut for plan in plans], shares
-
-
-def packed(sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: bool = True) -> list[list[int]]:
-    """The numbers of what lies in each file, from (width of an element, bytes) of each.
-
-    >>> packed([(2, 8), (4, 8), (4, 4)], 14)
-    [[1, 2], [0]]
-    """
-    files: list[list[int]] = []
-    room = 0
-    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i][0] if widest_first else 0):
-        if not files or sizes[number][1] > room:
-            files.append([])
-            room = max_file_bytes
-        files[-1].append(number)
-        room -= sizes[number][1]
-    return files
 
 
 class ShardwiseTarget(Target):

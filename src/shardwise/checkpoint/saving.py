@@ -26,11 +26,12 @@ from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
 from shardwise.checkpoint.leaves import Leaf, leaf_of
+from shardwise.checkpoint.packing import MAX_FILE_BYTES, packed
 from shardwise.checkpoint.removal import finish_removals, remove_later
 from shardwise.checkpoint.settle import settled_layout, settled_locals
 from shardwise.checkpoint.states import flatten
 from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import MAX_FILE_BYTES, Piece, pack, write_file
+from shardwise.checkpoint.writing import Piece, write_file
 from shardwise.comm import Comm
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.execute import view_of
@@ -174,7 +175,7 @@ def write_share(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_b
     plan.folder.mkdir(exist_ok=True)
     pieces = [_piece(plan, part, values) for part, values in zip(plan.parts, sources, strict=True)]
     files, places = [], []
-    for number, chosen in enumerate(pack(pieces, max_file_bytes)):
+    for number, chosen in enumerate(packed([(p.dtype.itemsize, p.nbytes) for p in pieces], max_file_bytes)):
         written = write_file(plan.folder / f"rank{rank:05d}-{number:05d}.safetensors", [pieces[i] for i in chosen])
         files.append([written.name, written.bytes, written.data_start, written.header_sum])
         for i, (begin, sums) in zip(chosen, written.places, strict=True):

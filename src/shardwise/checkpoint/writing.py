@@ -10,19 +10,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, blocks, checksum
-from shardwise.checkpoint.files import naming
+from shardwise.checkpoint.files import SyncedFile, naming
 from shardwise.checkpoint.headers import described, header_bytes
 from shardwise.checkpoint.host_memory import flat_bytes
 from shardwise.geometry import DType
 
 STAGING_BYTES = 32 << 20
-MAX_FILE_BYTES = 16 << 30
 
 
 class Piece(NamedTuple):
@@ -44,20 +42,6 @@ class Written:
     data_start: int
     header_sum: str
     places: list[tuple[int, str]]
-
-
-def pack(pieces: Sequence[Piece], max_file_bytes: int) -> list[list[int]]:
-    """The numbers of the pieces of each file, in the order in which they are stored."""
-    files: list[list[int]] = []
-    room = 0
-    for number in sorted(range(len(pieces)), key=lambda i: -pieces[i].dtype.itemsize):
-        size = pieces[number].nbytes
-        if not files or size > room:
-            files.append([])
-            room = max_file_bytes
-        files[-1].append(number)
-        room -= size
-    return files
 
 
 def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
@@ -87,25 +71,12 @@ def _write_piece(sink: Sink, piece: Piece) -> str:
     return sums.text()
 
 
-class Sink:
+class Sink(SyncedFile):
     """A new file: small writes are collected, large ones go straight through; synced when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._small = bytearray()
-
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._flush()
-                with naming(self._path):
-                    os.fsync(self._handle)
-        finally:
-            os.close(self._handle)
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
