@@ -59,6 +59,14 @@ def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest
     assert len(ways) == len(table["rows"]) == 8
 
 
+@pytest.mark.timeout(300)
+def test_modules_runs_and_gives_lookups_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lookups, steps = _tables("modules", tmp_path)
+    assert "ours / by hand" in capsys.readouterr().out
+    assert isinstance(lookups["rows"], list) and len(lookups["rows"]) == 2
+    assert isinstance(steps["rows"], list) and [row[0] for row in steps["rows"]] == ["perceptron", "transformer block"]
+
+
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["speed"])
