@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -125,6 +126,17 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
             continue
         return [name for name in names if name.startswith(incomplete)]
     return []
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="GLOB",
+        autocompletion=complete_name,
+        help="Only what has this name, * and ? allowed; may be repeated.",
+    ),
+]
 
 
 class Layouts:

@@ -15,7 +15,7 @@ from shardwise.checkpoint.comparing import Difference, Stored, Tolerance, compar
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.tree import Scalar
-from shardwise.cli.checkpoints import Layouts, Opened, complete_name, matching, open_checkpoint
+from shardwise.cli.checkpoints import Layouts, Names, Opened, matching, open_checkpoint
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, printable
 from shardwise.cli.progress import byte_progress
@@ -75,15 +75,6 @@ class Comparison:
 
 PathA = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder, or a .safetensors file.")]
 PathB = Annotated[str, typer.Argument(metavar="B", help="Another one, of any format, layout and number of ranks.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name",
-        metavar="GLOB",
-        autocompletion=complete_name,
-        help="Only tensors and values of this name, * and ? allowed; may be repeated.",
-    ),
-]
 Atol = Annotated[float, typer.Option(min=0, help="Elements are equal if |a - b| <= ATOL + RTOL * |b|.")]
 Rtol = Annotated[float, typer.Option(min=0, help="See --atol. Without both, bits are compared; NaN equals NaN.")]
 WithLayouts = Annotated[bool, typer.Option("--layouts", help="Count tensors of different layouts as different.")]

@@ -13,7 +13,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_values
 from shardwise.checkpoint.verifying import Problem, checked_bytes, find_problems
 from shardwise.cli.balance import Balance, balance_of, spread
-from shardwise.cli.checkpoints import Layouts, Opened, complete_name, find_format, matching, open_checkpoint
+from shardwise.cli.checkpoints import Layouts, Names, Opened, find_format, matching, open_checkpoint
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json, printable, table_lines
 from shardwise.cli.progress import byte_progress
@@ -34,15 +34,6 @@ class Order(StrEnum):
 
 
 PathText = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors file.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name",
-        metavar="GLOB",
-        autocompletion=complete_name,
-        help="Only tensors of this name, * and ? allowed; may be repeated.",
-    ),
-]
 Sort = Annotated[Order, typer.Option(help="The order of the tensors: as stored, by name, or the largest first.")]
 Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help="Show at most N tensors; 0: all.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Read every byte and check it against its checksum.")]
