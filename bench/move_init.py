@@ -14,7 +14,7 @@ from bench.report import Figures
 from bench.timing import Contender, Span, interleaved, seconds
 from shardwise.comm import LocalWorld
 from shardwise.tensor.creation import init_from_local_shards
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard
 
 OURS, TORCH = "ours", "torch"
 AIM = 0.5

@@ -83,8 +83,8 @@ if TYPE_CHECKING:
         replicate,
         sharding_rule,
     )
-    from shardwise.ops.check import check_sharding
-    from shardwise.ops.discover import discover_sharding
+    from shardwise.ops.discovery.check import check_sharding
+    from shardwise.ops.discovery.discover import discover_sharding
     from shardwise.tensor import (
         ShardedTensor,
         from_local,
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
         custom_sharded_op_impl,
         custom_sharding_spec_op,
     )
-    from shardwise.tensor.streams import (
+    from shardwise.tensor.random.streams import (
         manual_seed,
     )
 
@@ -167,13 +167,13 @@ _LAZY = {
         "zeros",
         "zeros_like",
     ),
-    "shardwise.tensor.streams": ("manual_seed",),
+    "shardwise.tensor.random.streams": ("manual_seed",),
     "shardwise.tensor.custom_ops": (
         "custom_sharded_op_impl",
         "custom_sharding_spec_op",
     ),
-    "shardwise.ops.check": ("check_sharding",),
-    "shardwise.ops.discover": ("discover_sharding",),
+    "shardwise.ops.discovery.check": ("check_sharding",),
+    "shardwise.ops.discovery.discover": ("discover_sharding",),
     "shardwise.ops": (
         "explain",
         "no_communication",

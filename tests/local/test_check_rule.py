@@ -9,9 +9,9 @@ import torch
 
 import shardwise.ops  # noqa: F401  # brings the rules
 from shardwise.geometry import Partial, Replicate, Shard
-from shardwise.ops.check import check_sharding
-from shardwise.ops.registry import Strategy, registered_ops
-from shardwise.ops.rules import sharding_rule
+from shardwise.ops.discovery.check import check_sharding
+from shardwise.ops.engine.registry import Strategy, registered_ops
+from shardwise.ops.engine.rules import sharding_rule
 from tests.local.rule_samples import NEEDS_GPU, NOT_DISCOVERED, TAKES_THE_LEAF, UNDEFINED_VALUES, sample_of
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
-from shardwise.checkpoint import assign, clean, leftovers, reading, store, threads, writing
-from shardwise.checkpoint.described import Described
+from shardwise.checkpoint import clean, leftovers, reading, saving, store, writing
+from shardwise.checkpoint.describe import Described
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
 from shardwise.testing.small import small_layouts
@@ -115,7 +115,7 @@ def test_large_tensors_come_from_mapped_pages(tmp_path: Path, monkeypatch: pytes
 def test_many_threads_load_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {f"t{i}": values((7, 9 + i), torch.float32) for i in range(20)}
     shardwise.save(whole, tmp_path / "c")
-    monkeypatch.setattr(threads, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(reading, "_WORTH_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
     state = {name: torch.zeros_like(t) for name, t in whole.items()}
     shardwise.load(state, tmp_path / "c")
@@ -221,7 +221,7 @@ def test_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 def test_copies_are_written_once_and_shared_out() -> None:
     big, small = Described("big", find_dtype("f32"), everywhere(4, (64, 1 << 18))), []
     small = [Described(f"s{i}", find_dtype("f32"), everywhere(4, (64,))) for i in range(8)]
-    by_rank = [assign.assign([big, *small], rank)[1] for rank in range(4)]
+    by_rank = [saving.assign([big, *small], rank)[1] for rank in range(4)]
     assert [sum(p.holder.here.numel for p in parts) for parts in by_rank] == [16 * (1 << 18) + 128] * 4
     written = [(p.tensor, p.box) for parts in by_rank for p in parts]
     assert len(written) == len(set(written)) == 4 + 8

@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
-from shardwise.checkpoint.headers import header_bytes
+from shardwise.checkpoint.formats.safetensors_header import header_bytes
 from shardwise.checkpoint.index import INDEX_NAME
 
 Forge = Callable[[dict[str, Any]], object]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.geometry import ChunkSpec, Mesh, MeshSpec, Shard
-from shardwise.geometry.splits import chunk_sizes
+from shardwise.geometry.placements import chunk_sizes
 
 
 @pytest.mark.parametrize("count", range(1, 12))

@@ -15,9 +15,8 @@ from typer.testing import CliRunner, Result
 
 import shardwise
 from shardwise import ChunkSpec, Comm, GridSpec, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
-from shardwise.checkpoint import comparing
-from shardwise.checkpoint.comparing import Difference, Stored, Tolerance, compare_stored
-from shardwise.checkpoint.decoding import has_numbers, numbers
+from shardwise.checkpoint import compare
+from shardwise.checkpoint.compare import Difference, Stored, Tolerance, compare_stored, has_numbers, numbers
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.main import app
 from shardwise.geometry.dtypes import DTYPES, DType
@@ -84,7 +83,7 @@ def stored(path: Path, name: str) -> Stored:
 def test_any_two_layouts_differ_exactly_where_their_values_do(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparing, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(compare, "PART_BYTES", part_bytes)
     ours = torch.randn(7, 6, generator=torch.Generator().manual_seed(3))
     theirs = ours.clone()
     theirs[2, 5] += 0.5

@@ -25,11 +25,12 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
-from shardwise.tensor import ShardedTensor, creation, init
-from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.tensor import ShardedTensor, creation
 from shardwise.tensor.placement_specs import ChunkShardingSpec, EnumerableShardingSpec
-from shardwise.tensor.shard import Shard as LocalShard
-from shardwise.tensor.streams import manual_seed
+from shardwise.tensor.random import init
+from shardwise.tensor.random.streams import manual_seed
+from shardwise.tensor.shards import Shard as LocalShard
+from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 SHAPE = (7, 5)
 SPECS: dict[str, tuple[int, ShardingSpec]] = {

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise
 from shardwise import CheckpointError
-from shardwise.checkpoint.dcp_pickle import Call, Name, read_pickle, write_pickle
-from shardwise.checkpoint.dcp_zip import PICKLE, write_archive
+from shardwise.checkpoint.formats.dcp.pickle import Call, Name, read_pickle, write_pickle
+from shardwise.checkpoint.formats.dcp.zip import PICKLE, write_archive
 from shardwise.geometry import find_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -13,10 +13,10 @@ from torch import Tensor
 import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.auto_rule import AutoRule, brief
-from shardwise.ops.discover import Discovered, discover_sharding
-from shardwise.ops.registry import TensorMeta, find_rule, normalised
-from shardwise.ops.rules import register_sharding, remove_sharding
+from shardwise.ops.discovery.auto_rule import AutoRule, brief
+from shardwise.ops.discovery.discover import Discovered, discover_sharding
+from shardwise.ops.engine.registry import TensorMeta, find_rule, normalised
+from shardwise.ops.engine.rules import register_sharding, remove_sharding
 
 aten = torch.ops.aten
 X, Y = torch.zeros(8, 6), torch.zeros(6, 5)

@@ -15,7 +15,7 @@ from shardwise.comm import Comm, run_local
 from shardwise.geometry import Box, ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Partial, Piece
 from shardwise.geometry import Shard as Cut
 from shardwise.tensor import shard
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise import no_communication
 from shardwise.comm import Comm, DisagreementError, run_local
+from shardwise.embedding import lookup_call
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -25,7 +26,7 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
-from shardwise.nn import asking, plain_as_local_batch, shard_parameter
+from shardwise.nn import plain_as_local_batch, shard_parameter
 from shardwise.ops import HiddenCommunicationError, MixedTensorsError
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -249,7 +250,7 @@ def test_only_the_rows_that_are_wanted_travel(monkeypatch: pytest.MonkeyPatch) -
     # Rows 9 and 10 lie on rank 1: they come back once. A short list of ids needs no exchange of its own.
     rows = [{"embedding: rows": 8 * WIDTH}, {"embedding: rows": 16 * WIDTH}]
     assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == rows
-    monkeypatch.setattr(asking, "INLINE", 0)
+    monkeypatch.setattr(lookup_call, "INLINE", 0)
     numbers = [{"embedding: row numbers": 8}, {"embedding: row numbers": 4}]
     assert _sent(ChunkSpec(0, 2), lambda weight: F.embedding(ids, weight)) == [
         {**n, **r} for n, r in zip(numbers, rows, strict=True)

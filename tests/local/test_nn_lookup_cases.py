@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import Comm, run_local
+from shardwise.embedding import lookup_call
 from shardwise.geometry import Box, ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Piece, Replicate, Shard, ShardingSpec
-from shardwise.nn import asking, plain_as_local_batch
+from shardwise.nn import plain_as_local_batch
 from shardwise.tensor import ShardedTensor, shard
 
 RANKS, ROWS, WIDTH = 2, 7, 4
@@ -150,10 +151,10 @@ def test_sums_and_rows_of_other_cuts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["rows", "replicas"])
 def test_long_lists_travel_on_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "INLINE", 8)
+    monkeypatch.setattr(lookup_call, "INLINE", 8)
     _compare(SPECS[name], [case for case in cases("few repeat") if case.most is None and case.padding != -2])
 
 
 def test_lists_of_one_rank_come_along_and_those_of_another_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "INLINE", 24)
+    monkeypatch.setattr(lookup_call, "INLINE", 24)
     _compare(SPECS["columns"], [case for case in cases("few repeat") if case.most is None and case.padding is None])

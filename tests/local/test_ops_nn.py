@@ -14,7 +14,7 @@ from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.ops import no_communication
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.streams import manual_seed
+from shardwise.tensor.random.streams import manual_seed
 from tests.local.op_cases import check_op, lay_out, ramp
 
 IDS = torch.tensor([[1, 3, 6], [0, 0, 2]])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, run_local, shard
 from shardwise.geometry import Placement, ShardingSpec
-from shardwise.tensor import generation
+from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import lay_out
 
@@ -83,7 +83,7 @@ def test_moved_inputs_take_the_short_way(name: str) -> None:
 
 
 def test_writes_take_the_short_way() -> None:
-    generation.advance()  # what other tests have made known is forgotten
+    caches.advance()  # what other tests have made known is forgotten
 
     def body(comm: Comm) -> int:
         first = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops import no_communication
-from shardwise.ops.cuts import NoViewError, viewed
+from shardwise.ops.engine.view_sharding import NoViewError, viewed
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import LINES, check_op, lay_out, ramp
 

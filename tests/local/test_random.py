@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise.tensor.random as drawing
+import shardwise.tensor.random.fill as drawing
 from shardwise.comm import Comm, DisagreementError, run_local
 from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial
-from shardwise.tensor.distributions import Distribution, bernoulli, integers, normal, truncated_normal, uniform
-from shardwise.tensor.random import Source, Tiling, check_not_pending, fill_box, fill_locals, unit_of
-from shardwise.tensor.streams import Stream, manual_seed, next_stream
+from shardwise.tensor.random.distributions import Distribution, bernoulli, integers, normal, truncated_normal, uniform
+from shardwise.tensor.random.fill import Source, Tiling, check_not_pending, fill_box, fill_locals, unit_of
+from shardwise.tensor.random.streams import Stream, manual_seed, next_stream
 from shardwise.testing import small_layouts
 from shardwise.testing.strategies import layouts
 

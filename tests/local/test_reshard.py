@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 import shardwise
 from shardwise import ChunkSpec, Comm, GridSpec, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
 from shardwise.checkpoint import CheckpointError, leftovers, reshard
-from shardwise.checkpoint import reshard_plan as planning
 from shardwise.checkpoint.folders import absolute
-from shardwise.checkpoint.reshard_layouts import spec_for
-from shardwise.checkpoint.reshard_plan import runs
-from shardwise.checkpoint.reshard_pool import share_memory
-from shardwise.checkpoint.reshard_work import work_folder
+from shardwise.checkpoint.resharding import plan as planning
+from shardwise.checkpoint.resharding.layouts import spec_for
+from shardwise.checkpoint.resharding.plan import runs
+from shardwise.checkpoint.resharding.pool import share_memory
+from shardwise.checkpoint.resharding.work import work_folder
 from shardwise.cli.main import app
 from shardwise.geometry import Box
 from shardwise.nn import ModelPlan
@@ -310,7 +310,7 @@ def test_workers_do_without_torch() -> None:
     assert "torch" in sys.modules
     import subprocess
 
-    code = "import sys, shardwise.checkpoint.reshard_worker; print('torch' in sys.modules)"
+    code = "import sys, shardwise.checkpoint.resharding.worker; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "False\n"

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
-from shardwise.cli.demo_chapters import Chapter, draw_after, draw_before, explain_transfer
+from shardwise.cli.demo.chapters import Chapter, draw_after, draw_before, explain_transfer
 from shardwise.cli.errors import pointer_lines
 from shardwise.cli.main import app
-from shardwise.cli.units import parse_bytes, shortened
+from shardwise.cli.output import parse_bytes, shortened
 from shardwise.geometry import LayoutError
 from shardwise.view import line, plain_text
 
@@ -189,7 +189,7 @@ def test_demo_draws_two_layouts_and_the_transfer() -> None:
 def test_demo_ends_with_1_if_a_chapter_went_wrong(status: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = status == 0
     chapters = [Chapter("One.", [line("row")], {"a": 1}), Chapter("Two.", [], {"b": [2]}, right)]
-    monkeypatch.setattr("shardwise.cli.demo.story", lambda show: iter(chapters))
+    monkeypatch.setattr("shardwise.cli.demo.command.story", lambda show: iter(chapters))
     told, data = run("demo"), run("demo", "--json")
     assert (told.exit_code, data.exit_code) == (status, status)
     assert told.stdout.startswith(f"1. One.\n\nrow\n\n2. Two.\n\n{end}")

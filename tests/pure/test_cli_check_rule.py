@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from shardwise.cli.check_rule import Sample, parse_samples
 from shardwise.cli.main import app
-from shardwise.cli.samples import Sample, parse_samples
 from shardwise.geometry import NotationError
 
 WRONG_RULE = """

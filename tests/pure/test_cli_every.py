@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwise.checkpoint.headers import header_bytes
+from shardwise.checkpoint.formats.safetensors_header import header_bytes
 from shardwise.cli.main import COMMANDS, _loaded, app
-from shardwise.cli.progress import byte_progress, shown_progress
+from shardwise.cli.output import byte_progress, shown_progress
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 

@@ -26,11 +26,10 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
-from shardwise.geometry.cells import Cells
+from shardwise.geometry.cells import Cells, PieceTable
 from shardwise.geometry.dtypes import DTYPES, find_dtype
-from shardwise.geometry.notation import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
-from shardwise.geometry.notation_write import format_layout, format_placement
-from shardwise.geometry.pieces import PieceTable
+from shardwise.geometry.notation.read import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
+from shardwise.geometry.notation.write import format_layout, format_placement
 
 # Texts that print exactly as they are written.
 CANONICAL = [

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.demo import story
-from shardwise.cli.demo_job import Resumed, Trained
-from shardwise.cli.demo_story import going_on, loaded, moved, training
+from shardwise.cli.demo.command import story
+from shardwise.cli.demo.job import Resumed, Trained
+from shardwise.cli.demo.story import going_on, loaded, moved, training
 from shardwise.view import plain_text
 
 HEADINGS = [

@@ -13,11 +13,11 @@ from torch.distributed._shard.api import shard_parameter as torch_shard_paramete
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TorchChunkSpec
 
 from shardwise import ChunkSpec, Mesh, ShardedTensor
+from shardwise.embedding import lookup_call
 from shardwise.nn import (
     BalancedPlanner,
     ModelPlan,
     ShardedOptimizer,
-    asking,
     named_params_with_sharded_tensor,
     shard_module,
     shard_parameter,
@@ -63,11 +63,11 @@ def _gradients(kind: str, dim: int, inline: int) -> tuple[Tensor, Tensor]:
     sharded, whole = layer(kind), layer(kind)
     shard_parameter(sharded, "weight", ChunkSpec(dim, size))
     dims = 1 if kind == "embedding" else 2
-    before, asking.INLINE = asking.INLINE, inline
+    before, lookup_call.INLINE = lookup_call.INLINE, inline
     try:
         sharded(ids_of(rank, dims)).square().sum().backward()
     finally:
-        asking.INLINE = before
+        lookup_call.INLINE = before
     torch.stack([whole(ids_of(r, dims)).square().sum() for r in range(size)]).sum().backward()  # type: ignore[no-untyped-call]
     found, expected = (next(module.parameters()).grad for module in (sharded, whole))
     assert isinstance(found, ShardedTensor) and expected is not None

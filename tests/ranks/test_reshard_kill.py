@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint import CheckpointError, leftovers
-from shardwise.checkpoint import reshard_plan as planning
-from shardwise.checkpoint.resharding import reshard
+from shardwise.checkpoint.resharding import plan as planning
+from shardwise.checkpoint.resharding.run import reshard
 from shardwise.checkpoint.store import open_store
 from tests.ranks.killing import die_before
 
@@ -110,11 +110,11 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(
 
 def wait_here(folder: Path, path: Path, as_command: bool) -> None:
     """Reshard with two workers, and stop for good when the first segment is done."""
-    from shardwise.checkpoint import reshard_pool
+    from shardwise.checkpoint.resharding import pool
     from shardwise.cli import reshard as command
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
-    started = reshard_pool._started
+    started = pool._started
 
     def noted(*args: Any) -> Any:
         process = started(*args)
@@ -125,7 +125,7 @@ def wait_here(folder: Path, path: Path, as_command: bool) -> None:
         print("ready")
         time.sleep(LIMIT)
 
-    reshard_pool._started = noted
+    pool._started = noted
     planning.SEGMENT_BYTES = 64
     if not as_command:
         reshard(folder / "source", path, workers=2, progress=stop, max_buffer_bytes=1 << 30, **CUT)
@@ -199,10 +199,10 @@ def test_an_interrupt_stops_the_workers_and_tells_how_to_go_on(
 
 
 def test_a_worker_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.checkpoint import reshard_pool
+    from shardwise.checkpoint.resharding import pool
 
     monkeypatch.setattr(planning, "SEGMENT_BYTES", 64)
-    started = reshard_pool._started
+    started = pool._started
     processes: list[subprocess.Popen[bytes]] = []
 
     def noted(*args: Any) -> subprocess.Popen[bytes]:
@@ -213,7 +213,7 @@ def test_a_worker_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypat
         for process in processes:
             process.kill()
 
-    monkeypatch.setattr(reshard_pool, "_started", noted)
+    monkeypatch.setattr(pool, "_started", noted)
     with pytest.raises(
         CheckpointError, match=r"a worker ended with exit status -9 while it wrote rank.*the same again"
     ):

@@ -11,24 +11,24 @@ from shardwise.checkpoint.errors import CheckpointError
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import Saving
     from shardwise.checkpoint.folders import clean, leftovers
-    from shardwise.checkpoint.huggingface import save_hf
+    from shardwise.checkpoint.formats.huggingface import save_hf
     from shardwise.checkpoint.loading import load
-    from shardwise.checkpoint.reader import Checkpoint, StoredTensor, open
-    from shardwise.checkpoint.resharding import ReshardReport, reshard
+    from shardwise.checkpoint.opening import Checkpoint, StoredTensor, open
+    from shardwise.checkpoint.resharding.run import ReshardReport, reshard
     from shardwise.checkpoint.saving import save
 
 _MODULE_OF = {
-    "Checkpoint": "shardwise.checkpoint.reader",
-    "ReshardReport": "shardwise.checkpoint.resharding",
+    "Checkpoint": "shardwise.checkpoint.opening",
+    "ReshardReport": "shardwise.checkpoint.resharding.run",
     "Saving": "shardwise.checkpoint.background",
-    "StoredTensor": "shardwise.checkpoint.reader",
+    "StoredTensor": "shardwise.checkpoint.opening",
     "clean": "shardwise.checkpoint.folders",
     "leftovers": "shardwise.checkpoint.folders",
     "load": "shardwise.checkpoint.loading",
-    "open": "shardwise.checkpoint.reader",
-    "reshard": "shardwise.checkpoint.resharding",
+    "open": "shardwise.checkpoint.opening",
+    "reshard": "shardwise.checkpoint.resharding.run",
     "save": "shardwise.checkpoint.saving",
-    "save_hf": "shardwise.checkpoint.huggingface",
+    "save_hf": "shardwise.checkpoint.formats.huggingface",
 }
 
 __all__ = [

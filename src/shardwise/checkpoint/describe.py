@@ -1,4 +1,6 @@
-"""Do all ranks save the same state? What each rank has, compared by one digest and merged where it differs.
+"""A tensor as a checkpoint plans it: what is known before a value is touched, without torch.
+
+Do all ranks save the same state? What each rank has, compared by one digest and merged where it differs.
 
 1. Every rank describes its state: the tree, and for each tensor dtype and layout. Equal digests: done.
 2. Else (pipeline stages, say) the descriptions are exchanged. Trees are merged; an entry that several ranks have is
@@ -9,17 +11,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.described import Described
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.leaves import Leaf
+from shardwise.checkpoint.state import Leaf
 from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, find_dtype, layout_from_json, layout_to_json
-from shardwise.tensor.moves import everywhere
+from shardwise.geometry import DType, Layout, find_dtype, layout_from_json, layout_to_json
+from shardwise.tensor.move import everywhere
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Described:
+    """A tensor that the ranks save together."""
+
+    name: str
+    dtype: DType
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.numel * self.dtype.itemsize
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -1,4 +1,8 @@
-"""Which folder is the checkpoint? Names of temporary folders, the commit, and what a killed save leaves behind.
+"""Removing what a save has replaced, while the program goes on: freeing gigabytes takes a while.
+
+A program that ends waits for it; one that is killed leaves a folder that is recognised as a leftover.
+
+Which folder is the checkpoint? Names of temporary folders, the commit, and what a killed save leaves behind.
 
 A save to `ckpt` with the token `1f2e` writes `.ckpt.saving-1f2e` beside it, all files synced, the index last. Then:
 
@@ -14,13 +18,34 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.huggingface_index import read_header
+from shardwise.checkpoint.formats.huggingface_index import read_header
 from shardwise.checkpoint.index import INDEX_NAME
-from shardwise.checkpoint.removal import finish_removals
+
+_running: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+def remove_later(folder: Path) -> None:
+    """Start to remove a folder."""
+    thread = threading.Thread(target=shutil.rmtree, args=(folder, True), name="shardwise remove")
+    with _lock:
+        _running[:] = [t for t in _running if t.is_alive()]
+        thread.start()
+        _running.append(thread)
+
+
+def finish_removals() -> None:
+    """Wait until everything that this process removes is gone."""
+    with _lock:
+        threads = list(_running)
+    for thread in threads:
+        thread.join()
+
 
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 HF_INDEX_NAME = "model.safetensors.index.json"

@@ -1,4 +1,6 @@
-"""What is in a checkpoint, and where? The index as a value, and its JSON with every number checked.
+"""The layout a tensor was saved with, from the index, with a bound on how much a few numbers may blow up to.
+
+What is in a checkpoint, and where? The index as a value, and its JSON with every number checked.
 
 1. Tensors that are cut alike share one `Cut`: a shape, the boxes that tile it, and the spec it was saved with.
 2. A tensor names its cut and its dtype, and for each box the file, the first byte and the checksums of its blocks.
@@ -20,11 +22,38 @@ import numpy as np
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.headers import MAX_NUMBER
+from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
 from shardwise.checkpoint.tree import Json, Scalar, leaves
-from shardwise.geometry import Box, DType, LayoutError, find_dtype
+from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece, find_dtype
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.mesh import IntArray
+from shardwise.geometry.serialize import layout_from_json
+
+_MAX_CUTS = 1 << 22
+
+
+def stored_layout(entry: TensorEntry) -> Layout:
+    """The layout of a stored tensor; without a spec it lies whole on rank 0."""
+    spec = entry.cut.spec
+    if spec is None:
+        return EnumerableSpec([Piece(Box.whole(entry.shape), 0)]).layout(entry.shape)
+    try:
+        _check_size(spec, entry.shape)
+        return layout_from_json({"shape": list(entry.shape), "spec": spec})
+    except (LayoutError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"tensor {entry.name!r}: its layout in the index is damaged: {error}") from error
+
+
+def _check_size(spec: Any, shape: tuple[int, ...]) -> None:
+    """Block-cyclic shards have as many cuts as the dim has blocks, whatever the length of the index."""
+    for placement in spec.get("placements") or ():
+        block = placement.get("block")
+        if block is not None and shape[placement["dim"]] // max(1, block) > _MAX_CUTS:
+            raise CheckpointError(f"blocks of {block} make more than {_MAX_CUTS} cuts")
+    for split in spec.get("splits") or ():
+        if isinstance(split, int) and split > _MAX_CUTS:
+            raise CheckpointError(f"more than {_MAX_CUTS} cuts of one dim")
+
 
 INDEX_NAME = "shardwise.index.json"
 FORMAT = "shardwise"

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
-from shardwise.checkpoint.dcp_folder import CRC, dcp_index
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import open_file
 from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
-from shardwise.checkpoint.huggingface_index import file_index, folder_index
+from shardwise.checkpoint.formats.dcp.folder import CRC, dcp_index
+from shardwise.checkpoint.formats.huggingface_index import file_index, folder_index
 from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
 
 DEFAULT_BUFFER_BYTES = 256 << 20

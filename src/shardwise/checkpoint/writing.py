@@ -1,4 +1,8 @@
-"""Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
+"""The memory of a tensor on the host as NumPy sees it, also for element types that NumPy lacks.
+
+Which tensors lie together in a file, and how large a file may grow.
+
+Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
 
 Boxes are sorted by the width of their elements, widest first, so that each begins at a multiple of it. Tensors that do
 not lie in one run of host memory pass through a buffer of bounded size.
@@ -10,15 +14,73 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, blocks, checksum
 from shardwise.checkpoint.files import SyncedFile, naming
-from shardwise.checkpoint.headers import described, header_bytes
-from shardwise.checkpoint.host_memory import flat_bytes
+from shardwise.checkpoint.formats.safetensors_header import described, header_bytes
+from shardwise.checkpoint.store import CARRIERS
 from shardwise.geometry import DType
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64}
+_INTS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+_OF_NUMPY = _FLOATS | _INTS | {torch.bool}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor lie on the host as they are."""
+    return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """The memory of a plain tensor: unsigned numbers of its elements' width.
+
+    >>> as_array(torch.ones(2, 2, dtype=torch.bfloat16)).tolist()
+    [[16256, 16256], [16256, 16256]]
+    """
+    itemsize = tensor.dtype.itemsize
+    if tensor.dtype not in _OF_NUMPY:
+        tensor = tensor.view(_CARRIERS[itemsize])
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array.view(CARRIERS[itemsize])
+
+
+def flat_bytes(tensor: Tensor) -> memoryview | None:
+    """The bytes of a tensor, if they lie on the host in one run.
+
+    >>> flat_bytes(torch.ones(2, dtype=torch.int16)).tolist(), flat_bytes(torch.ones(2, 2)[:, 0])
+    ([1, 0, 1, 0], None)
+    """
+    if not is_plain(tensor) or not tensor.is_contiguous():
+        return None
+    return as_array(tensor).reshape(-1).view(np.uint8).data
+
+
+MAX_FILE_BYTES = 16 << 30
+
+
+def packed(sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: bool = True) -> list[list[int]]:
+    """The numbers of what lies in each file, from (width of an element, bytes) of each.
+
+    >>> packed([(2, 8), (4, 8), (4, 4)], 14)
+    [[1, 2], [0]]
+    """
+    files: list[list[int]] = []
+    room = 0
+    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i][0] if widest_first else 0):
+        if not files or sizes[number][1] > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(number)
+        room -= sizes[number][1]
+    return files
+
 
 STAGING_BYTES = 32 << 20
 

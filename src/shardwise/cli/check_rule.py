@@ -1,10 +1,21 @@
-"""`shardwise check-rule`: is the rule of an operator right?"""
+"""Sample arguments of an operator, written on one line.
+
+f32[8,6]          a tensor
+i64[5]<8          a tensor of integers from 0 to 7
+1  0.5  true  none  "mean"
+[1, 2]  [f32[4], f32[4]]
+keepdim=true      an argument given by name
+
+`shardwise check-rule`: is the rule of an operator right?
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +23,91 @@ import typer
 
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, print_json
-from shardwise.cli.samples import Sample, Samples, parse_samples
 from shardwise.geometry import LayoutError, find_dtype
+from shardwise.geometry.notation.scan import Scanner
+
+WORDS = {"true": True, "True": True, "false": False, "False": False, "none": None, "None": None}
+NUMBER = re.compile(r"[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d+)")
+TEXT = re.compile(r"'([^']*)'|\"([^\"]*)\"")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A tensor to be made: its dtype, its shape, and for integers where they end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The arguments of a call, by position and by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def parse_samples(text: str) -> Samples:
+    """Read sample arguments.
+
+    >>> parse_samples("f32[8,6], 1, keepdim=true")
+    Samples(args=(Sample(dtype='f32', shape=(8, 6), limit=None), 1), kwargs={'keepdim': True})
+    """
+    scanner = Scanner(text)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    while scanner.rest:
+        name = _name(scanner)
+        if name is not None:
+            kwargs[name] = _value(scanner)
+        elif kwargs:
+            scanner.fail("an argument without a name after one with a name")
+        else:
+            args.append(_value(scanner))
+        if scanner.rest:
+            scanner.expect(",", "between arguments")
+    return Samples(tuple(args), kwargs)
+
+
+def _name(scanner: Scanner) -> str | None:
+    """The name of an argument given by name, read with its sign; None if there is none."""
+    word = scanner.peek_word()
+    if not word or not scanner.rest[len(word) :].lstrip().startswith("="):
+        return None
+    scanner.take(word)
+    scanner.take("=")
+    return word
+
+
+def _value(scanner: Scanner) -> Any:
+    if scanner.take("["):
+        return scanner.items(lambda: _value(scanner), "]", "in a list")
+    for pattern in (NUMBER, TEXT):
+        found = pattern.match(scanner.rest)
+        if found is not None:
+            scanner.take(found.group())
+            return _number(found.group()) if pattern is NUMBER else found.group(1) or found.group(2) or ""
+    word = scanner.peek_word()
+    if word in WORDS and scanner.take(word):
+        return WORDS[word]
+    return _tensor(scanner)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.lstrip("+-").isdigit() else float(text)
+
+
+def _tensor(scanner: Scanner) -> Sample:
+    at = scanner.at
+    dtype = scanner.word()
+    with scanner.pointing(at):
+        find_dtype(dtype)
+    scanner.expect("[", f"after {dtype}, as in {dtype}[8,6]")
+    shape = scanner.items(lambda: scanner.integer("the length of a dim"), "]", "in a shape")
+    limit = scanner.integer("where the integers end") if scanner.take("<") else None
+    return Sample(dtype, tuple(shape), limit)
+
 
 Operator = Annotated[
     str, typer.Argument(metavar="OPERATOR", help="package.module:op, or torch's own name: aten.mm.default.")
@@ -44,7 +138,7 @@ def check_rule(op: Operator, sample: SampleText, as_json: AsJson = False, comple
 
 def checked_rule(target: Any, asked: Samples) -> Any:
     """The result of trying the rule of an operator on sample arguments."""
-    from shardwise.ops.check import check_sharding  # loads torch
+    from shardwise.ops.discovery.check import check_sharding  # loads torch
 
     try:
         return check_sharding(target, *map(_made, asked.args), **{k: _made(v) for k, v in asked.kwargs.items()})
@@ -89,7 +183,7 @@ def _made(value: Any) -> Any:
 
 def to_json(checked: Any) -> dict[str, Any]:
     """A check's result as plain data."""
-    from shardwise.ops.auto_rule import brief
+    from shardwise.ops.discovery.auto_rule import brief
 
     wrong = [
         {"strategy": brief(w.strategy), "ranks": w.ranks, "cut": w.cut, "problem": w.problem, "error": w.error}

@@ -14,9 +14,8 @@ import typer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
-from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry
+from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store, open_store
-from shardwise.checkpoint.stored_layout import stored_layout
 from shardwise.geometry import Layout, LayoutError, format_layout
 
 OWN_FORMAT = "shardwise"

@@ -18,8 +18,7 @@ from shardwise.checkpoint.folders import absolute, left_beside, recover, resolve
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.checkpoints import format_of
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json, table_lines
-from shardwise.cli.units import counted
+from shardwise.cli.output import AsJson, counted, print_json, table_lines
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 

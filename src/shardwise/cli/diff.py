@@ -11,15 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.checksums import block_count
-from shardwise.checkpoint.comparing import Difference, Stored, Tolerance, compare_stored
+from shardwise.checkpoint.compare import Difference, Stored, Tolerance, compare_stored
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.tree import Scalar
 from shardwise.cli.checkpoints import Layouts, Names, Opened, matching, open_checkpoint
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json, printable
-from shardwise.cli.progress import byte_progress
-from shardwise.cli.units import counted, shortened
+from shardwise.cli.output import AsJson, byte_progress, counted, print_json, printable, shortened
 from shardwise.view import line, print_lines
 
 SHOWN = 50

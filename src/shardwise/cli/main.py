@@ -13,7 +13,7 @@ from shardwise.cli.errors import Commands
 COMMANDS = {
     "show": "shardwise.cli.show:show",
     "plan": "shardwise.cli.plan:plan",
-    "demo": "shardwise.cli.demo:demo",
+    "demo": "shardwise.cli.demo.command:demo",
     "check-rule": "shardwise.cli.check_rule:check_rule",
     "inspect": "shardwise.cli.inspect:inspect",
     "diff": "shardwise.cli.diff:diff",

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from shardwise.cli.output import AsJson, print_json
-from shardwise.cli.units import format_seconds, parse_bytes, shortened
+from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shortened
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer import Topology, Transfer, plan_transfer

@@ -10,11 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.resharding import ReshardReport, reshard
+from shardwise.checkpoint.resharding.run import ReshardReport, reshard
 from shardwise.cli.errors import INTERRUPTED
-from shardwise.cli.output import AsJson, print_json, printable
-from shardwise.cli.progress import shown_progress
-from shardwise.cli.units import counted, format_seconds, parse_bytes, shortened
+from shardwise.cli.output import (
+    AsJson,
+    counted,
+    format_seconds,
+    parse_bytes,
+    print_json,
+    printable,
+    shortened,
+    shown_progress,
+)
 from shardwise.geometry import LayoutError
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.output import AsJson, print_json
-from shardwise.cli.units import shortened, terminal_width
+from shardwise.cli.output import AsJson, print_json, shortened, terminal_width
 from shardwise.geometry import TensorType, layout_to_json, parse_layout
 from shardwise.view import Line, draw_layout, draw_ranks, line, print_lines
 

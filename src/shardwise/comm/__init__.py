@@ -1,14 +1,13 @@
 """How ranks talk: the `Comm` interface, over a torch process group or over the threads of one process."""
 
-from .agree import agree
-from .current import current_comm, default_comm, use_comm
-from .errors import CommError, DisagreementError
-from .launch import LocalWorld, Outcome, launch
-from .local import LocalComm
-from .process_group import ProcessGroupComm, comm_from_device_mesh
-from .protocol import Comm, ReduceOp, Work
-from .run_local import run_local
-from .telling import fold_texts, fold_values, name_ranks
+from shardwise.comm.agree import agree
+from shardwise.comm.current import current_comm, default_comm, use_comm
+from shardwise.comm.launch import LocalWorld, Outcome, launch
+from shardwise.comm.local import LocalComm
+from shardwise.comm.process_group import ProcessGroupComm, comm_from_device_mesh
+from shardwise.comm.protocol import Comm, CommError, DisagreementError, ReduceOp, Work
+from shardwise.comm.rank_text import fold_texts, fold_values, name_ranks
+from shardwise.comm.run_local import run_local
 
 __all__ = [
     "Comm",

@@ -12,9 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import DisagreementError
-from .protocol import Comm
-from .telling import fold_texts, fold_values
+from shardwise.comm.protocol import Comm, DisagreementError
+from shardwise.comm.rank_text import fold_texts, fold_values
 
 _ABSENT = "nothing"
 _PROBLEM = "problem"

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
-from .local import LocalComm
-from .process_group import ProcessGroupComm
-from .protocol import Comm
+from shardwise.comm.local import LocalComm
+from shardwise.comm.process_group import ProcessGroupComm
+from shardwise.comm.protocol import Comm
 
 _current: ContextVar[Comm | None] = ContextVar("shardwise_comm", default=None)
 _alone = LocalComm.alone()

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ._worker import LOOPBACK, Reply, Task, World, main
-from .errors import CommError
-from .protocol import DEFAULT_TIMEOUT
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
+from shardwise.comm.transports.worker import LOOPBACK, Reply, Task, World, main
 
 T = TypeVar("T")
 _GRACE = 5.0

@@ -21,18 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _tensors as tensors
-from ._engine import Engine
-from ._faults import Accident, Board
-from ._gloo import GlooEngine
-from ._nccl import NativeEngine
-from ._same_host_setup import connect_same_host
-from ._staging import Stage
-from ._torch_compat import backends, group_name
-from ._waiting import Waits
-from ._work import Pending
-from .errors import CommError
-from .protocol import DEFAULT_TIMEOUT, ReduceOp, Work
+from shardwise._torch import backends, group_name
+from shardwise.comm import flat_tensors as tensors
+from shardwise.comm.faults import Accident, Board, Waits
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, Pending, ReduceOp, Work
+from shardwise.comm.transports.engine import Engine, Stage
+from shardwise.comm.transports.gloo import GlooEngine
+from shardwise.comm.transports.nccl import NativeEngine
+from shardwise.comm.transports.same_host import connect_same_host
 
 _GRACE = 1.0
 _known: dict[str, ProcessGroupComm] = {}

@@ -1,4 +1,6 @@
-"""The one small interface through which bytes leave a process.
+"""What can go wrong between ranks: a transport that failed, or ranks that asked for different things.
+
+The one small interface through which bytes leave a process.
 
 Everything above this layer talks to a `Comm` and never to `torch.distributed`. Three rules hold for all of them:
 
@@ -7,16 +9,44 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 2. A tensor that is read must not change, and one that is written must not be used, until `Work.wait()` returned.
 3. Each call carries the comm's time-out. A rank that raises, dies or calls something else makes the others raise
    `CommError`, which names the rank and the label.
+
+Started operations: already complete, or completed by a function that runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class CommError(RuntimeError):
+    """A collective could not be completed: a rank died, raised, timed out, or made another call.
+
+    >>> raise CommError("'gather w': rank 2 did not take part within 5 s", ranks=(2,))
+    Traceback (most recent call last):
+    ...
+    shardwise.comm.protocol.CommError: 'gather w': rank 2 did not take part within 5 s
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[CommError], tuple[str, tuple[int, ...]], dict[str, object]]:
+        return type(self), (str(self), self.ranks), self.__dict__
+
+
+class DisagreementError(ValueError):
+    """Ranks called one collective operation with different arguments; every rank raises it.
+
+    >>> issubclass(DisagreementError, ValueError)
+    True
+    """
+
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 DEFAULT_TIMEOUT = 300.0
@@ -117,3 +147,37 @@ class Comm(Protocol):
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes in the order of `ranks`; lengths may differ; meant for small objects."""
         ...
+
+
+class Done:
+    """Work that has nothing left to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Pending:
+    """Work completed by calling `finish` once; a failure is raised again at every later `wait`.
+
+    >>> work = Pending(lambda: print("moved"))
+    >>> work.wait()
+    moved
+    >>> work.wait()
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Run the completion if it has not run; raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        try:
+            finish()
+        except BaseException as error:
+            self._error = error
+            raise

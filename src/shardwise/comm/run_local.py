@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._meeting import Hub, Room
-from .current import use_comm
-from .errors import CommError
-from .local import LocalComm
-from .protocol import Comm
+from shardwise.comm.current import use_comm
+from shardwise.comm.local import Hub, LocalComm, Room
+from shardwise.comm.protocol import Comm, CommError
 
 T = TypeVar("T")
 

@@ -21,13 +21,12 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements
-from shardwise.ops.engine import call_op
-from shardwise.ops.placing import mesh_view
-from shardwise.ops.recorded import note_special
-from shardwise.ops.shortcuts import call_through
-from shardwise.ops.watch import Entry, brief, forbid, record, user_line
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.explain import Entry, brief, forbid, record, user_line
+from shardwise.ops.engine.fast_path import call_through, note_special
+from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
-from shardwise.tensor.moves import describe, text_of
+from shardwise.tensor.move import describe, text_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 if TYPE_CHECKING:

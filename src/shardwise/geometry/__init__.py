@@ -6,8 +6,8 @@ from shardwise.geometry.errors import LayoutError, NotationError
 from shardwise.geometry.infer import infer_spec
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
-from shardwise.geometry.notation import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
-from shardwise.geometry.notation_write import format_layout, format_placement
+from shardwise.geometry.notation.read import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
+from shardwise.geometry.notation.write import format_layout, format_placement
 from shardwise.geometry.placements import Partial, Placement, Reduction, Replicate, Shard
 from shardwise.geometry.serialize import layout_from_json, layout_to_json
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardwise.geometry.box import Piece
+from shardwise.geometry.cells import PieceTable
 from shardwise.geometry.layout import ShardingSpec, checked_table
 from shardwise.geometry.mesh import IntArray, Mesh
-from shardwise.geometry.pieces import PieceTable
-from shardwise.geometry.placements import Placement, Replicate, Shard
+from shardwise.geometry.placements import Placement, Replicate, Shard, chunk_sizes
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
-from shardwise.geometry.splits import chunk_sizes
 
 
 def infer_spec(shape: Sequence[int], pieces: Sequence[Piece]) -> ShardingSpec:

@@ -17,11 +17,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from shardwise.geometry.box import Box, Piece
-from shardwise.geometry.cells import Cells
+from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes, table_from_cells
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.errors import LayoutError, whole_numbers
 from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.pieces import PieceTable, table_from_boxes, table_from_cells
 from shardwise.geometry.placements import Reduction
 
 if TYPE_CHECKING:

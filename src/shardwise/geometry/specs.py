@@ -11,21 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.geometry.box import Piece
-from shardwise.geometry.cells import Cells, grid_cells, mesh_cells
+from shardwise.geometry.cells import Cells, PieceTable, grid_cells, mesh_cells, table_from_boxes
 from shardwise.geometry.errors import LayoutError, whole_numbers
 from shardwise.geometry.layout import ShardingSpec, checked_columns
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, frozen_array
-from shardwise.geometry.pieces import PieceTable, table_from_boxes
 from shardwise.geometry.placements import (
     Partial,
     Placement,
     Reduction,
     Replicate,
     Shard,
+    chunk_sizes,
     pending_reduction,
     resolve_dim,
 )
-from shardwise.geometry.splits import chunk_sizes
 
 Devices: TypeAlias = tuple[str | None, ...] | None
 

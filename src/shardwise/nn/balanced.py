@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from shardwise.geometry import Box, EnumerableSpec, Piece
-from shardwise.nn.plan import ShardingPlan, ShardingPlanner, owners_of
+from shardwise.nn.model_plan import ShardingPlan, ShardingPlanner, owners_of
 from shardwise.transfer.report import format_bytes
 
 IsTable: TypeAlias = Callable[[str, nn.Module], bool]

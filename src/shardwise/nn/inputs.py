@@ -22,8 +22,8 @@ from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.model_plan import ModelPlan
-from shardwise.ops.cuts import NoViewError, express
-from shardwise.ops.mixed import plain_as_replicated
+from shardwise.ops.engine.mixed import plain_as_replicated
+from shardwise.ops.engine.view_sharding import NoViewError, express
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Reading = tuple[nn.Module, AbstractContextManager[None]]

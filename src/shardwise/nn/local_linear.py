@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError
+from shardwise.embedding.local_batch import as_matrix, is_local_batch, otherwise
 from shardwise.geometry import Mesh, MeshSpec, Shard
-from shardwise.nn.reading import as_matrix, is_local_batch, otherwise
-from shardwise.ops.engine import call_op
-from shardwise.ops.placing import mesh_view
-from shardwise.ops.vary import varied
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.vary import varied
 from shardwise.tensor.dispatch import handler
-from shardwise.tensor.moves import everywhere, moved
+from shardwise.tensor.move import everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _linear_of_sharded = otherwise(F.linear)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.embedding.slabs import share
 from shardwise.geometry import ShardingSpec
-from shardwise.nn.bands import share
 from shardwise.tensor.comms import Group
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor

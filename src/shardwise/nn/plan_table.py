@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
-from shardwise.geometry.notation_write import format_placement
-from shardwise.nn.model_plan import ModelPlan
-from shardwise.nn.plan import owners_of
+from shardwise.geometry.notation.write import format_placement
+from shardwise.nn.model_plan import ModelPlan, owners_of
 from shardwise.transfer.report import format_bytes
 
 HEAD = ("parameter", "count", "shape", "layout", "per rank", "gradients", "per row")

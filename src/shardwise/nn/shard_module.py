@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, DisagreementError
+from shardwise.embedding.local_batch import read_local_batches
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.nn.fitting import Fields, check_mesh, check_ranks, check_source, check_together, layouts_of, texts_of
 from shardwise.nn.inputs import read_inputs
 from shardwise.nn.materialise import Initialiser, check_initialisers, initialise, laid_out, owners_of_meta
-from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
-from shardwise.nn.plan import Sharder, ShardingPlan
-from shardwise.nn.reading import read_local_batches
+from shardwise.nn.plan_checks import Fields, check_mesh, check_ranks, check_source, check_together, layouts_of, texts_of
 from shardwise.tensor.comms import Group, comm_for
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor

@@ -1,35 +1,34 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
-from shardwise.ops import attention_rules as _attention_rules  # noqa: F401  # registers rules
-from shardwise.ops import batch_norm_rules as _batch_norm_rules  # noqa: F401  # registers rules
-from shardwise.ops import batched_rules as _batched_rules  # noqa: F401  # registers rules
-from shardwise.ops import conv_rules as _conv_rules  # noqa: F401  # registers rules
-from shardwise.ops import copy_rules as _copy_rules  # noqa: F401  # registers rules
-from shardwise.ops import embedding_rules as _embedding_rules  # noqa: F401  # registers rules
-from shardwise.ops import extreme_rules as _extreme_rules  # noqa: F401  # registers rules
-from shardwise.ops import factory_rules as _factory_rules  # noqa: F401  # registers rules
-from shardwise.ops import foreach_rules as _foreach_rules  # noqa: F401  # registers rules
-from shardwise.ops import index_rules as _index_rules  # noqa: F401  # registers rules
-from shardwise.ops import join_rules as _join_rules  # noqa: F401  # registers rules
-from shardwise.ops import linear_rules as _linear_rules  # noqa: F401  # registers rules
-from shardwise.ops import list_norms as _list_norms  # noqa: F401  # registers a handler
-from shardwise.ops import loss_rules as _loss_rules  # noqa: F401  # registers rules
-from shardwise.ops import matmul_rules as _matmul_rules  # noqa: F401  # registers rules
-from shardwise.ops import norm_rules as _norm_rules  # noqa: F401  # registers rules
-from shardwise.ops import random_rules as _random_rules  # noqa: F401  # registers rules
-from shardwise.ops import reduction_rules as _reduction_rules  # noqa: F401  # registers rules
-from shardwise.ops import scan_rules as _scan_rules  # noqa: F401  # registers rules
-from shardwise.ops import slice_rules as _slice_rules  # noqa: F401  # registers rules
-from shardwise.ops import softmax_rules as _softmax_rules  # noqa: F401  # registers rules
-from shardwise.ops import spread_rules as _spread_rules  # noqa: F401  # registers rules
-from shardwise.ops import value_rules as _value_rules  # noqa: F401  # registers rules
-from shardwise.ops import view_rules as _view_rules  # noqa: F401  # registers rules
-from shardwise.ops.engine import call_op
-from shardwise.ops.mixed import MixedTensorsError, plain_as_replicated, replicate
-from shardwise.ops.recorded import note_special
-from shardwise.ops.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
-from shardwise.ops.shortcuts import call_through
-from shardwise.ops.watch import HiddenCommunicationError, explain, no_communication
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.explain import HiddenCommunicationError, explain, no_communication
+from shardwise.ops.engine.fast_path import call_through, note_special
+from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated, replicate
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
+from shardwise.ops.rules import attention as _attention_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import batch_norm as _batch_norm_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import cat as _join_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import conv as _conv_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import embedding as _embedding_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import factory as _copy_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import factory as _factory_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import factory as _random_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import factory as _value_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import foreach as _foreach_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import foreach as _list_norms  # noqa: F401  # registers a handler
+from shardwise.ops.rules import index as _index_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import linalg_fft as _batched_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import loss as _loss_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import matmul as _linear_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import matmul as _matmul_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import minmax as _extreme_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import norm as _norm_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import reduction as _reduction_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import scan as _scan_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import scan as _softmax_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import slice as _slice_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import variance as _spread_rules  # noqa: F401  # registers rules
+from shardwise.ops.rules import view as _view_rules  # noqa: F401  # registers rules
 from shardwise.tensor.dispatch import set_engine
 
 set_engine(call_op, call_through, note_special)

@@ -22,8 +22,8 @@ import torch
 
 from shardwise.geometry import Shard
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, order_of, spec_of, torch_placement
-from shardwise.ops.registry import Rule, Strategy, TensorMeta, normalised
-from shardwise.ops.schema import Slot
+from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalised
+from shardwise.ops.engine.schema import Slot
 
 _TABLES = (
     "op_strategy_funcs",

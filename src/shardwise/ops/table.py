@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import shardwise.ops  # brings the rules
-from shardwise.ops.pointwise import is_pointwise
-from shardwise.ops.registry import find_rule, registered_ops
+from shardwise.ops.engine.registry import find_rule, registered_ops
+from shardwise.ops.rules.pointwise import is_pointwise
 from shardwise.tensor import dispatch
 
 HEAD = """# Operators on sharded tensors

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
+from shardwise.tensor.caches import per_layout
 from shardwise.tensor.execute import execute
+from shardwise.tensor.move_observers import tell_watchers
 from shardwise.tensor.parts import plan_for
-from shardwise.tensor.per_layout import per_layout
 from shardwise.tensor.reductions import rescale
-from shardwise.tensor.watchers import tell_watchers
 
 
 @per_layout

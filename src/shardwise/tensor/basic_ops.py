@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, handler
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.moves import check_move, everywhere, moved
+from shardwise.tensor.move import check_move, everywhere, moved
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Types = Sequence[type]

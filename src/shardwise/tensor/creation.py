@@ -1,7 +1,7 @@
 """Making ShardedTensors: filled with one value, with random values, or from what each rank already holds.
 
 Every rank calls these functions alike. Random values are the same whatever the spec and the number of ranks; see
-`shardwise.tensor.random`.
+`shardwise.tensor.random.fill`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
-from shardwise.tensor import init as _init  # noqa: F401  # registers the in-place functions of random values
-from shardwise.tensor.allocate import allocate
 from shardwise.tensor.comms import Group
 from shardwise.tensor.dispatch import handler
-from shardwise.tensor.distributions import Distribution, normal, uniform
 from shardwise.tensor.inplace import draw_into, fill_with
-from shardwise.tensor.metadata import ShardedTensorMetadata
-from shardwise.tensor.shard import Shard
-from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.random import init as _init  # noqa: F401  # registers the in-place functions of random values
+from shardwise.tensor.random.distributions import Distribution, normal, uniform
+from shardwise.tensor.sharded_tensor import ShardedTensor, allocate, wrap
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 
 
 def empty(

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Comm
-from shardwise.tensor import generation
+from shardwise.tensor import caches
 from shardwise.tensor.comms import Group, comm_of, same_group
 
 Op: TypeAlias = Callable[..., Any]
@@ -160,7 +160,7 @@ def custom_ops_scope() -> Iterator[None]:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
-        generation.advance()
+        caches.advance()
 
 
 def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -219,5 +219,5 @@ def _register(table: Table, func: Op, impl: Impl) -> Impl:
         return impl(types, args, {} if kwargs is None else kwargs, process_group)
 
     table[func] = checked
-    generation.advance()
+    caches.advance()
     return checked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

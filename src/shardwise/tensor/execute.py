@@ -1,4 +1,9 @@
-"""How is a transfer carried out? Local copies, one exchange per round, and what arrives is put in place.
+"""Buffers for packing and unpacking, used again and again.
+
+Fresh memory costs as much to touch for the first time as the bytes cost to move. So a buffer in CPU memory goes back
+to a pool when its round is done. On accelerators torch's own allocator does the same.
+
+How is a transfer carried out? Local copies, one exchange per round, and what arrives is put in place.
 
 1. Each step of each tensor gets fresh destination tensors.
 2. On every edge, large boxes travel on their own, straight from the source and into the destination where both lie in
@@ -11,13 +16,16 @@
    combines as it reads and needs no buffers.
 
 Sources are only read. If an exchange fails they are whole, and the destinations are dropped.
+
+A move under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +34,54 @@ from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
 from shardwise.tensor.parts import Message, at_home, rank_part, whole_reduction
 from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
-from shardwise.tensor.staging import pool
 from shardwise.transfer import Move, Step, Transfer
+
+KEPT_BYTES = 256 * 1024 * 1024
+_LEAST = 1 << 16
+
+
+class StagingPool:
+    """Free byte buffers of power-of-two sizes; keeps at most `KEPT_BYTES` of them.
+
+    >>> pool = StagingPool()
+    >>> first = pool.take(100, torch.float32, torch.device("cpu"))
+    >>> pool.give_back([first])
+    >>> pool.take(50, torch.float64, torch.device("cpu")).data_ptr() == first.data_ptr()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._kept = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised run of `count` elements."""
+        if device.type != "cpu":
+            return torch.empty(count, dtype=dtype, device=device)
+        size = max(_LEAST, 1 << (count * dtype.itemsize - 1).bit_length())
+        with self._lock:
+            free = self._free.get(size)
+            buffer = free.pop() if free else None
+            self._kept -= size if buffer is not None else 0
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer[: count * dtype.itemsize].view(dtype)
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        """Take buffers back that nobody reads or writes any more."""
+        for buffer in buffers:
+            if buffer.device.type != "cpu":
+                continue
+            size = buffer.untyped_storage().nbytes()
+            with self._lock:
+                if self._kept + size > KEPT_BYTES:
+                    continue
+                self._kept += size
+                self._free.setdefault(size, []).append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
+
+
+pool = StagingPool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +320,20 @@ def _cut(buffer: Tensor, message: Message) -> list[tuple[Move, Tensor]]:
         parts.append((move, buffer.reshape(-1)[position : position + move.box.numel].view(move.box.sizes)))
         position += move.box.numel
     return parts
+
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """What `async_op=True` returns: `wait()` completes the move and gives its result, as often as asked."""
+
+    def __init__(self, running: Running, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
+        self._running, self._finish = running, finish
+        self._result: tuple[T] | None = None
+
+    def wait(self) -> T:
+        """The result; raises `CommError` if the exchange failed."""
+        if self._result is None:
+            self._result = (self._finish(self._running.wait()),)
+        return self._result[0]

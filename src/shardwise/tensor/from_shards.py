@@ -21,11 +21,10 @@ from torch import Tensor
 from shardwise.comm import Comm, agree, fold_texts, name_ranks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor.local_metadata import flatten_size, global_metadata, metadata_from_local_shards
-from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.tensor.moves import text_of
+from shardwise.tensor.move import text_of
 from shardwise.tensor.placement_specs import infer_sharding_spec
 from shardwise.tensor.remote_devices import rank_of
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 _HEAD = struct.Struct("<BBBHIH")
 _PROBLEM, _SHARDS, _NOTHING = 0, 1, 2

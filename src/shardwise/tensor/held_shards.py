@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.geometry import Box
 from shardwise.tensor.execute import view_of
 from shardwise.tensor.placement_specs import spec_on_device
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard
 
 if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor

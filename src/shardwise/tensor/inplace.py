@@ -12,11 +12,11 @@ from torch import Tensor
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.distributions import Distribution
-from shardwise.tensor.moves import text_of
-from shardwise.tensor.random import check_not_pending, fill_locals
+from shardwise.tensor.move import text_of
+from shardwise.tensor.random.distributions import Distribution
+from shardwise.tensor.random.fill import check_not_pending, fill_locals
+from shardwise.tensor.random.streams import next_stream
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.streams import next_stream
 
 _COPIED_BY = "shardwise_copied_by"
 

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.tensor.metadata_checks import check_no_overlap, check_tiles
 from shardwise.tensor.remote_devices import rank_and_device, rank_of
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperties
 
 
 def flatten_size(size: Sequence[int] | Sequence[Sequence[int]]) -> torch.Size:
@@ -109,7 +108,7 @@ def global_metadata(
 
     With `recalc_metadata` the offsets along dim 0 and its length follow from the ranks' order and sizes.
 
-    >>> from shardwise.tensor.metadata import ShardMetadata
+    >>> from shardwise.tensor.shards import ShardMetadata
     >>> parts = [ShardedTensorMetadata([ShardMetadata([r], [1], f"rank:{r}/cpu")], torch.Size([2])) for r in range(2)]
     >>> len(global_metadata(parts).shards_metadata)
     2

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.geometry.coverage import first_miscovered_point
 from shardwise.geometry.mesh import IntArray
-from shardwise.tensor.metadata import ShardMetadata
+from shardwise.tensor.shards import ShardMetadata
 
 Columns: TypeAlias = tuple[IntArray, IntArray]
 

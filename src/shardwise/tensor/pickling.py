@@ -22,8 +22,7 @@ from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.tensor import rrefs
 from shardwise.tensor.comms import comm_for, loading_group
 from shardwise.tensor.execute import view_of
-from shardwise.tensor.metadata import ShardedTensorMetadata
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 
 if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor

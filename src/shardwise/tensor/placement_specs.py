@@ -17,15 +17,14 @@ import torch
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
-from shardwise.geometry.cells import Cells
+from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes
 from shardwise.geometry.layout import check_shape, checked_columns
 from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.pieces import PieceTable, table_from_boxes
-from shardwise.geometry.splits import chunk_sizes
+from shardwise.geometry.placements import chunk_sizes
 from shardwise.tensor.comms import Group
-from shardwise.tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.tensor.metadata_checks import check_no_overlap, check_same_ndim, check_tiles, columns_of
 from shardwise.tensor.remote_devices import on_device, rank_of
+from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:
     from collections.abc import Callable

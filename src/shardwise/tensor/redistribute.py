@@ -12,9 +12,8 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
 from shardwise.geometry import Layout, LayoutError, MeshSpec, ShardingSpec
 from shardwise.tensor.comms import comm_for
-from shardwise.tensor.execute import Running
-from shardwise.tensor.handles import Handle
-from shardwise.tensor.moves import (
+from shardwise.tensor.execute import Handle, Running
+from shardwise.tensor.move import (
     describe,
     everywhere,
     is_recorded,

@@ -1,4 +1,6 @@
-"""The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
+"""Local tensors for a layout.
+
+The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
 
 The ShardedTensor is not on the autograd tape: its local tensors are. `requires_grad`, `grad`, `is_leaf` and
 `backward` are answered from them. What moves data is in `moves.py`; this file offers it as methods.
@@ -16,22 +18,49 @@ from torch import Tensor
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
-from shardwise.tensor.allocate import allocate
+from shardwise.tensor.autograd_mixin import InLocalMemory, LocallyTaped
 from shardwise.tensor.comms import comm_for
 from shardwise.tensor.dispatch import call_operator, enter_function
+from shardwise.tensor.execute import Handle
 from shardwise.tensor.from_shards import Parts, parts_from_metadata, parts_from_shards, parts_from_tensor
-from shardwise.tensor.handles import Handle
 from shardwise.tensor.held_shards import held_shards
-from shardwise.tensor.local_memory import InLocalMemory
-from shardwise.tensor.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.tensor.moves import check_move, everywhere, moved, on_one_rank, start, target_layout
+from shardwise.tensor.move import check_move, everywhere, moved, on_one_rank, start, target_layout
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
 from shardwise.tensor.reductions import check_conversion
-from shardwise.tensor.shard import Shard
-from shardwise.tensor.taped import LocallyTaped
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperties
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:
+    """The device a layout names for a local tensor, else the comm's."""
+    devices = layout.table.devices
+    if devices is None:
+        return comm.device
+    rows = layout.rows_of(rank)
+    named = devices[int(rows[layout.table.slots[rows] == slot][0])]
+    return comm.device if named is None else torch.device(named)
+
+
+def allocate(
+    layout: Layout,
+    comm: Comm,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str | None = None,
+    pin_memory: bool = False,
+) -> tuple[Tensor, ...]:
+    """Uninitialised local tensors of this rank."""
+    shapes = layout.local_shapes(comm.rank)
+    places = [
+        torch.device(device) if device is not None else local_device(layout, comm.rank, i, comm)
+        for i in range(len(shapes))
+    ]
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=place, pin_memory=pin_memory)
+        for shape, place in zip(shapes, places, strict=True)
+    )
 
 
 def flat_size(size: Sequence[Any]) -> tuple[int, ...]:

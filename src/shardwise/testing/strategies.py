@@ -28,9 +28,8 @@ import numpy as np
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
-from shardwise.geometry.placements import Partial, Placement, Replicate, Shard
+from shardwise.geometry.placements import Part, Partial, Placement, Replicate, Shard, split_part
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
-from shardwise.geometry.splits import Part, split_part
 
 try:
     from hypothesis import strategies as st

@@ -15,7 +15,7 @@ import numpy as np
 from shardwise.geometry.cells import Cells, DimCuts, cuts_from_sizes
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.splits import chunk_sizes
+from shardwise.geometry.placements import chunk_sizes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,14 +1,18 @@
 """Which bytes go where, to turn one layout into another? `plan_transfer` answers for every pair of layouts.
 
 Nothing is sent to make a plan, and planning is a function of its arguments: every rank makes the same plan.
+
+A transfer from plain JSON.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout
-from shardwise.transfer.stages import plan_steps
-from shardwise.transfer.step import Options
+from shardwise.geometry.serialize import layout_from_json
+from shardwise.transfer.steps import Options, plan_steps
 from shardwise.transfer.topology import Topology
 from shardwise.transfer.transfer import Transfer
 
@@ -46,3 +50,20 @@ def _check(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None
         raise LayoutError(f"itemsize is the number of bytes of an element, got {itemsize}")
     if max_buffer_bytes is not None and max_buffer_bytes < 1:
         raise LayoutError(f"max_buffer_bytes is at least one element, got {max_buffer_bytes}")
+
+
+def transfer_from_json(data: dict[str, Any]) -> Transfer:
+    """The transfer that `Transfer.to_json` wrote: planned anew from its arguments, checked against its figures."""
+    topology = None if data["topology"] is None else Topology.from_json(data["topology"])
+    transfer = plan_transfer(
+        layout_from_json(data["src"]),
+        layout_from_json(data["dst"]),
+        itemsize=data["itemsize"],
+        topology=topology,
+        max_buffer_bytes=data["max_buffer_bytes"],
+        rank=data["rank"],
+    )
+    edges = {(s, d): n for s, d, n in data["bytes_by_edge"]}
+    if edges != dict(transfer.bytes_by_edge):
+        raise LayoutError("this JSON describes a transfer with other routes than this version of shardwise plans")
+    return transfer

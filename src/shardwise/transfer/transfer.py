@@ -13,11 +13,9 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
 from shardwise.transfer.collectives import Collective, recognise
-from shardwise.transfer.reduce import reduction_lower_bound
 from shardwise.transfer.report import describe, table
 from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.stages import plan_steps
-from shardwise.transfer.step import Options
+from shardwise.transfer.steps import Options, plan_steps, reduction_lower_bound
 from shardwise.transfer.topology import Topology
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.tensor.metadata import ShardMetadata
+from shardwise.tensor.shards import ShardMetadata
 
 
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """The names of `torch.distributed._shard.metadata`."""
 
-from shardwise.tensor.metadata import ShardMetadata
+from shardwise.tensor.shards import ShardMetadata
 
 __all__ = ["ShardMetadata"]

@@ -1,5 +1,5 @@
 """The names of `torch.distributed._shard.sharder`."""
 
-from shardwise.nn.plan import Sharder
+from shardwise.nn.model_plan import Sharder
 
 __all__ = ["Sharder"]

@@ -7,11 +7,10 @@ from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import Group, comm_for
-from shardwise.tensor.metadata import ShardMetadata, TensorProperties
 from shardwise.tensor.placement_specs import metadata_of
 from shardwise.tensor.remote_devices import rank_of
-from shardwise.tensor.shard import Shard
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.shards import Shard, ShardMetadata, TensorProperties
 
 
 def get_idx_from_placements(placements: Sequence[_remote_device], current_rank: int) -> int:

@@ -1,5 +1,5 @@
 """The names of `torch.distributed._shard.sharded_tensor.shard`."""
 
-from shardwise.tensor.shard import Shard
+from shardwise.tensor.shards import Shard
 
 __all__ = ["Shard"]

@@ -1,0 +1,258 @@
+"""Stored elements as numbers that NumPy can compute with, exactly. Never loads torch.
+
+Floats of any width become float64, complex numbers complex128, integers int64 or uint64. Floats of 8 bits are looked up
+in a table of their 256 values, which follows from the width of the exponent and how the format spends its codes.
+
+Do two stored tensors have the same values? Whatever their formats, layouts and worlds, in bounded memory.
+
+1. The stored boxes of one meet those of the other in regions, each of which lies in one file on either side.
+2. A region is read in parts that touch few pages. Equal bits are equal elements; nothing else is done with them.
+3. The elements whose bits differ are turned into numbers: how many differ, and by how much.
+
+Elements are equal if their bits are, or if both are NaN. With tolerances they are also equal if they are near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import Cut, TensorEntry
+from shardwise.checkpoint.store import Store
+from shardwise.geometry import Box, DType
+from shardwise.transfer.intersect import overlaps_with_boxes
+
+_NATIVE = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "u1",
+    "bool": "u1",
+    "complex128": "<c16",
+    "complex64": "<c8",
+}
+_WIDE = {"f": np.float64, "c": np.complex128, "i": np.int64, "u": np.uint64}
+_EXPONENT_BITS = {"float8_e4m3fn": 4, "float8_e4m3fnuz": 4, "float8_e5m2": 5, "float8_e5m2fnuz": 5}
+
+
+def numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """A row of stored elements, given as unsigned numbers of their width, as float64, complex128, int64 or uint64.
+
+    >>> from shardwise.geometry import find_dtype
+    >>> numbers(np.array([0x3F80, 0xC000], np.uint16), find_dtype("bf16")).tolist()
+    [1.0, -2.0]
+    """
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
+        return _numbers(np.ascontiguousarray(bits), dtype)
+
+
+def _numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    name = dtype.torch_name
+    if name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if name == "complex32":
+        parts = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
+        return np.asarray(parts[:, 0] + 1j * parts[:, 1])
+    if name.startswith("float8"):
+        return np.asarray(small_floats(name)[bits])
+    if name not in _NATIVE:
+        raise CheckpointError(f"elements of type {dtype} are no single numbers; they are compared bit by bit only")
+    native = bits.view(_NATIVE[name])
+    return native.astype(_WIDE[native.dtype.kind])
+
+
+def has_numbers(dtype: DType) -> bool:
+    """Whether the elements of a type are single numbers: one of the pairs of 4-bit floats is not."""
+    return not dtype.torch_name.startswith("float4")
+
+
+@cache
+def small_floats(name: str) -> npt.NDArray[np.float64]:
+    """The values of all 256 codes of an 8-bit float.
+
+    >>> small_floats("float8_e5m2")[[0x3C, 0x7C, 0x7F]].tolist()
+    [1.0, inf, nan]
+    """
+    codes = np.arange(256)
+    if name == "float8_e8m0fnu":
+        return np.asarray(np.where(codes == 255, np.nan, 2.0 ** (codes - 127)), np.float64)
+    width = _EXPONENT_BITS[name]
+    fraction_bits, unsigned_zero = 7 - width, name.endswith("uz")
+    bias = 2 ** (width - 1) - (0 if unsigned_zero else 1)
+    sign = np.where(codes & 128, -1.0, 1.0)
+    exponent, fraction = (codes & 127) >> fraction_bits, codes & (2**fraction_bits - 1)
+    part = fraction / 2**fraction_bits
+    size = np.where(exponent == 0, part * 2.0 ** (1 - bias), (1 + part) * 2.0 ** (exponent - bias))
+    values: npt.NDArray[np.float64] = sign * size
+    if unsigned_zero:
+        values[128] = np.nan
+    elif name == "float8_e4m3fn":
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[exponent == 2**width - 1] = np.nan
+        values[[0x7C, 0xFC]] = [np.inf, -np.inf]
+    return values
+
+
+PART_BYTES = 4 << 20
+_PART_ELEMENTS = 1 << 18
+Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far apart equal elements may be: |a - b| <= atol + rtol * |b|. Nothing at all by default."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        return self.atol == self.rtol == 0
+
+
+EXACT = Tolerance()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How many elements differ, the largest |a - b| and the largest |a - b| / |b|; NaN is infinitely far from numbers.
+
+    >>> Difference(1, 0.5, 0.1) + Difference(2, 0.25, 0.2)
+    Difference(count=3, max_abs=0.5, max_rel=0.2)
+    """
+
+    count: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+
+    def __add__(self, other: Difference) -> Difference:
+        absolute, relative = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        return Difference(self.count + other.count, absolute, relative)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stored:
+    """A tensor of a checkpoint: its entry in the index, and the files."""
+
+    store: Store
+    entry: TensorEntry
+
+
+def compare_stored(
+    a: Stored, b: Stored, tolerance: Tolerance = EXACT, on_bytes: Callable[[int], None] = lambda count: None
+) -> Difference:
+    """Compare two tensors of one shape; `on_bytes` is told how many bytes of the first have been read."""
+    kinds = (a.entry.dtype, b.entry.dtype)
+    found = Difference()
+    for left, right in _parts(a, b):
+        found += _compare((left, right), kinds, tolerance)
+        on_bytes(left.nbytes)
+        a.store.touch(_span(left))
+        b.store.touch(_span(right))
+    return found
+
+
+def _parts(a: Stored, b: Stored) -> Iterator[Pair]:
+    """The same elements of both, part by part."""
+    for box, cell, here, there in _regions(a.entry.cut, b.entry.cut):
+        left, right = a.store.piece(a.entry, box)[here], b.store.piece(b.entry, cell)[there]
+        yield from _steps(np.asarray(left), np.asarray(right))
+
+
+@lru_cache(maxsize=64)
+def _regions(cut: Cut, other: Cut) -> list[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
+    """Where the boxes of two cuts meet: their numbers, and the region in each. Tensors that are cut alike share it."""
+    if not len(cut) or not len(other):
+        return []
+    met = overlaps_with_boxes(cut.shape, cut.offsets, cut.sizes, other.offsets, other.sizes)
+    columns = (met.boxes, met.cells, met.starts - cut.offsets[met.boxes], met.starts - other.offsets[met.cells])
+    return [
+        (box, cell, Box(tuple(here), tuple(sizes)).slices, Box(tuple(there), tuple(sizes)).slices)
+        for box, cell, here, there, sizes in zip(*(c.tolist() for c in (*columns, met.sizes)), strict=True)
+    ]
+
+
+def _steps(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[Pair]:
+    """Cut two arrays of one shape along their first dims, so that each part spans few bytes of its file."""
+    span = max(_span(left), _span(right))
+    if span <= PART_BYTES or left.ndim == 0:
+        yield left, right
+        return
+    count = PART_BYTES * len(left) // span
+    for start in range(0, len(left), max(1, count)):
+        if count > 1:
+            yield left[start : start + count], right[start : start + count]
+        else:
+            yield from _steps(left[start], right[start])
+
+
+def _span(part: npt.NDArray[Any]) -> int:
+    """The bytes of the file from the first to the last row of a part."""
+    return part.strides[0] * part.shape[0] if part.ndim and part.size else part.nbytes
+
+
+def _compare(pair: Pair, kinds: tuple[DType, DType], near: Tolerance) -> Difference:
+    left, right = pair
+    if kinds[0] == kinds[1]:
+        apart = _bits(left) != _bits(right)
+        if not apart.any():
+            return Difference()
+        left, right = left[apart], right[apart]
+    left, right = left.reshape(-1), right.reshape(-1)
+    found = Difference()
+    for start in range(0, len(left), _PART_ELEMENTS):
+        part = slice(start, start + _PART_ELEMENTS)
+        found += _compare_values(left[part], right[part], kinds, near)
+    return found
+
+
+def _bits(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Elements as something that is equal if, and only if, its bits are; 16 bytes are carried as complex numbers."""
+    return part.view([("real", "<u8"), ("imag", "<u8")]) if part.dtype.kind == "c" else part
+
+
+def _compare_values(
+    left: npt.NDArray[Any], right: npt.NDArray[Any], kinds: tuple[DType, DType], near: Tolerance
+) -> Difference:
+    """Compare elements that may differ; those of one type are known to have different bits."""
+    if not all(map(has_numbers, kinds)):
+        return Difference(len(left), np.inf, np.inf)
+    a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
+    with np.errstate(all="ignore"):
+        distance = _distance(a, b)
+        size = np.abs(b.astype(np.float64) if b.dtype.kind in "iu" else b)
+        same = np.isnan(a) & np.isnan(b)
+        if kinds[0] != kinds[1] or not near.exact:
+            same |= (a == b) | (distance <= near.atol + near.rtol * size)
+        distance, size = distance[~same], size[~same]
+        distance[np.isnan(distance)] = np.inf
+        relative = distance / size
+        relative[np.isnan(relative)] = np.inf
+        relative[distance == 0] = 0
+    if not len(distance):
+        return Difference()
+    return Difference(len(distance), float(distance.max()), float(relative.max()))
+
+
+def _distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """|a - b|; that of two integers is found without overflow."""
+    if a.dtype != b.dtype:
+        a, b = (n.astype(np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64) for n in (a, b))
+    if a.dtype.kind in "iu":
+        left, right = a.view(np.uint64), b.view(np.uint64)
+        return np.where(a > b, left - right, right - left).astype(np.float64)
+    return np.asarray(np.abs(a - b))

@@ -1,0 +1,1 @@
+"""Checkpoint formats, one module or package for each."""

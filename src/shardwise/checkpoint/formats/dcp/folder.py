@@ -1,0 +1,326 @@
+"""Folders of torch.distributed.checkpoint as an index, read without torch and without running what is in a pickle.
+
+1. `.metadata` says how each tensor is cut, and which bytes of which file hold each part.
+2. Each part is an archive of torch.save. The tensor's bytes lie in it as they are, so a slice is read from them like
+   from any other file. Their CRC-32 is their checksum.
+3. A part that is not stored row by row (a transposed one, say) becomes as many boxes as it has rows in storage.
+4. What is no tensor is a pickle of its own. Plain values are read; anything else is listed as opaque.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import open_file
+from shardwise.checkpoint.formats.dcp.pickle import Made, Strided, read_pickle
+from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, Record, read_archive
+from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
+from shardwise.checkpoint.index import Cut, FileEntry, Index, TensorEntry, check_ranges
+from shardwise.checkpoint.tree import MAX_DEPTH, Json
+from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
+from shardwise.geometry.coverage import check_coverage
+
+CRC = "crc32:"
+WHOLE = 1 << 62
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+_RANK = re.compile(r"__(\d{1,9})_")
+_MAX_ROWS = 1 << 20
+_MAX_PICKLE_BYTES = 1 << 26
+_MIN_NODES = 10_000
+_REMEMBERED, _SMALL_PICKLE_BYTES = 256, 4096
+Place = tuple[str, int, int]
+
+
+def dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
+    """The index of a folder whose `.metadata` is `data`, and a digest of it."""
+    try:
+        index = _Folder(folder, read_pickle(data, f"{folder}/.metadata"), _Files(folder)).index()
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{folder}/.metadata: damaged: {type(error).__name__}: {str(error)[:200]}") from error
+    return index, checksum(data + json.dumps([[f.name, f.bytes] for f in index.files]).encode())
+
+
+class _Files:
+    """The files of a folder, mapped while the index is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self.bytes = 0
+
+    def item(self, place: Place) -> tuple[int, memoryview]:
+        """The number of the file of an item, and the item's bytes."""
+        name, offset, length = place
+        if name not in self._maps:
+            self._maps[name] = (len(self._maps), self._mapped(name))
+            self.bytes += len(self._maps[name][1])
+        number, mapped = self._maps[name]
+        if not 0 <= offset <= offset + length <= len(mapped):
+            raise CheckpointError(
+                f"{self._folder / name}: an item at the bytes {offset} to {offset + length}, but the file has "
+                f"{len(mapped)}: it is truncated"
+            )
+        return number, memoryview(mapped)[offset : offset + length]
+
+    def _mapped(self, name: str) -> mmap.mmap:
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{self._folder}: {name[:200]!r} is no name of a file in this folder; nothing is read"
+            )
+        try:
+            with open_file(self._folder / name) as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            told = getattr(error, "strerror", None) or "the file is empty"
+            raise CheckpointError(f"{self._folder / name}: cannot be read: {told}") from error
+
+    def entries(self) -> list[FileEntry]:
+        return [FileEntry(name, len(mapped), 0, None) for name, (_, mapped) in self._maps.items()]
+
+
+class _Folder:
+    """One pass over the metadata; what is wrong is told with the name of the tensor."""
+
+    def __init__(self, folder: Path, metadata: Any, files: _Files) -> None:
+        self.folder, self.files = folder, files
+        self.state = _state(metadata, "Metadata")
+        self.places = dict(_places(self.state["storage_data"]))
+        self._cuts: dict[Any, Cut] = {}
+        self._described: dict[bytes, Any] = {}
+        self._stored = self._rows = 0
+
+    def index(self) -> Index:
+        tensors: dict[str, TensorEntry] = {}
+        values: dict[str, Json] = {}
+        opaque: list[str] = []
+        for name, entry in self.state["state_dict_metadata"].items():
+            assert isinstance(name, str) and isinstance(entry, Made)
+            if entry.kind == "TensorStorageMetadata":
+                tensors[name] = self.tensor(name, entry.state)
+            else:
+                try:
+                    values[name] = self.value(name)
+                except CheckpointError:
+                    opaque.append(name)
+        check_ranges(tensors, self.files.entries(), WHOLE, str(self.folder), with_sums=False)
+        leaves = {**{name: {"tensor": name} for name in tensors}, **values}
+        tree = _nested(leaves, self.state.get("planner_data")) or {"dict": [[n, node] for n, node in leaves.items()]}
+        return Index(self.files.entries(), tensors, tree, WHOLE, tuple(opaque))
+
+    def value(self, name: str) -> Json:
+        """What is no tensor, as a node of the tree."""
+        _, item = self.files.item(self.places[name, None])
+        data = _bytes(item, read_archive(item, name)[PICKLE])
+        return _Nodes(len(data)).node(read_pickle(data, name))
+
+    def tensor(self, name: str, state: Any) -> TensorEntry:
+        dtype, shape = _state(state["properties"], "TensorProperties")[0], _sizes(state["size"])
+        assert isinstance(dtype, DType) and math.prod(shape) * dtype.itemsize <= MAX_NUMBER, "absurdly large"
+        chunks = dict.fromkeys((_sizes(c["offsets"]), _sizes(c["sizes"])) for c in map(_chunk, state["chunks"]))
+        rows: list[tuple[Box, int, int, int, str]] = []
+        for offsets, sizes in (chunk for chunk in chunks if 0 not in chunk[1]):
+            rows += self.chunk(name, dtype, Box(offsets, sizes))
+        cut = self.cut(name, shape, [row[0] for row in rows], [row[1] for row in rows])
+        return TensorEntry(name, dtype, cut, [r[2] for r in rows], [r[3] for r in rows], [r[4] for r in rows])
+
+    def chunk(self, name: str, dtype: DType, box: Box) -> list[tuple[Box, int, int, int, str]]:
+        """The stored boxes of a chunk: each with its rank, file, first byte and checksum."""
+        place = self.places.get((name, box.offsets)) or self.places.get((name, None))
+        if place is None:
+            raise CheckpointError(f"{self.folder}: tensor {name!r}: no file holds its part {box}")
+        number, item = self.files.item(place)
+        told = f"{self.folder / place[0]}: tensor {name!r}"
+        records = read_archive(item, told)
+        found = self.described(_bytes(item, records[PICKLE]), told) if PICKLE in records else None
+        if not isinstance(found, Strided) or found.sizes != box.sizes or found.dtype != dtype:
+            raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
+        data = records.get(f"data/{found.storage.key}")
+        self.check_data(found, data, told, _bytes(item, records[ORDER]) if ORDER in records else b"little")
+        assert data is not None
+        self.count_bytes(box.numel * dtype.itemsize, told)
+        begin = place[1] + data.begin + found.offset * dtype.itemsize
+        rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
+        if found.strides == _row_major(box.sizes) or box.numel == 1:
+            crc = f"{CRC}{data.crc:08x}" if data.size == box.numel * dtype.itemsize else ""
+            return [(box, rank, number, begin, crc)]
+        inner = _inner_dims(box, found.strides)
+        self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), told)
+        rows = list(_rows(box, found.strides, inner))
+        return [(row, rank, number, begin + start * dtype.itemsize, "") for row, start in rows]
+
+    def described(self, pickled: bytes, told: str) -> Any:
+        """What a part's pickle says; those of parts that are alike have the same bytes and are read once."""
+        if len(pickled) > _SMALL_PICKLE_BYTES:
+            return read_pickle(pickled, told)
+        if pickled not in self._described:
+            if len(self._described) >= _REMEMBERED:
+                self._described.clear()
+            self._described[pickled] = read_pickle(pickled, told)
+        return self._described[pickled]
+
+    def count_bytes(self, nbytes: int, told: str) -> None:
+        """Raise if the tensors so far are larger than their files: some of them share bytes."""
+        self._stored += nbytes
+        if self._stored > self.files.bytes:
+            raise CheckpointError(f"{told}: its {nbytes} bytes overlap with others: there are not so many in the files")
+
+    def count_rows(self, rows: int, told: str) -> None:
+        """Raise if too many boxes come of parts that are stored in another order."""
+        self._rows += rows
+        if self._rows > _MAX_ROWS:
+            raise CheckpointError(
+                f"{told}: it is not stored row by row, and with others like it makes more than {_MAX_ROWS} boxes; "
+                "save it with .contiguous()"
+            )
+
+    def check_data(self, found: Strided, data: Record | None, told: str, order: bytes) -> None:
+        last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
+        numbers = (found.offset, *found.sizes, *found.strides)
+        sane = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers)
+        if data is None or not sane or (last + 1) * found.dtype.itemsize > data.size or order != b"little":
+            raise CheckpointError(f"{told}: its bytes are not all there, or not in the order of this machine")
+
+    def cut(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int]) -> Cut:
+        key = (shape, tuple(boxes), tuple(ranks))
+        if key not in self._cuts:
+            size = (len(boxes), len(shape))
+            offsets = np.array([b.offsets for b in boxes], np.int64).reshape(size)
+            sizes = np.array([b.sizes for b in boxes], np.int64).reshape(size)
+            try:
+                check_coverage(shape, offsets, sizes, lambda row: f"the box {boxes[row]}", "boxes")
+            except LayoutError as error:
+                raise CheckpointError(f"{self.folder}: the parts of tensor {name!r} do not tile it: {error}") from error
+            pieces = [Piece(box, rank) for box, rank in zip(boxes, ranks, strict=True)]
+            self._cuts[key] = Cut(shape, offsets, sizes, infer_spec(shape, pieces).to_json() if pieces else None)
+        return self._cuts[key]
+
+
+def _state(made: Any, kind: str) -> Any:
+    assert isinstance(made, Made) and made.kind == kind, f"no {kind}"
+    return made.state
+
+
+def _chunk(made: Any) -> Any:
+    return _state(made, "ChunkStorageMetadata")
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    assert isinstance(given, tuple) and all(type(n) is int and 0 <= n <= MAX_NUMBER for n in given), "no sizes"
+    return given
+
+
+def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+    """From (name, offsets or None) to the file, the first byte and the length of what is stored for it."""
+    for key, info in storage_data.items():
+        index, place = _state(key, "MetadataIndex"), _state(info, "_StorageInfo")
+        if place.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{index['fqn']!r} is stored with the extension {str(place['transform_descriptors'])[:80]}, which is "
+                "not read; save it without extensions"
+            )
+        name, offset, length = (place[k] for k in ("relative_path", "offset", "length"))
+        assert isinstance(name, str) and type(offset) is type(length) is int and min(offset, length) >= 0
+        assert max(offset, length) <= MAX_NUMBER
+        offsets = index.get("offset")
+        yield (index["fqn"], None if offsets is None else _sizes(offsets)), (name, offset, length)
+
+
+def _bytes(item: memoryview, record: Record) -> bytes:
+    if record.size > _MAX_PICKLE_BYTES:
+        raise CheckpointError(f"a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
+    return bytes(item[record.begin : record.begin + record.size])
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
+
+
+def _inner_dims(box: Box, strides: Sequence[int]) -> list[int]:
+    """The dims along which a part that is stored in another order lies row by row."""
+    inner: list[int] = []
+    expected = 1
+    for dim in sorted(range(box.ndim), key=lambda d: (strides[d], -d)):
+        if box.sizes[dim] > 1 and strides[dim] == expected and (not inner or dim < inner[-1]):
+            inner.append(dim)
+            expected *= box.sizes[dim]
+    return inner
+
+
+def _rows(box: Box, strides: Sequence[int], inner: Sequence[int]) -> Iterator[tuple[Box, int]]:
+    """A part that is stored in another order, as boxes that are stored row by row, each with its first element."""
+    outer = [d for d in range(box.ndim) if d not in inner]
+    for at in product(*(range(box.sizes[d]) for d in outer)):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        for dim, place in zip(outer, at, strict=True):
+            offsets[dim], sizes[dim] = offsets[dim] + place, 1
+        yield Box(tuple(offsets), tuple(sizes)), sum(p * strides[d] for d, p in zip(outer, at, strict=True))
+
+
+class _Nodes:
+    """Plain values as nodes of the tree, no more of them than a pickle of this length can hold without repetition."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _MIN_NODES + nbytes
+
+    def node(self, value: Any, depth: int = 0) -> Json:
+        """A node; what is no plain value, holds itself, or repeats a few entries again and again is an error."""
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise CheckpointError("a value that is nested too deep, or grows when it is written out")
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            items = [self.node(v, depth + 1) for v in value]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+            return {"dict": [[key, self.node(v, depth + 1)] for key, v in value.items()]}
+        raise CheckpointError(f"a {type(value).__name__} is no plain value")
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    node: Json
+
+
+def _nested(leaves: Mapping[str, Json], paths: Any) -> Json | None:
+    """The tree whose leaves have these paths, or None if the paths make none."""
+    if not isinstance(paths, dict) or not all(isinstance(paths.get(name), tuple) and paths[name] for name in leaves):
+        return None
+    root: dict[str | int, Any] = {}
+    for name, node in leaves.items():
+        *way, last = paths[name]
+        if len(way) > MAX_DEPTH:
+            return None
+        at: Any = root
+        for step in way:
+            at = at.setdefault(step, {})
+            if isinstance(at, _Leaf):
+                return None
+        if last in at:
+            return None
+        at[last] = _Leaf(node)
+    return _branch(root)
+
+
+def _branch(found: Any) -> Json:
+    if isinstance(found, _Leaf):
+        return found.node
+    if found and all(type(key) is int and 0 <= key <= 2 * len(found) + 16 for key in found):  # gaps are opaque entries
+        return [_branch(found[i]) if i in found else None for i in range(max(found) + 1)]
+    return {"dict": [[key, _branch(child)] for key, child in found.items()]}

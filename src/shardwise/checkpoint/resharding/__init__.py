@@ -1,0 +1,1 @@
+"""Resharding of checkpoints on disk, without starting ranks."""

@@ -1,0 +1,232 @@
+"""Copying a segment: bytes from the mapped source into one file, a block at a time, with checksums both ways.
+
+1. A block of the target is a run of elements of a box; it meets some boxes of the source. A block that lies in one run
+   of the source is hashed and written from there; else its parts are put together in a buffer.
+2. Every block of the source is checked by whoever needs it first. `Marks` says which have been, to all workers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
+from shardwise.checkpoint.files import SyncedFile, naming
+from shardwise.checkpoint.index import Index, TensorEntry
+from shardwise.checkpoint.resharding.plan import Range, Segment, Sums, runs
+from shardwise.checkpoint.store import CARRIERS, Store
+from shardwise.geometry import Box
+from shardwise.geometry.mesh import IntArray
+
+_COLLECTED = 1 << 20
+_REMEMBERED = 4096
+
+
+class Marks:
+    """Which blocks of a checkpoint have been checked: one byte each, in a file that all workers map."""
+
+    def __init__(self, index: Index, path: Path) -> None:
+        self._first: dict[str, IntArray] = {}
+        total = 0
+        for name, entry in index.tensors.items():
+            counts = -(-entry.cut.elements * entry.dtype.itemsize // index.block_bytes)
+            self._first[name] = total + np.cumsum(counts) - counts
+            total += int(counts.sum())
+        self._map = self._mapped(path, max(1, total))
+
+    def _mapped(self, path: Path, size: int) -> mmap.mmap:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if os.fstat(handle).st_size != size:
+                os.ftruncate(handle, size)
+            return mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+
+    def verify(self, store: Store, tensor: TensorEntry, box: int, first: int, last: int) -> None:
+        """Check those of some blocks of a stored box that nobody has checked."""
+        base = int(self._first[tensor.name][box])
+        for block in range(first, last):
+            if not self._map[base + block]:
+                store.verify(tensor, box, block, block + 1)
+                self._map[base + block] = 1
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._map.close()
+
+
+class Copier:
+    """Copies segments of a checkpoint into the files of a folder. `crc`: find the CRC-32 of each range as well."""
+
+    def __init__(self, store: Store, folder: Path, marks: Marks | None, crc: bool) -> None:
+        self._store, self._folder, self._marks, self._crc = store, folder, marks, crc
+        self._buffer = np.empty(BLOCK_BYTES, np.uint8)
+        self._meetings: dict[tuple[int, Box], Meeting] = {}
+
+    def copy(self, segment: Segment) -> list[Sums]:
+        """Copy a segment and sync it; return the checksums of the blocks of each range, and its CRC-32."""
+        with Output(self._folder / segment.name) as output:
+            return [self._copy_range(part, output) for part in segment.ranges]
+
+    def holds(self, segment: Segment, known: Sequence[Sums]) -> bool:
+        """Whether a segment that was copied before is still as it was."""
+        try:
+            handle = os.open(self._folder / segment.name, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return all(self._range_holds(handle, p, s) for p, (s, _) in zip(segment.ranges, known, strict=True))
+        finally:
+            os.close(handle)
+
+    def _range_holds(self, handle: int, part: Range, sums: str) -> bool:
+        for number, low in enumerate(range(part.low, part.high, BLOCK_BYTES)):
+            view = self._buffer.data[: min(BLOCK_BYTES, part.high - low)]
+            read = os.preadv(handle, [view], part.begin + low - part.low)
+            if read != len(view) or checksum(view) != sums[number * SUM_DIGITS : (number + 1) * SUM_DIGITS]:
+                return False
+        return True
+
+    def _copy_range(self, part: Range, output: Output) -> Sums:
+        entry = self._store.index.tensors[part.tensor]
+        meets = self._meeting(entry, part.box)
+        sums, crc = [], 0
+        for low in range(part.low, part.high, BLOCK_BYTES):
+            data = self._block(entry, meets, low, min(part.high, low + BLOCK_BYTES))
+            sums.append(checksum(data))
+            if self._crc:
+                crc = zlib.crc32(data, crc)
+            output.write(part.begin + low - part.low, data)
+        return "".join(sums), crc
+
+    def _meeting(self, entry: TensorEntry, box: Box) -> Meeting:
+        """Which boxes of the source a box meets; found once for tensors that are cut alike."""
+        key = (id(entry.cut), box)
+        if key not in self._meetings:
+            if len(self._meetings) >= _REMEMBERED:
+                self._meetings.clear()
+            self._meetings[key] = Meeting(entry, box)
+        return self._meetings[key]
+
+    def _block(self, entry: TensorEntry, meets: Meeting, low: int, high: int) -> memoryview:
+        """Some bytes of a box, in the source itself or in the buffer."""
+        itemsize = entry.dtype.itemsize
+        found = meets.between(low // itemsize, high // itemsize)
+        if len(found) == 1 and len(found[0][1]) == 1:
+            straight = self._source(entry, int(found[0][1][0]), found[0][2][0], found[0][3][0])
+            if straight.flags.c_contiguous:
+                self._store.touch(straight.nbytes)
+                return straight.reshape(-1).view(np.uint8).data
+        flat = self._buffer[: high - low].view(CARRIERS[itemsize])
+        position = 0
+        for run, cells, starts, sizes in found:
+            target = flat[position : position + run.numel].reshape(run.sizes)
+            position += run.numel
+            begin = meets.offsets + np.array(run.offsets, np.int64)
+            for cell, start, size in zip(cells.tolist(), starts, sizes, strict=True):
+                self._fill(_part(target, start - begin, size), self._source(entry, cell, start, size))
+        return self._buffer.data[: high - low]
+
+    def _source(self, entry: TensorEntry, cell: int, start: IntArray, size: IntArray) -> npt.NDArray[Any]:
+        """A part of a stored box, checked."""
+        there = start - entry.cut.offsets[cell]
+        if self._marks is not None:
+            self._marks.verify(self._store, entry, cell, *self._blocks(entry, cell, there.tolist(), size.tolist()))
+        return _part(self._store.piece(entry, cell), there, size)
+
+    def _blocks(self, entry: TensorEntry, cell: int, there: list[int], size: list[int]) -> tuple[int, int]:
+        first = last = 0
+        for length, offset, extent in zip(entry.cut.extents[cell][0], there, size, strict=True):
+            first, last = first * length + offset, last * length + offset + extent - 1
+        step, itemsize = self._store.index.block_bytes, entry.dtype.itemsize
+        return first * itemsize // step, ((last + 1) * itemsize - 1) // step + 1
+
+    def _fill(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+        """Copy in steps that touch a bounded part of the mapped file each."""
+        span = _span(source)
+        if span <= self._store.step_bytes or source.ndim == 0:
+            np.copyto(target, source)
+            self._store.touch(span)
+            return
+        count = max(1, len(source) * self._store.step_bytes // span)
+        for start in range(0, len(source), count):
+            rows = slice(start, start + count) if count > 1 else start
+            self._fill(target[rows], source[rows])
+
+
+def _part(array: npt.NDArray[Any], start: IntArray, size: IntArray) -> npt.NDArray[Any]:
+    """A box of an array, as a view."""
+    place: Any = (*(slice(a, a + n) for a, n in zip(start.tolist(), size.tolist(), strict=True)), ...)
+    part: npt.NDArray[Any] = array[place]
+    return part
+
+
+def _span(source: npt.NDArray[Any]) -> int:
+    """The bytes of the file from the first to the last element of a part: a narrow one touches the pages of all."""
+    steps = (abs(s) * (n - 1) for s, n in zip(source.strides, source.shape, strict=True))
+    return source.itemsize + sum(steps) if source.size else 0
+
+
+class Meeting:
+    """The boxes of the source that a box of the target meets."""
+
+    def __init__(self, entry: TensorEntry, box: Box) -> None:
+        self.offsets: IntArray = np.array(box.offsets, np.int64)
+        self._sizes = box.sizes
+        self._low, self._high = entry.cut.offsets, entry.cut.offsets + entry.cut.sizes
+        self._cells: IntArray = np.arange(len(entry.cut))
+        self._cells, *_ = self._parts(Box((0,) * box.ndim, box.sizes))
+        self._low, self._high = self._low[self._cells], self._high[self._cells]
+        self._last: tuple[tuple[int, int], list[tuple[Box, IntArray, IntArray, IntArray]]] = ((0, 0), [])
+
+    def between(self, first: int, last: int) -> list[tuple[Box, IntArray, IntArray, IntArray]]:
+        """Elements `first` to `last` of the box as runs: each with the stored boxes it meets, where, and how far."""
+        if self._last[0] != (first, last):
+            found = [(run, *self._parts(run)) for run in runs(self._sizes, first, last)]
+            self._last = ((first, last), found)
+        return self._last[1]
+
+    def _parts(self, run: Box) -> tuple[IntArray, IntArray, IntArray]:
+        begin = self.offsets + np.array(run.offsets, np.int64)
+        low = np.maximum(self._low, begin)
+        sizes = np.minimum(self._high, begin + np.array(run.sizes, np.int64)) - low
+        rows = np.flatnonzero((sizes > 0).all(axis=1))
+        return self._cells[rows], low[rows], sizes[rows]
+
+
+class Output(SyncedFile):
+    """A file that is written in places; neighbouring small parts are collected; synced when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, os.O_WRONLY)
+        self._collected = bytearray()
+        self._begin = 0
+
+    def write(self, position: int, data: memoryview | bytes) -> None:
+        """Write bytes at a place."""
+        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECTED:
+            self._flush()
+            self._begin = position
+        if len(data) >= _COLLECTED:
+            self._put(position, memoryview(data))
+            self._begin = position + len(data)
+        else:
+            self._collected += data
+
+    def _flush(self) -> None:
+        data, self._collected = self._collected, bytearray()
+        self._put(self._begin, memoryview(data))
+
+    def _put(self, position: int, data: memoryview) -> None:
+        with naming(self._path):
+            while len(data):
+                written = os.pwrite(self._handle, data, position)
+                data, position = data[written:], position + written

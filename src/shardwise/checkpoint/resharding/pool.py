@@ -1,0 +1,165 @@
+"""Segments dealt to workers: in this process for one, else to processes that know nothing but how to copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.resharding.copy import Copier, Marks
+from shardwise.checkpoint.resharding.plan import Segment, Sums
+from shardwise.checkpoint.resharding.worker import perform, task_json
+from shardwise.checkpoint.store import Store
+
+PROCESS_BYTES = 48 << 20
+_LEAST, _MOST = 16 << 20, 64 << 20
+_WORKER = "shardwise.checkpoint.resharding.worker"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers are told: where from, where to, and how."""
+
+    source: Path
+    folder: Path
+    marks: Path
+    verify: bool
+    crc: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A segment that is in place: its number, its checksums, and whether an earlier run had put it there."""
+
+    number: int
+    sums: list[Sums]
+    kept: bool
+
+
+def share_memory(limit: int, workers: int) -> tuple[int, int]:
+    """How many workers fit a limit on memory, interpreters included, and what each may use for buffers and pages.
+
+    >>> share_memory(256 << 20, 8), share_memory(32 << 20, 8), share_memory(8 << 30, 8)
+    ((3, 22369621), (1, 16777216), (8, 67108864))
+    """
+    while workers > 1 and limit - (workers + 1) * PROCESS_BYTES < workers * _LEAST:
+        workers -= 1
+    processes = workers + 1 if workers > 1 else 1
+    return workers, min(_MOST, max(_LEAST, (limit - processes * PROCESS_BYTES) // workers))
+
+
+def copy_here(
+    store: Store, job: Job, segments: Sequence[Segment], known: Mapping[int, Sequence[Sums]]
+) -> Generator[Copied, None, None]:
+    """Copy all segments in this process."""
+    marks = Marks(store.index, job.marks) if job.verify else None
+    copier = Copier(store, job.folder, marks, job.crc)
+    for number, segment in enumerate(segments):
+        sums, kept = perform(copier, segment, known.get(number))
+        yield Copied(number, sums, kept)
+
+
+def copy_in_processes(
+    job: Job, segments: Sequence[Segment], known: Mapping[int, Sequence[Sums]], workers: int, limit: int
+) -> Generator[Copied, None, None]:
+    """Copy all segments in worker processes, in any order; all have ended when this does."""
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Copied | BaseException | None] = queue.SimpleQueue()
+    for number in range(len(segments)):
+        todo.put(number)
+    processes = [_started(job, limit) for _ in range(workers)]
+    threads = [
+        threading.Thread(target=_deal, args=(process, segments, known, todo, done), daemon=True)
+        for process in processes
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        running = workers
+        while running:
+            found = done.get()
+            if isinstance(found, BaseException):
+                raise found
+            running -= found is None
+            if found is not None:
+                yield found
+    finally:
+        _stop(processes)
+
+
+def _started(job: Job, limit: int) -> subprocess.Popen[bytes]:
+    """A worker in a session of its own: Ctrl-C reaches this process alone, which stops its workers."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", _WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    told = {"source": str(job.source), "folder": str(job.folder), "marks": str(job.marks), "limit": limit}
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps({**told, "verify": job.verify, "crc": job.crc}).encode() + b"\n")
+        process.stdin.flush()
+    except OSError:
+        pass  # it has ended already; the first request will say so
+    return process
+
+
+def _deal(
+    process: subprocess.Popen[bytes],
+    segments: Sequence[Segment],
+    known: Mapping[int, Sequence[Sums]],
+    todo: queue.SimpleQueue[int],
+    done: queue.SimpleQueue[Copied | BaseException | None],
+) -> None:
+    """Give one worker segment after segment until there are no more."""
+    try:
+        while True:
+            number = todo.get_nowait()
+            done.put(_asked(process, number, segments[number], known.get(number)))
+    except queue.Empty:
+        done.put(None)
+    except BaseException as error:
+        done.put(error)
+
+
+def _asked(process: subprocess.Popen[bytes], number: int, segment: Segment, known: Sequence[Sums] | None) -> Copied:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(task_json(segment, known)).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except OSError:
+        line = b""
+    if not line.endswith(b"\n"):
+        raise CheckpointError(
+            f"a worker ended with exit status {process.wait()} while it wrote {segment.name}; what is done is kept: "
+            "run the same again to go on"
+        )
+    reply = json.loads(line)
+    if "error" in reply:
+        raise CheckpointError(reply["error"])
+    sums, kept = reply["result"]
+    return Copied(number, [(text, crc) for text, crc in sums], kept)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:
+                continue  # what was buffered for a worker that has ended

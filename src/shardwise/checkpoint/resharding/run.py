@@ -1,0 +1,253 @@
+"""Resharding a checkpoint on disk: from any layout, number of ranks and format to any other, without a process group.
+
+1. Every tensor gets its layout; the files of the new checkpoint are planned, and cut into segments.
+2. Workers copy segments from the mapped source, a block at a time, and check every block of the source on the way.
+   Finished segments are noted, so a run that was killed is taken up where it stopped.
+3. Headers and the index come last; then the folder is put in place at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.checkpoint import folders
+from shardwise.checkpoint.checksums import checksum
+from shardwise.checkpoint.describe import Described
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.formats.dcp.target import DcpTarget
+from shardwise.checkpoint.resharding.copy import Output
+from shardwise.checkpoint.resharding.layouts import Chosen, Plan, choose_layouts
+from shardwise.checkpoint.resharding.plan import Segment, Sums, joined_sums, segments_of
+from shardwise.checkpoint.resharding.pool import Job, copy_here, copy_in_processes, share_memory
+from shardwise.checkpoint.resharding.targets import HuggingFaceTarget, ShardwiseTarget, Target
+from shardwise.checkpoint.resharding.work import Work, segments_done
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
+from shardwise.geometry import ShardingSpec
+
+Format = Literal["shardwise", "dcp", "hf"]
+FORMATS = ("shardwise", "dcp", "hf")
+_BYTES_FOR_A_WORKER = 128 << 20
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What a reshard did. `kept_bytes` of `bytes` were there from an earlier run; `seconds` are those of this one.
+
+    `unfit`: tensors that one layout for all did not fit. `left_out`: entries that the
+    format has no place for, or that cannot be read.
+    """
+
+    path: Path
+    format: str
+    tensors: int
+    files: int
+    ranks: tuple[int, ...]
+    bytes: int
+    kept_bytes: int
+    seconds: float
+    workers: int
+    unfit: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    plan: Plan | None = None,
+    layout: ShardingSpec | str | None = None,
+    ranks: int | None = None,
+    format: Format = "shardwise",
+    workers: int | None = None,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    max_file_bytes: int | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReshardReport:
+    """Write a checkpoint anew in another layout, for another number of ranks, or in another format. One process calls.
+
+    - `plan` is a `shardwise.nn.ModelPlan`; or `layout` is one layout for all tensors, as a text such as "S(0)" (with
+      `ranks`) or "on dp=2,tp=4: R, S(1)"; with neither, tensors keep their layouts.
+    - `workers`: processes to copy with; one copies in this process. `max_buffer_bytes` bounds the memory of all.
+    - `verify`: check every block of the source before it is used.
+    - `resume`: take up a run with the same arguments that was killed; else start anew.
+    - `progress` is called with the bytes done and the bytes in all.
+
+    >>> import tempfile, torch, shardwise
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     shardwise.save({"w": torch.arange(6.0).reshape(3, 2), "step": 7}, f"{folder}/a")
+    ...     report = reshard(f"{folder}/a", f"{folder}/b", layout="S(0)", ranks=2)
+    ...     report.files, report.bytes, shardwise.open(f"{folder}/b")["w"].layout.local_shapes(1)
+    (2, 24, ((1, 2),))
+    """
+    started = time.monotonic()
+    source, target_path = folders.absolute(src), folders.absolute(dst)
+    if source == target_path:
+        raise CheckpointError(f"{source} is both source and destination; give the new checkpoint a name of its own")
+    if source in target_path.parents:
+        raise CheckpointError(f"{target_path} lies in the source {source}; give a place outside of it")
+    _check(format, workers, max_buffer_bytes, max_file_bytes, ranks)
+    store = open_store(source, share_memory(max_buffer_bytes, 1)[1])
+    try:
+        chosen = _chosen(store, plan, layout, ranks, format)
+        target = _target(store, chosen, format, max_file_bytes)
+        run = Run(store, source, target, target_path, overwrite, verify, workers, max_buffer_bytes, progress)
+        kept, total, used = run.run(resume, format)
+    finally:
+        store.close()
+    return ReshardReport(
+        target_path,
+        format,
+        len(store.index.tensors),
+        len(target.files),
+        chosen.ranks if format != "hf" else (),
+        total,
+        kept,
+        time.monotonic() - started,
+        used,
+        chosen.unfit,
+        target.left_out,
+    )
+
+
+def _check(
+    format: str, workers: int | None, max_buffer_bytes: int, max_file_bytes: int | None, ranks: int | None
+) -> None:
+    if format not in FORMATS:
+        raise CheckpointError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    limits = {"workers": workers, "ranks": ranks, "max_file_bytes": max_file_bytes}
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} is at least 1, got {value}")
+    if max_buffer_bytes < 1 << 20:
+        raise CheckpointError(f"max_buffer_bytes is at least 1048576 (1 MiB), got {max_buffer_bytes}")
+
+
+def _chosen(
+    store: Store, plan: Plan | None, layout: ShardingSpec | str | None, ranks: int | None, format: Format
+) -> Chosen:
+    if format == "hf" and not (plan is None and layout is None and ranks is None):
+        raise CheckpointError("a Hugging Face folder holds every tensor whole; leave plan, layout and ranks out")
+    return choose_layouts(store.index, plan, layout, ranks)
+
+
+def _target(store: Store, chosen: Chosen, format: Format, max_file_bytes: int | None) -> Target:
+    limit = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
+    if format == "hf":
+        return HuggingFaceTarget(store.index, **limit)
+    tensors = [Described(e.name, e.dtype, chosen.layouts[e.name]) for e in store.index.tensors.values()]
+    if format == "dcp":
+        if max_file_bytes is not None:
+            raise CheckpointError(
+                "a folder of torch.distributed.checkpoint has one file for each rank; leave the limit out"
+            )
+        return DcpTarget(tensors, store.index.tree, store.index.opaque)
+    return ShardwiseTarget(tensors, store.index.tree, store.index.opaque, **limit)
+
+
+def _check_place(path: Path, overwrite: bool) -> None:
+    folders.recover(path)
+    if overwrite:
+        folders.check_target(path)
+    elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists; give another name, or overwrite=True (--overwrite) to replace it when all is written"
+        )
+
+
+def fingerprint(store: Store) -> str:
+    """What tells one source from another: its index, and length and time of every file."""
+    try:
+        stats = [(f.name, (store.folder / f.name).stat()) for f in store.index.files]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    rows = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return checksum(json.dumps([store.digest, rows]).encode())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: from the plan of a target to the checkpoint in its place."""
+
+    store: Store
+    source: Path
+    target: Target
+    path: Path
+    overwrite: bool
+    verify: bool
+    workers: int | None
+    max_buffer_bytes: int
+    progress: Callable[[int, int], None] | None
+
+    def run(self, resume: bool, format: Format) -> tuple[int, int, int]:
+        """Do it; return the bytes that were there, the bytes in all, and the number of workers."""
+        segments = segments_of(self.target.files, self.store.index)
+        asked = {"source": str(self.source), "format": format, "verify": self.verify, **self._digests(segments)}
+        with Work(self.path) as work:
+            total = sum(s.nbytes for s in segments)
+            token = work.unfinished(asked) if resume else None
+            if token is not None and work.finish_commit(token):
+                work.remove()
+                return total, total, 0
+            _check_place(self.path, self.overwrite)
+            token, done = work.begin(asked, token if work.files.exists() else None)
+            kept, workers = self._copy(work, segments, segments_done(segments, done))
+            if fingerprint(self.store) != asked["source state"]:
+                raise CheckpointError(f"{self.store.folder} was changed while it was read; start anew")
+            work.commit(token)
+        return kept, total, workers
+
+    def _digests(self, segments: Sequence[Segment]) -> dict[str, str]:
+        plan = json.dumps([[f.name, f.bytes] for f in self.target.files]) + repr(segments)
+        return {"source state": fingerprint(self.store), "files to write": checksum(plan.encode())}
+
+    def _copy(self, work: Work, segments: Sequence[Segment], known: dict[int, Any]) -> tuple[int, int]:
+        work.make_files(self.target.files)
+        for number in range(len(self.store.index.files)):
+            self.store.verify_header(number)
+        total, finished, kept = sum(s.nbytes for s in segments), 0, 0
+        job = Job(self.source, work.files, work.marks, self.verify, self.target.crc)
+        workers, limit = share_memory(self.max_buffer_bytes, self._wanted(total))
+        if workers == 1:
+            copied = copy_here(self.store, job, segments, known)
+        else:
+            copied = copy_in_processes(job, segments, known, workers, limit)
+        found: dict[int, Sequence[Sums]] = {}
+        with closing(copied):
+            for one in copied:
+                found[one.number] = one.sums
+                if not one.kept:
+                    work.note(one.number, one.sums)
+                size = segments[one.number].nbytes
+                finished, kept = finished + size, kept + size * one.kept
+                if self.progress is not None:
+                    self.progress(finished, total)
+        self._finish(work, segments, found)
+        return kept, workers
+
+    def _wanted(self, total: int) -> int:
+        if self.workers is not None:
+            return self.workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, min(_MOST_WORKERS, cores, total // _BYTES_FOR_A_WORKER))
+
+    def _finish(self, work: Work, segments: Sequence[Segment], found: dict[int, Sequence[Sums]]) -> None:
+        """Write what is between the items, and the index."""
+        sums = joined_sums(segments, found)
+        for number, file in enumerate(self.target.files):
+            with Output(work.files / file.name) as output:
+                for position, data in self.target.between(number, sums):
+                    output.write(position, data)
+        index = self.target.index(sums)
+        if index is not None:
+            folders.write_synced(work.files / index[0], index[1])

@@ -1,0 +1,236 @@
+"""A tensor of a state as a checkpoint sees it: a layout, a dtype and this rank's local tensors, whatever its class.
+
+A nested state taken apart into tensors and values by name, and filled again.
+
+Tensors with a pending reduction are stored reduced: which layout they get, and the local tensors in it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.tree import MAX_DEPTH, Json, Scalar
+from shardwise.comm import Comm
+from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, spec_of
+from shardwise.tensor import ShardedTensor, redistribute_many, wrap
+from shardwise.tensor.move import everywhere, on_one_rank
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Leaf:
+    """A tensor of the state. `plain`: no sharded tensor; all ranks that have it hold the same values."""
+
+    name: str
+    layout: Layout
+    dtype: DType
+    locals: tuple[Tensor, ...]
+    plain: bool
+    tensor: Tensor
+
+
+def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
+    """A tensor of any known class as a leaf."""
+    if isinstance(tensor, ShardedTensor):
+        layout, held, plain = tensor._layout, tensor._locals, False
+    elif is_dtensor(tensor):
+        layout, held, plain = *_dtensor_parts(tensor, comm), False
+    else:
+        _check_plain(name, tensor)
+        layout, held, plain = everywhere(tuple(tensor.shape), comm.ranks), (tensor,), True
+    if layout.ranks != comm.ranks and (outside := sorted(set(layout.ranks) - set(comm.ranks))):
+        raise CheckpointError(
+            f"{name}: it lies on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
+            "give a comm that holds all of them"
+        )
+    values = tuple(t.detach() if t.requires_grad else t for t in held)
+    return Leaf(name, layout, dtype_of(tensor.dtype), values, plain, tensor)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's DTensor; torch's module is not loaded to find out."""
+    module = sys.modules.get(TENSOR_MODULE)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _dtensor_parts(tensor: Tensor, comm: Comm) -> tuple[Layout, tuple[Tensor, ...]]:
+    spec = tensor._spec  # type: ignore[attr-defined]  # only DTensors come here
+    ours = spec_of(spec.mesh, spec.placements, tensor.shape, getattr(spec, "shard_order", None))
+    layout = ours.layout(tuple(tensor.shape))
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # only DTensors come here
+    return layout, (local,) if comm.rank in layout.ranks else ()
+
+
+def _check_plain(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise CheckpointError(f"{name}: a tensor that is {kind} is not stored; make it a dense one first")
+
+
+@cache
+def dtype_of(dtype: torch.dtype) -> DType:
+    """An element type as the pure layers know it.
+
+    >>> dtype_of(torch.bfloat16).name
+    'bf16'
+    """
+    return find_dtype(str(dtype))
+
+
+@cache
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """An element type as torch knows it."""
+    found = getattr(torch, dtype.torch_name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+_MAX_DIGITS = 1000
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The leaves of a state by name, and its tree as JSON."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Scalar]
+    tree: Json
+
+
+def flatten(state: object) -> Flat:
+    """Take a state apart.
+
+    >>> import torch
+    >>> flat = flatten({"lr": 0.1, "w": torch.ones(2), "betas": (0.9, float("inf"))})
+    >>> list(flat.tensors), list(flat.values)
+    (['w'], ['lr', 'betas.0', 'betas.1'])
+    >>> flat.tree["dict"][0], flat.tree["dict"][1], flat.tree["dict"][2]
+    (['lr', 0.1], ['w', {'tensor': 'w'}], ['betas', {'tuple': [0.9, {'float': 'inf'}]}])
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Scalar] = {}
+
+    def leaf(name: str, value: object) -> Json:
+        if name in tensors or name in values:
+            raise CheckpointError(f"two entries of the state are called {name!r}; rename one of them")
+        if isinstance(value, Tensor):
+            tensors[name] = value
+            return {"tensor": name}
+        values[name] = _checked_scalar(name, value)
+        return _scalar_json(values[name])
+
+    tree = _encode(state, (), leaf)
+    return Flat(tensors, values, tree)
+
+
+def _encode(node: object, path: tuple[str, ...], leaf: Callable[[str, object], Json]) -> Json:
+    if len(path) > MAX_DEPTH:
+        raise CheckpointError(f"the state is nested deeper than {MAX_DEPTH} levels, or holds itself, at {path[0]!r}")
+    if isinstance(node, Tensor):
+        return leaf(".".join(path), node)
+    if isinstance(node, Mapping):
+        for key in node:
+            if type(key) not in (str, int):
+                raise CheckpointError(f"{'.'.join(path)}: keys are strings or ints, got the {type(key).__name__} {key}")
+        return {"dict": [[key, _encode(value, (*path, str(key)), leaf)] for key, value in node.items()]}
+    if isinstance(node, list | tuple):
+        items = [_encode(value, (*path, str(i)), leaf) for i, value in enumerate(node)]
+        return items if isinstance(node, list) else {"tuple": items}
+    return leaf(".".join(path), node)
+
+
+def _checked_scalar(name: str, value: object) -> Scalar:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        if abs(value) >= 10**_MAX_DIGITS:
+            raise CheckpointError(f"{name}: an int of more than {_MAX_DIGITS} digits is not stored")
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    raise CheckpointError(
+        f"{name or 'the state'}: a checkpoint holds tensors, numbers, strings, bools and None in dicts, lists and "
+        f"tuples; got a {type(value).__name__}: convert it"
+    )
+
+
+def _scalar_json(value: Scalar) -> Json:
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def refill(state: Any, values: Mapping[str, Scalar]) -> Any:
+    """Put values in place of those of the same name: dicts and lists are changed, tuples made anew.
+
+    >>> refill({"a": 1, "b": (2, 3)}, {"a": 7, "b.1": 9})
+    {'a': 7, 'b': (2, 9)}
+    """
+    return _refill(state, (), values)
+
+
+def _refill(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> Any:
+    if isinstance(node, Tensor):
+        return node
+    if isinstance(node, Mapping):
+        for key, child in list(node.items()):
+            new = _refill(child, (*path, str(key)), values)
+            if new is not child:
+                node[key] = new  # type: ignore[index]  # a state that cannot be changed says so itself
+        return node
+    if isinstance(node, list | tuple):
+        items = [_refill(child, (*path, str(i)), values) for i, child in enumerate(node)]
+        if isinstance(node, list):
+            node[:] = items
+            return node
+        same = all(a is b for a, b in zip(items, node, strict=True))
+        return node if same else tuple(items)
+    return values.get(".".join(path), node)
+
+
+def settled_layout(layout: Layout) -> Layout:
+    """A layout without a pending reduction: the same one, or rows over the same ranks.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial
+    >>> settled_layout(MeshSpec(Mesh.of(x=2), (Partial("sum"),)).layout((4, 2))).local_shapes(0)
+    ((2, 2),)
+    """
+    if layout.pending is None:
+        return layout
+    return ChunkSpec(0, layout.ranks).layout(layout.shape) if layout.ndim else on_one_rank((), layout.ranks[0])
+
+
+def settled_locals(leaves: Sequence[Leaf], comm: Comm) -> dict[str, tuple[Tensor, ...]]:
+    """Each leaf's local tensors in its settled layout; all ranks of those with a pending reduction take part."""
+    held = {leaf.name: leaf.locals for leaf in leaves}
+    pending = [leaf for leaf in leaves if leaf.layout.pending is not None]
+    moved = redistributed([as_sharded(leaf, comm) for leaf in pending], [settled_layout(e.layout) for e in pending])
+    return held | {leaf.name: tensor._locals for leaf, tensor in zip(pending, moved, strict=True)}
+
+
+def redistributed(tensors: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[ShardedTensor]:
+    """The tensors in other layouts; those that share a comm share its exchanges."""
+    groups: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(id(tensor._comm), []).append(number)
+    results: dict[int, ShardedTensor] = {}
+    with torch.no_grad():
+        for group in groups.values():
+            moved = redistribute_many([tensors[i] for i in group], [layouts[i] for i in group])
+            results |= dict(zip(group, moved, strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+def as_sharded(leaf: Leaf, comm: Comm) -> ShardedTensor:
+    """A leaf as a ShardedTensor over the ranks that take part in its moves."""
+    if isinstance(leaf.tensor, ShardedTensor):
+        return leaf.tensor
+    members = comm if set(leaf.layout.ranks) == set(comm.ranks) else comm.subset(leaf.layout.ranks)
+    return wrap(leaf.layout, leaf.locals, members, dtype=torch_dtype(leaf.dtype))

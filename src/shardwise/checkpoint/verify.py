@@ -1,0 +1,119 @@
+"""What is wrong with a stored checkpoint? Every problem, not only the first, each with its file and its tensor.
+
+1. Files: each is there, as long as the index says, and begins with the header that was written.
+2. Boxes: the header of the file describes the same elements at the same place as the index.
+3. Bytes: every block has the checksum of the index.
+
+That the boxes of each tensor tile it is checked whenever an index is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardwise.checkpoint.checksums import block_count
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.formats.safetensors_header import Entry, described, parse_header
+from shardwise.checkpoint.index import Cut, TensorEntry, stored_layout
+from shardwise.checkpoint.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong in a file, with the tensor it concerns if it is one."""
+
+    file: str
+    tensor: str | None
+    text: str
+
+    def __str__(self) -> str:
+        tensor = "" if self.tensor is None else f"tensor {self.tensor!r}: "
+        return f"{self.file}: {tensor}{self.text}"
+
+
+def checked_bytes(store: Store) -> int:
+    """How many stored bytes have checksums, and are read by `find_problems`."""
+    return sum(
+        elements * entry.dtype.itemsize
+        for entry in store.index.tensors.values()
+        for (_, elements), sums in zip(entry.cut.extents, entry.sums, strict=True)
+        if sums
+    )
+
+
+def find_problems(store: Store, on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[Problem]:
+    """Read everything and give all that is wrong; `on_bytes` is told how much has been read."""
+    headers: dict[int, dict[int, Entry] | None] = {}
+    for number in range(len(store.index.files)):
+        try:
+            headers[number] = _header(store, number)
+        except CheckpointError as error:
+            yield Problem(store.index.files[number].name, None, _without_path(error, store, number))
+            headers[number] = None
+    layouts: dict[Cut, str | None] = {}
+    for entry in store.index.tensors.values():
+        if entry.cut not in layouts:
+            layouts[entry.cut] = _layout_problem(entry)
+        text = layouts[entry.cut]
+        if text is not None:
+            yield Problem("the index", entry.name, text)
+        for box in range(len(entry.cut)):
+            yield from _box_problems(store, entry, box, headers[entry.files[box]], on_bytes)
+
+
+def _header(store: Store, number: int) -> dict[int, Entry]:
+    """What the header of a file says, by first byte; nothing for files of a kind that has no such header."""
+    file = store.index.files[number]
+    data = store.data(number)
+    if file.header_sum is None:
+        return {}
+    store.verify_header(number)
+    found = parse_header(data[: file.data_start].tobytes(), file.bytes, str(store.folder / file.name))
+    return {entry.begin: entry for entry in found.values() if 0 not in entry.shape}
+
+
+def _without_path(error: CheckpointError, store: Store, number: int) -> str:
+    return str(error).removeprefix(f"{store.folder / store.index.files[number].name}: ")
+
+
+def _layout_problem(entry: TensorEntry) -> str | None:
+    try:
+        stored_layout(entry)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"tensor {entry.name!r}: ")
+    return None
+
+
+def _box_problems(
+    store: Store, entry: TensorEntry, box: int, header: dict[int, Entry] | None, on_bytes: Callable[[int], None]
+) -> Iterator[Problem]:
+    name, (sizes, elements) = store.index.files[entry.files[box]].name, entry.cut.extents[box]
+    nbytes = elements * entry.dtype.itemsize
+    if header is None:
+        on_bytes(nbytes if entry.sums[box] else 0)
+        yield Problem(name, entry.name, f"{entry.cut.box(box)} is lost with its file")
+        return
+    if header and elements and not _agrees(header.get(entry.begins[box]), entry, sizes):
+        yield Problem(name, entry.name, f"the header has no {entry.dtype}{list(sizes)} at byte {entry.begins[box]}")
+    bad = list(_bad_blocks(store, entry, box, nbytes, on_bytes))
+    if bad:
+        text = f"{bad[0]}; {len(bad)} of {block_count(nbytes, store.index.block_bytes)} blocks of {entry.cut.box(box)}"
+        yield Problem(name, entry.name, text)
+
+
+def _agrees(found: Entry | None, entry: TensorEntry, sizes: tuple[int, ...]) -> bool:
+    return found is not None and described(found.dtype, found.shape) == described(entry.dtype, sizes)
+
+
+def _bad_blocks(
+    store: Store, entry: TensorEntry, box: int, nbytes: int, on_bytes: Callable[[int], None]
+) -> Iterator[str]:
+    step = store.index.block_bytes
+    for block in range(block_count(nbytes, step) if entry.sums[box] else 0):
+        try:
+            store.verify(entry, box, block, block + 1)
+        except CheckpointError as error:
+            text = _without_path(error, store, entry.files[box])
+            yield text.removeprefix(f"tensor {entry.name!r}: ")
+        on_bytes(min(step, nbytes - block * step))

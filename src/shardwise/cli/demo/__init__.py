@@ -1,0 +1,1 @@
+"""The command `shardwise demo`: the whole story on local ranks."""

@@ -1,0 +1,153 @@
+"""The part of the demo that computes: what each rank does, and what it tells."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from shardwise.checkpoint import load, save
+from shardwise.cli.demo.model import Transformer, batch_of, plan_for
+from shardwise.comm import default_comm
+from shardwise.geometry import Mesh, parse_layout
+from shardwise.nn import ModelPlan, ShardedOptimizer, shard_module
+from shardwise.ops import explain
+from shardwise.ops.engine.explain import Entry
+from shardwise.tensor import ShardedTensor, shard
+
+STEPS, MORE_STEPS = 8, 4
+WORLD, SMALLER_WORLD = Mesh.of(dp=2, tp=2), Mesh.of(tp=2)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run on 4 ranks tells: losses of both models, how far their parameters are apart, and what was saved.
+
+    `moves` are the kinds of moves in one step: operation, from, to, how often, bytes in all.
+    """
+
+    losses: list[float]
+    dense_losses: list[float]
+    difference: float
+    moves: list[tuple[str, str, str, int, int]]
+    saved: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run on 2 ranks tells: what was loaded, and the losses of further steps."""
+
+    loaded: dict[str, Tensor]
+    losses: list[float]
+
+
+def move(before: str, after: str) -> bool:
+    """Move a tensor between two layouts; whether every element arrived."""
+    source = parse_layout(before)
+    values = torch.arange(float(source.layout.numel)).reshape(source.layout.shape)
+    moved = shard(values, source.layout).redistribute(parse_layout(after, like=source).layout)
+    return bool(torch.equal(moved.full(), values))
+
+
+def train(folder: str, show: bool) -> Trained:
+    """Train sharded and whole side by side, save the sharded model, and go on with the whole one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dense = Transformer().double()
+    run, whole = Run(copy.deepcopy(dense), plan_for(WORLD)), Run(dense, None)
+    losses, dense_losses = [], []
+    for step in _shown(range(STEPS), show, "training on 4 ranks"):
+        with explain() as log:
+            losses.append(run.step(step))
+        dense_losses.append(whole.step(step))
+    difference = run.distance(whole)
+    save({**run.state(), "step": STEPS}, folder)
+    dense_losses += [whole.step(step) for step in range(STEPS, STEPS + MORE_STEPS)]
+    return Trained(losses, dense_losses, difference, _kinds(log.entries), _whole(run.state()))
+
+
+def _kinds(entries: Sequence[Entry]) -> list[tuple[str, str, str, int, int]]:
+    """The moves among recorded operations, those that differ in bytes only taken together."""
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for entry in (entry for entry in entries if entry.moved_bytes):
+        kind = (entry.name, entry.inputs[0].partition(": ")[2], entry.outputs[0].partition(": ")[2])
+        times, nbytes = found.get(kind, (0, 0))
+        found[kind] = (times + 1, nbytes + entry.moved_bytes)
+    return [(*kind, times, nbytes) for kind, (times, nbytes) in found.items()]
+
+
+def resume(folder: str, show: bool) -> Resumed:
+    """Load model and optimizer into other layouts, and go on training."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)  # other numbers than the saved ones: what is right afterwards was loaded
+    run = Run(Transformer().double(), plan_for(SMALLER_WORLD))
+    first = run.load(folder)
+    loaded = _whole(run.state())
+    steps = range(first, first + MORE_STEPS)
+    return Resumed(loaded, [run.step(step) for step in _shown(steps, show, "going on with 2 ranks")])
+
+
+class Run:
+    """A model and its optimizer; sharded as a plan says, or whole on every rank without one."""
+
+    def __init__(self, model: nn.Module, plan: ModelPlan | None) -> None:
+        self.model, self.plan = model, plan
+        if plan is not None:
+            shard_module(model, plan)
+        self.optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-2)
+
+    def step(self, number: int) -> float:
+        """One step of training; the loss before it."""
+        loss = self.model(*map(self._mine, batch_of(number)))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(_full(loss.detach()))
+
+    def _mine(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a batch."""
+        if self.plan is None or "dp" not in self.plan.mesh.axes:
+            return batch
+        place = self.plan.mesh.coordinates(default_comm().rank)["dp"]
+        return batch.tensor_split(self.plan.mesh.axis_size("dp"))[place]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, folder: str) -> int:
+        """Take model and optimizer from a checkpoint of any layout and number of ranks; return its step."""
+        self.optimizer.init_state()
+        state = load({**self.state(), "step": 0}, folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+    def distance(self, whole: Run) -> float:
+        """The largest difference between the parameters of two runs, the other one whole."""
+        pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
+        return max(float((_full(mine.detach()) - other.detach()).abs().max()) for mine, other in pairs)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _whole(state: Any, name: str = "") -> dict[str, Tensor]:
+    """Every sharded tensor of a nested state, whole."""
+    if isinstance(state, ShardedTensor):
+        return {name: state.detach().full()}
+    items = state.items() if isinstance(state, dict) else ()
+    return {path: tensor for key, value in items for path, tensor in _whole(value, f"{name}.{key}").items()}
+
+
+def _shown(steps: range, show: bool, what: str) -> Iterator[int]:
+    """The steps, with a progress bar where the error stream is a terminal."""
+    console = Console(stderr=True)
+    hidden = not (show and console.is_terminal and default_comm().rank == 0)
+    yield from track(steps, what, console=console, transient=True, disable=hidden)

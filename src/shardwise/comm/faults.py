@@ -1,0 +1,208 @@
+"""Who broke a collective: the ranks of a world leave notes in torch's store and read each other's.
+
+1. A rank whose collective fails notes its label and whom it blames. A rank that waits long notes for whom (`_waiting`).
+   A rank that raises outside a collective notes that (`report_exception`).
+2. A rank whose collective fails then reads the notes of the ranks it blames, for a short grace. One that noted nothing
+   has died, hangs, or never called; one that blames or awaits others passes the blame on to them.
+3. Whose connection ended is not excused by waiting, only by having failed before.
+4. The store lives in some rank's process and may be dead as well; then only the first suspicion is known.
+
+Calls that wait long say so: one thread per process notes in the store for whom its ranks wait.
+
+A rank that times out on another learns from this that the other one waits as well, and for whom. Without it the time
+at which each began to wait would decide who gets blamed. Calls that end soon cost two dictionary operations.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardwise._torch import default_store
+from shardwise.comm.protocol import CommError
+
+_PREFIX = "shardwise/fault"
+
+
+@dataclass(frozen=True)
+class Note:
+    """One rank's account of a call that failed or waits long: `ended` if the blamed ranks' connections have ended."""
+
+    number: int
+    label: str
+    reason: str
+    blames: tuple[int, ...] = ()
+    ended: bool = False
+
+
+class Accident(Exception):
+    """A transport's failure, with the ranks it was seen on; an exact one needs no search for the cause."""
+
+    def __init__(self, reason: str, suspects: Iterable[int], *, exact: bool = False, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.suspects, self.exact, self.timed_out = reason, tuple(suspects), exact, timed_out
+
+
+def failure(error: BaseException, suspects: Iterable[int]) -> Accident:
+    """Turn what torch raised into an accident; that a wait was too long is told by its text alone."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return Accident(reason, suspects, timed_out="timed out" in reason.lower())
+
+
+def report_exception(rank: int, error: BaseException) -> None:
+    """Tell the world that this rank raised, so that the others can say so."""
+    _write(f"{_PREFIX}/rank/{rank}", Note(0, "", f"{type(error).__name__}: {error}"[:500]))
+
+
+class Board:
+    """The notes of one comm: the `instance`-th that this process made for a group."""
+
+    def __init__(self, group: str, instance: int, rank: int) -> None:
+        self._key, self._rank = f"{_PREFIX}/{group}/{instance}", rank
+
+    def note_wait(self, number: int, label: str, awaited: tuple[int, ...]) -> None:
+        """Tell the others for whom this rank waits; an empty number of ranks takes it back."""
+        _write(f"{self._key}/waits/{self._rank}", Note(number, label, "", awaited))
+
+    def explain(self, accident: Accident, *, number: int, label: str, grace: float) -> CommError:
+        """Turn a transport's failure into an error that names the ranks at fault."""
+        if accident.exact:
+            return CommError(accident.reason, accident.suspects)
+        mine = Note(number, label, accident.reason, accident.suspects, not accident.timed_out)
+        _write(f"{self._key}/failed/{self._rank}", mine)
+        notes, raised = self._collect(mine, grace)
+        if raised:
+            texts = "; ".join(f"rank {r} raised {note.reason}" for r, note in sorted(raised.items()))
+            return CommError(f"{label!r}: {texts}", tuple(sorted(raised)))
+        other = {r: note for r, note in notes.items() if note.number == number and note.label != label}
+        if other:
+            texts = "; ".join(f"rank {r} was in {note.label!r}" for r, note in sorted(other.items()))
+            return CommError(f"{label!r}: the ranks made different calls: {texts}", tuple(sorted(other)))
+        silent = tuple(sorted(set(_blamed(mine, notes)) - set(notes) - {self._rank}))
+        if silent:
+            names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            text = f"{label!r}: {names} did not take part (ended, hung, or never called): {accident.reason}"
+            return CommError(text, silent)
+        return CommError(f"{label!r}: {accident.reason}", accident.suspects)
+
+    def _collect(self, mine: Note, grace: float) -> tuple[dict[int, Note], dict[int, Note]]:
+        """Read the notes of the blamed and of whom they blame, until all have written or the grace is over."""
+        raised: dict[int, Note] = {}
+        deadline = time.monotonic() + grace
+        while True:
+            notes: dict[int, Note] = {}
+            while wanted := {r: ended for r, ended in _blamed(mine, notes).items() if r not in notes}:
+                found = {r: note for r, ended in wanted.items() if (note := self._note_of(r, ended)) is not None}
+                notes |= found
+                raised |= {r: note for r in wanted if (note := _read(f"{_PREFIX}/rank/{r}")) is not None}
+                if not found:
+                    break
+            if not set(wanted) - set(raised) - {self._rank} or time.monotonic() > deadline:
+                return notes, raised
+            time.sleep(0.02)
+
+    def _note_of(self, rank: int, ended: bool) -> Note | None:
+        note = _read(f"{self._key}/failed/{rank}")
+        if note is None and not ended:
+            note = _read(f"{self._key}/waits/{rank}")
+            note = note if note is not None and note.blames else None
+        return note
+
+
+def _blamed(mine: Note, notes: dict[int, Note]) -> dict[int, bool]:
+    """Return all ranks that someone blames, and whether someone saw their connection end."""
+    blamed: dict[int, bool] = {}
+    for note in (mine, *notes.values()):
+        for rank in note.blames:
+            blamed[rank] = blamed.get(rank, False) or note.ended
+    return blamed
+
+
+def _store() -> Store | None:
+    return default_store() if dist.is_initialized() else None
+
+
+def _write(key: str, note: Note) -> None:
+    store = _store()
+    if store is None:
+        return
+    try:
+        store.set(key, json.dumps(asdict(note)))
+    except RuntimeError:
+        return  # the store's host is gone; the error we are about to raise still tells what this rank saw
+
+
+def _read(key: str) -> Note | None:
+    store = _store()
+    try:
+        if store is None or not store.check([key]):
+            return None
+        entry = json.loads(store.get(key))
+    except RuntimeError:
+        return None
+    return Note(entry["number"], entry["label"], entry["reason"], tuple(entry["blames"]), entry["ended"])
+
+
+_LONG = 0.5
+_PERIOD = 0.2
+
+
+class Waits:
+    """The calls of one comm that have begun and not ended; `awaited` tells for whom the transport waits now."""
+
+    def __init__(self, board: Board, awaited: Callable[[], tuple[int, ...]]) -> None:
+        self._board, self._awaited = board, awaited
+        self._begun: dict[int, tuple[float, str]] = {}
+        self._noted: set[int] = set()
+        _watch(self)
+
+    def begin(self, number: int, label: str) -> None:
+        """A call starts to wait."""
+        self._begun[number] = (time.monotonic(), label)
+
+    def end(self, number: int) -> None:
+        """It waits no more; what was noted is taken back."""
+        self._begun.pop(number, None)
+        if number in self._noted:
+            self._noted.discard(number)
+            self._board.note_wait(number, "", ())
+
+    def note_long_ones(self) -> None:
+        """Write down the calls that have waited long, once each."""
+        now = time.monotonic()
+        for number, (since, label) in list(self._begun.items()):
+            if now - since > _LONG and number not in self._noted and (ranks := self._awaited()):
+                self._noted.add(number)
+                self._board.note_wait(number, label, ranks)
+                if number not in self._begun:  # it ended while the note was on its way
+                    self._board.note_wait(number, "", ())
+
+
+_watched: weakref.WeakSet[Waits] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def _watch(waits: Waits) -> None:
+    global _thread
+    with _lock:
+        _watched.add(waits)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="shardwise-waits", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(_PERIOD)
+        with _lock:
+            watched = list(_watched)
+        for waits in watched:
+            waits.note_long_ones()

@@ -1,0 +1,172 @@
+"""Tensors as runs of bytes, and the arithmetic of a reduction, the same in every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.protocol import ReduceOp
+from shardwise.comm.rank_text import name_ranks
+
+_BLOCK = 1 << 16  # elements that stay in cache while they are reduced
+_OPS = ("sum", "avg", "min", "max", "product")
+
+
+class Group(Protocol):
+    """The part of a comm that argument checks need."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+
+def as_bytes(tensor: Tensor, *, label: str) -> Tensor:
+    """Return the bytes of a contiguous tensor as a flat uint8 view of the same memory.
+
+    A tensor that is lazily conjugated or negated has no such view and is refused.
+
+    >>> as_bytes(torch.zeros(2, 3, dtype=torch.complex64), label="demo").shape
+    torch.Size([48])
+    """
+    check_contiguous(tensor, label=label)
+    return _run(tensor).view(torch.uint8)
+
+
+def check_contiguous(tensor: Tensor, *, label: str) -> None:
+    """Refuse a tensor whose elements are not one run of memory, or are to be conjugated or negated when read."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{label!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+            "only contiguous tensors are moved, so pass tensor.contiguous()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{label!r}: a lazily conjugated or negated tensor; pass tensor.resolve_conj().resolve_neg()")
+
+
+def flat(tensor: Tensor, *, label: str) -> Tensor:
+    """Return a contiguous tensor as a flat view of the same memory, off the autograd tape."""
+    check_contiguous(tensor, label=label)
+    return _run(tensor)
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements as one run; a single element keeps no stride from where it was taken."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def nonempty_bytes(tensors: Sequence[Tensor], *, label: str) -> list[Tensor]:
+    """Return the byte views of those tensors that have any bytes."""
+    return [as_bytes(t, label=label) for t in tensors if t.numel()]
+
+
+Edges = dict[int, list[Tensor]]
+
+
+def edges(group: Group, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> Edges:
+    """Check the ranks of one side of an exchange and return its byte views, ranks without bytes left out."""
+    unknown = sorted(set(given) - set(group.ranks))
+    if unknown:
+        raise ValueError(
+            f"{label!r}: rank {group.rank} {what} {name_ranks(unknown)}, not in this comm "
+            f"({name_ranks(group.ranks)}); use the comm that holds them"
+        )
+    views = {rank: nonempty_bytes(tensors, label=label) for rank, tensors in given.items()}
+    return {rank: tensors for rank, tensors in views.items() if tensors}
+
+
+def check_edge(src: int, dst: int, sent: Sequence[int], wanted: Sequence[int], *, label: str) -> str | None:
+    """Return what is wrong with one edge of an exchange given the bytes of its tensors on both sides.
+
+    >>> check_edge(0, 1, [8], [8], label="move")
+    >>> check_edge(0, 1, [8], [8, 4], label="move")
+    "'move': rank 0 sends [8] bytes to rank 1, which receives [8, 4]; the k-th tensors on both sides must match"
+    """
+    if list(sent) == list(wanted):
+        return None
+    return (
+        f"{label!r}: rank {src} sends {list(sent)} bytes to rank {dst}, which receives {list(wanted)}; "
+        "the k-th tensors on both sides must match"
+    )
+
+
+def check_op(op: str, dtype: torch.dtype, *, label: str) -> None:
+    """Refuse an unknown reduction, or an average that the dtype cannot hold."""
+    if op not in _OPS:
+        raise ValueError(f"{label!r}: reduction {op!r} is unknown; use one of {', '.join(_OPS)}")
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"{label!r}: 'avg' of {dtype} would be rounded; use 'sum' or a floating dtype")
+
+
+def check_gather(out: Tensor, tensor: Tensor, world_size: int, *, label: str) -> None:
+    """Refuse an output whose dtype or size does not fit `world_size` inputs."""
+    if out.dtype != tensor.dtype or out.numel() != world_size * tensor.numel():
+        raise ValueError(
+            f"{label!r}: {world_size} ranks with {tensor.numel()} elements of {tensor.dtype} each do not fill "
+            f"an output of {out.numel()} elements of {out.dtype}; give {world_size * tensor.numel()} of {tensor.dtype}"
+        )
+
+
+def check_scatter(out: Tensor, tensor: Tensor, world_size: int, *, label: str) -> None:
+    """Refuse an input that is not `world_size` times the output."""
+    if out.dtype != tensor.dtype or tensor.numel() != world_size * out.numel():
+        raise ValueError(
+            f"{label!r}: an input of {tensor.numel()} elements of {tensor.dtype} does not cut into "
+            f"{world_size} outputs of {out.numel()} elements of {out.dtype}; give {world_size * out.numel()}"
+        )
+
+
+def check_member(group: Group, rank: int, what: str, *, label: str) -> None:
+    """Refuse a rank that is not in the group."""
+    if rank not in group.ranks:
+        raise ValueError(
+            f"{label!r}: {what} {rank} is not in this comm ({name_ranks(group.ranks)}); "
+            "ranks are numbered as in the world, not within the group"
+        )
+
+
+def check_subset(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of a subset in ascending order, or say why it cannot be made."""
+    wanted = tuple(sorted(ranks))
+    if len(set(wanted)) != len(wanted) or not set(wanted) <= set(group.ranks):
+        raise ValueError(
+            f"subset of {name_ranks(ranks)} of a comm over {name_ranks(group.ranks)}: "
+            "give each rank once, and only ranks of the comm"
+        )
+    if group.rank not in wanted:
+        raise ValueError(
+            f"rank {group.rank} asks for the subset of {name_ranks(wanted)} without being in it; only its members call"
+        )
+    return wanted
+
+
+def combine(total: Tensor, other: Tensor, op: ReduceOp) -> None:
+    """Fold `other` into `total`, in place."""
+    if op in ("sum", "avg"):
+        total.add_(other)
+    elif op == "product":
+        total.mul_(other)
+    elif op == "min":
+        torch.minimum(total, other, out=total)
+    else:
+        torch.maximum(total, other, out=total)
+
+
+def finish(total: Tensor, op: ReduceOp, count: int) -> None:
+    """Turn a sum into an average where one is asked for."""
+    if op == "avg":
+        total.div_(count)
+
+
+def reduce_runs(out: Tensor, runs: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce flat tensors of one length into `out`, in the order given: every rank gets the same bits."""
+    for at in range(0, len(out), _BLOCK):
+        block = slice(at, at + _BLOCK)
+        total = runs[0][block].clone()
+        for other in runs[1:]:
+            combine(total, other[block], op)
+        finish(total, op, len(runs))
+        out[block].copy_(total)

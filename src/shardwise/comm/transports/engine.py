@@ -1,0 +1,112 @@
+"""What moves the bytes of a comm over a process group, on one kind of device.
+
+Tensors that live elsewhere than the engine's memory: copies there before, and back after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.flat_tensors import Edges
+from shardwise.comm.protocol import ReduceOp, Work
+
+
+class Engine(Protocol):
+    """The operations of a `Comm` on checked, contiguous, flat tensors on one device; ranks are global ones."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors handed to it must live."""
+        ...
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The ranks that the present wait is for."""
+        ...
+
+    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+        """Move byte views along edges between different ranks."""
+        ...
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Fill `out` with all tensors in group order."""
+        ...
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Reduce run i into rank i's `out`."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Reduce in place."""
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Overwrite with the tensor of `src`."""
+        ...
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Return the bytes of all ranks in group order."""
+        ...
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """Tell the others, if there is a way, that this rank will not go on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the engine holds."""
+        ...
+
+
+class Stage:
+    """Stands in for tensors of other devices during one operation.
+
+    >>> stage = Stage(torch.device("cpu"))
+    >>> x = torch.ones(2)
+    >>> stage.read(x) is x
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy of it where the engine can read it."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return self._like(tensor).copy_(tensor)
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or memory for the engine to fill that `finish` copies back."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        self._back.append((tensor, self._like(tensor)))
+        return self._back[-1][1]
+
+    def update(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy for the engine to change that `finish` copies back."""
+        if tensor.device.type == self._device.type:
+            return tensor
+        return self.write(tensor).copy_(tensor)
+
+    def read_edges(self, edges: Edges) -> Edges:
+        """Apply `read` to every tensor of one side of an exchange."""
+        return {rank: [self.read(t) for t in ts] for rank, ts in edges.items()}
+
+    def write_edges(self, edges: Edges) -> Edges:
+        """Apply `write` to every tensor of one side of an exchange."""
+        return {rank: [self.write(t) for t in ts] for rank, ts in edges.items()}
+
+    def finish(self) -> None:
+        """Copy the results to where they were asked for."""
+        for given, staged in self._back:
+            given.copy_(staged)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Return memory on the engine's device; host memory is pinned, which a device copies at full speed."""
+        pinned = self._device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device, pin_memory=pinned)

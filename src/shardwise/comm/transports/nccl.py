@@ -1,0 +1,98 @@
+"""Device memory over a group whose backend takes it (nccl): torch's own collectives, on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._torch import all_gather_single, reduce_scatter_single
+from shardwise.comm.faults import failure
+from shardwise.comm.flat_tensors import Edges, as_bytes
+from shardwise.comm.protocol import Done, Pending, ReduceOp, Work
+
+_LENGTH_BYTES = 8
+
+
+class NativeEngine:
+    """Moves device tensors between the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], device: torch.device) -> None:
+        self._group, self._ranks, self.device = group, ranks, device
+        self._others = self.awaited = tuple(r for r in ranks if r != rank)
+
+    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+        """Post all sends and receives as one batch."""
+        posts = [dist.P2POp(dist.irecv, t, peer, self._group) for peer, ts in receives.items() for t in ts]
+        posts += [dist.P2POp(dist.isend, t, peer, self._group) for peer, ts in sends.items() for t in ts]
+        if not posts:
+            return Done()
+        works = self._guard(partial(dist.batch_isend_irecv, posts))
+        return Pending(partial(self._wait, works))
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+        """Gather as bytes, so that every dtype is taken."""
+        whole, part = as_bytes(out, label=label), as_bytes(tensor, label=label)
+        return self._start(partial(all_gather_single, whole, part, self._group))
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Reduce and scatter on the device."""
+        return self._start(partial(reduce_scatter_single, out, tensor, _torch_op(op), self._group))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+        """Reduce in place on the device."""
+        return self._start(partial(dist.all_reduce, tensor, op=_torch_op(op), group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+        """Broadcast as bytes."""
+        view = as_bytes(tensor, label=label)
+        return self._start(partial(dist.broadcast, view, src, group=self._group, async_op=True))
+
+    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        """Gather the lengths, then the bytes padded to the longest."""
+        sizes = [int.from_bytes(s, "little") for s in self._gather(len(data).to_bytes(_LENGTH_BYTES, "little"), label)]
+        longest = max(sizes)
+        parts = self._gather(data.ljust(longest, b"\0"), label) if longest else [b""] * len(sizes)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """The notes in the store tell it."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _gather(self, data: bytes, label: str) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        out = mine.new_empty(len(self._ranks) * len(data))
+        self.all_gather_into(out, mine, label=label).wait()
+        whole = out.cpu().numpy().tobytes()
+        return [whole[i * len(data) : (i + 1) * len(data)] for i in range(len(self._ranks))]
+
+    def _start(self, call: Callable[[], dist.Work | None]) -> Work:
+        work = self._guard(call)
+        return Pending(partial(self._wait, [work]))
+
+    def _wait(self, works: list[dist.Work | None]) -> None:
+        for work in works:
+            if work is not None:
+                self._guard(work.wait)
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise failure(error, self._others) from error
+
+
+def _torch_op(op: ReduceOp) -> Any:
+    return {
+        "sum": dist.ReduceOp.SUM,
+        "avg": dist.ReduceOp.AVG,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "product": dist.ReduceOp.PRODUCT,
+    }[op]

@@ -1,0 +1,243 @@
+"""Reading another process's memory with one copy and no intermediate buffer (Linux, same user, same host).
+
+The kernel copies straight from the other process's pages into ours. There is nothing to clean up afterwards, and
+nothing that a killed process could leave behind.
+
+What an operation between ranks of one host does with the bytes it is offered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from shardwise.comm.faults import Accident
+from shardwise.comm.flat_tensors import Edges, combine, finish
+from shardwise.comm.protocol import ReduceOp
+from shardwise.comm.transports.links import Frame, Kind
+
+_BATCH_RANGES = 512
+_BATCH_BYTES = 1 << 30
+_PR_SET_PTRACER = 0x59616D61
+
+Range = tuple[int, int]
+"""An address and a number of bytes."""
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def supported() -> bool:
+    """Say whether this system has the call; whether it is allowed only a trial tells."""
+    return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
+
+
+def allow_siblings() -> None:
+    """Let processes with our parent read our memory where the kernel's Yama module restricts it to descendants."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and scope.read_text().strip() == "1":
+        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+def read_memory(pid: int, source: Sequence[Range], target: Sequence[Range]) -> None:
+    """Copy ranges of process `pid` into our own ranges of the same lengths, pair by pair; raise OSError if refused."""
+    for remote, local in _batches(source, target):
+        wanted = sum(length for _, length in local)
+        got = _libc().process_vm_readv(pid, _vector(local), len(local), _vector(remote), len(remote), 0)
+        if got != wanted:
+            code = ctypes.get_errno() if got < 0 else 0
+            raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
+
+
+def _batches(source: Sequence[Range], target: Sequence[Range]) -> Iterator[tuple[list[Range], list[Range]]]:
+    """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
+    remote: list[Range] = []
+    local: list[Range] = []
+    total = 0
+    for (theirs, length), (ours, _) in zip(source, target, strict=True):
+        for at in range(0, length, _BATCH_BYTES):
+            size = min(_BATCH_BYTES, length - at)
+            if remote and (len(remote) == _BATCH_RANGES or total + size > _BATCH_BYTES):
+                yield remote, local
+                remote, local, total = [], [], 0
+            remote.append((theirs + at, size))
+            local.append((ours + at, size))
+            total += size
+    if remote:
+        yield remote, local
+
+
+def _vector(ranges: Sequence[Range]) -> ctypes.Array[_IoVec]:
+    return (_IoVec * len(ranges))(*(_IoVec(*each) for each in ranges))
+
+
+def _libc() -> ctypes.CDLL:
+    return _LIBC
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+if hasattr(_LIBC, "process_vm_readv"):
+    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+_COUNT = struct.Struct("<I")
+_RANGE = struct.Struct("<QQ")
+_INLINE = 1 << 14
+_BLOCK = 1 << 18
+
+
+def offer(tensors: Sequence[Tensor]) -> tuple[Kind, bytes]:
+    """Return the message for some byte views: where they are or, if they are few bytes, the bytes as well."""
+    places = [(tensor.data_ptr(), len(tensor)) for tensor in tensors]
+    head = _COUNT.pack(len(places)) + b"".join(_RANGE.pack(*place) for place in places)
+    if sum(length for _, length in places) > _INLINE:
+        return Kind.RANGES, head
+    return Kind.DATA, head + b"".join(ctypes.string_at(*place) for place in places)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A read message: ranges of another process, or bytes that came along."""
+
+    ranges: list[Range]
+    data: memoryview | None
+    pid: int
+
+    @classmethod
+    def of(cls, frame: Frame, pid: int) -> Offer:
+        """Read an offer from its message."""
+        (count,) = _COUNT.unpack_from(frame.body)
+        ranges = [_RANGE.unpack_from(frame.body, _COUNT.size + i * _RANGE.size) for i in range(count)]
+        data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is Kind.DATA else None
+        return cls(ranges, data, pid)
+
+    def copy(self, targets: Sequence[Range]) -> None:
+        """Copy the k-th range into the k-th target."""
+        if self.data is None:
+            read_memory(self.pid, self.ranges, targets)
+            return
+        at = 0
+        for address, length in targets:
+            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+            at += length
+
+    def copy_part(self, at: int, target: Range) -> None:
+        """Copy some bytes of the only range, from byte `at` on."""
+        address, length = target
+        if self.data is None:
+            read_memory(self.pid, [(self.ranges[0][0] + at, length)], [target])
+        else:
+            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+
+
+class Operation:
+    """One call: from whom offers are expected, and to whom memory is lent."""
+
+    def __init__(self, call: str, expected: Iterable[int]) -> None:
+        self.call, self.number = call, 0
+        self.expected = set(expected)
+        self.sent_to: set[int] = set()
+        self._lent: dict[int, Sequence[Tensor]] = {}
+
+    def awaited(self) -> set[int]:
+        """Return the ranks without which the operation cannot end."""
+        return self.expected | set(self._lent)
+
+    def lend(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Keep memory alive until a rank has read it."""
+        self._lent[rank] = tensors
+
+    def give_back(self, rank: int) -> None:
+        """A rank has read what it was offered."""
+        self._lent.pop(rank, None)
+
+    def take(self, frame: Frame) -> list[int]:
+        """Use an expected offer; return the ranks whose memory is read and free again."""
+        raise NotImplementedError
+
+
+class Collect(Operation):
+    """Keeps the bytes of every rank."""
+
+    def __init__(self, call: str, expected: Iterable[int]) -> None:
+        super().__init__(call, expected)
+        self.taken: dict[int, bytearray] = {}
+
+    def take(self, frame: Frame) -> list[int]:
+        """Keep what came along."""
+        self.taken[frame.rank] = frame.body
+        self.expected.discard(frame.rank)
+        return []
+
+
+class Move(Operation):
+    """Copies each rank's offer into the tensors that wait for it."""
+
+    def __init__(self, call: str, receives: Edges, pids: Mapping[int, int]) -> None:
+        super().__init__(call, receives)
+        self._receives, self._pids = receives, pids
+
+    def take(self, frame: Frame) -> list[int]:
+        """Copy into place."""
+        given = Offer.of(frame, self._pids[frame.rank])
+        targets = [(tensor.data_ptr(), len(tensor)) for tensor in self._receives[frame.rank]]
+        _check_sizes(self.call, frame.rank, given.ranges, targets)
+        given.copy(targets)
+        self.expected.discard(frame.rank)
+        return [frame.rank] if given.data is None else []
+
+
+class Reduce(Operation):
+    """Reduces one run of every rank, in rank order, when all have been offered; a block at a time stays in cache."""
+
+    def __init__(self, call: str, rank: int, pids: Mapping[int, int], out: Tensor, mine: Tensor, op: ReduceOp) -> None:
+        super().__init__(call, (r for r in pids if r != rank))
+        self._rank, self._pids, self._op = rank, pids, op
+        self._out, self._mine = out, mine
+        self._offers: dict[int, Offer] = {}
+
+    def take(self, frame: Frame) -> list[int]:
+        """Keep the offer; reduce after the last one."""
+        given = Offer.of(frame, self._pids[frame.rank])
+        _check_sizes(self.call, frame.rank, given.ranges, [(0, self._mine.nbytes)])
+        self._offers[frame.rank] = given
+        self.expected.discard(frame.rank)
+        if self.expected:
+            return []
+        step = max(1, _BLOCK // self._mine.element_size())
+        scratch = self._mine.new_empty((2, min(step, len(self._mine))))
+        for at in range(0, len(self._mine), step):
+            self._reduce_block(at, min(step, len(self._mine) - at), scratch)
+        return [rank for rank, given in self._offers.items() if given.data is None]
+
+    def _reduce_block(self, at: int, count: int, scratch: Tensor) -> None:
+        total, other = scratch[0, :count], scratch[1, :count]
+        for i, rank in enumerate(self._pids):
+            into = other if i else total
+            if rank == self._rank:
+                into.copy_(self._mine[at : at + count])
+            else:
+                self._offers[rank].copy_part(at * into.element_size(), (into.data_ptr(), into.nbytes))
+            if i:
+                combine(total, other, self._op)
+        finish(total, self._op, len(self._pids))
+        self._out[at : at + count].copy_(total)
+
+
+def _check_sizes(call: str, rank: int, offered: Sequence[Range], wanted: Sequence[Range]) -> None:
+    theirs, ours = [length for _, length in offered], [length for _, length in wanted]
+    if theirs != ours:
+        raise Accident(
+            f"{call}: rank {rank} sends {theirs} bytes, which do not match the {ours} received; "
+            "the k-th tensors on both sides must match",
+            (rank,),
+            exact=True,
+        )

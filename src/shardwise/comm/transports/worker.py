@@ -1,0 +1,116 @@
+"""One spawned rank: joins the world, then runs the functions its parent sends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise.comm.current import use_comm
+from shardwise.comm.faults import report_exception
+from shardwise.comm.process_group import ProcessGroupComm
+
+LOOPBACK = "127.0.0.1"
+_SLOW_START = 60.0  # ranks on a busy machine begin seconds apart, however short the time-out of later collectives
+
+
+@dataclass(frozen=True)
+class World:
+    """What a spawned rank needs to know to join."""
+
+    size: int
+    port: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to run; after the last one the process ends, and at once if it raised."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    last: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank's function returned or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def main(rank: int, world: World, pipe: Connection) -> None:
+    """Serve tasks until there are no more."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
+    store = TCPStore(LOOPBACK, world.port, is_master=False, wait_for_workers=False)
+    limit = timedelta(seconds=max(world.timeout, _SLOW_START))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
+    with use_comm(ProcessGroupComm.of(timeout=world.timeout)):
+        while _serve(rank, pipe):
+            pass
+    dist.destroy_process_group()
+
+
+def _serve(rank: int, pipe: Connection) -> bool:
+    """Run one task and reply; return whether to go on."""
+    try:
+        data = pipe.recv_bytes()
+    except EOFError:
+        return False
+    last = False
+    try:
+        task: Task | None = pickle.loads(data)
+        if task is None:
+            return False
+        last = task.last
+        reply = Reply(task.fn(*task.args))
+    except BaseException as error:
+        reply = Reply(error=error, trace=traceback.format_exc())
+    if last and reply.error is not None:
+        report_exception(rank, reply.error)
+    pipe.send_bytes(_pickled(reply))
+    if last and reply.error is not None:
+        _end(1)
+    return not last
+
+
+def _pickled(reply: Reply) -> bytes:
+    try:
+        data = pickle.dumps(reply)
+        pickle.loads(data)
+        return data
+    except Exception as problem:
+        if reply.error is None:
+            text = f"the result of type {type(reply.value).__name__} cannot be pickled: {problem}"
+            return pickle.dumps(Reply(error=TypeError(text), trace=""))
+        stand_in = RuntimeError(f"{type(reply.error).__name__}: {reply.error}")
+        return pickle.dumps(Reply(error=stand_in, trace=reply.trace))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        _end(1)
+
+
+def _end(code: int) -> None:
+    """Leave at once: the closed connections tell the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

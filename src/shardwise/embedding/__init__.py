@@ -1,0 +1,1 @@
+"""Lookups in sharded embedding tables."""

@@ -1,0 +1,1 @@
+"""Finding and checking rules by trying them."""

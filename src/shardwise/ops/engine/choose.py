@@ -1,0 +1,130 @@
+"""Which strategy on which axis? The cheapest by bytes moved; ties go to the one listed first.
+
+Axes are decided one after the other, each by the sum of what its inputs' changes of placement cost. All ranks decide
+from layouts alone, so they decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Shard
+from shardwise.ops.engine.placement_cost import change_cost, mesh_spec, same_kind
+from shardwise.ops.engine.rules import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor of a call, seen on the call's mesh; `first` is where the call has the same tensor for the first time."""
+
+    spec: MeshSpec
+    shape: tuple[int, ...]
+    nbytes: int
+    written: bool
+    first: int
+
+
+def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
+    """One strategy for each axis, or None if an axis has no possible one."""
+    chosen = []
+    for axis in range(mesh.ndim):
+        best: tuple[float, Strategy] | None = None
+        for strategy in strategies:
+            cost = _cost(strategy, operands, axis, mesh.shape[axis])
+            if cost is not None and (best is None or cost < best[0]):
+                best = (cost, strategy)
+        if best is None:
+            return None
+        chosen.append(best[1])
+    return chosen
+
+
+def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
+    """What the inputs' changes cost; a tensor that is given twice and wanted alike moves once."""
+    total = 0.0
+    paid = set()
+    for operand, then in zip(operands, strategy.inputs, strict=True):
+        now = operand.spec.placements[axis]
+        if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
+            return None
+        if operand.written and not _keeps(now, then):
+            return None
+        if (operand.first, then) not in paid:
+            paid.add((operand.first, then))
+            total += change_cost(now, then, operand.nbytes, ranks)
+    return total
+
+
+def _keeps(now: Placement, then: Placement) -> bool:
+    return same_kind(now, then)
+
+
+def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> bool:
+    """Whether an axis cuts dims of different lengths: for some operators a sign of shapes that do not fit."""
+    for strategy in chosen:
+        lengths = {
+            operand.shape[p.dim] for operand, p in zip(operands, strategy.inputs, strict=True) if isinstance(p, Shard)
+        }
+        if len(lengths) > 1:
+            return True
+    return False
+
+
+def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
+    """For each axis how its dim is cut and the length of that dim.
+
+    It is cut as in the largest tensor that is cut there already; where none is, as `torch.chunk` cuts.
+    """
+    found: list[tuple[Shard, int] | None] = []
+    for axis, strategy in enumerate(chosen):
+        best: tuple[int, Shard, int] | None = None
+        for operand, then in zip(operands, strategy.inputs, strict=True):
+            now = operand.spec.placements[axis]
+            if not isinstance(then, Shard):
+                continue
+            cut_already = isinstance(now, Shard) and now.dim == then.dim
+            weight = operand.nbytes + (1 << 61 if cut_already else 0) + (1 << 62 if operand.written else 0)
+            if best is None or weight > best[0]:
+                best = (weight, now if isinstance(now, Shard) and cut_already else then, operand.shape[then.dim])
+        found.append(None if best is None else (best[1], best[2]))
+    return found
+
+
+def without_lengths(cuts: Sequence[tuple[Shard, int] | None]) -> list[tuple[Shard, int] | None]:
+    """The same dims, cut as `torch.chunk` cuts.
+
+    >>> without_lengths([(Shard(1, sizes=(5, 1)), 6), None])
+    [(Shard(1), 6), None]
+    """
+    return [None if lead is None else (Shard(lead[0].dim), lead[1]) for lead in cuts]
+
+
+def cut_like(placement: Placement | None, lead: tuple[Shard, int] | None, shape: Sequence[int]) -> Placement | None:
+    """A Shard cut as the lead is, if its dim has the lead's length; anything else as it is."""
+    if not isinstance(placement, Shard) or placement.sizes or placement.groups or placement.block or lead is None:
+        return placement
+    cut, length = lead
+    if not 0 <= placement.dim < len(shape) or shape[placement.dim] != length:
+        return placement
+    return Shard(placement.dim, cut.sizes, cut.groups, cut.block)
+
+
+def split_order(operands: Sequence[Operand], mesh: Mesh) -> tuple[str, ...]:
+    """The order in which axes split a dim: that of the largest tensor with an order of its own."""
+    own = [o for o in operands if not o.spec.splits_in_mesh_order]
+    return max(own, key=lambda o: o.nbytes).spec.order if own else mesh.axes
+
+
+def input_layout(
+    operand: Operand,
+    index: int,
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: tuple[str, ...],
+) -> Layout:
+    """The layout in which the strategies want one tensor."""
+    placements = [cut_like(s.inputs[index], cut, operand.shape) for s, cut in zip(chosen, cuts, strict=True)]
+    wanted = tuple(p for p in placements if p is not None)
+    assert len(wanted) == len(placements)
+    return mesh_spec(operand.spec.mesh, wanted, order).layout(operand.shape)

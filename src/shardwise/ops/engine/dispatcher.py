@@ -1,0 +1,375 @@
+"""How is an operator computed on ShardedTensors?
+
+1. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
+2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in
+   which the inputs are wanted and which replicated inputs vary.
+3. Move inputs that lie otherwise, pass varying ones through `vary`, and call the operator on the local tensors,
+   recorded.
+4. The outputs' layouts follow from the strategies; the local results are checked against them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.choose import (
+    Operand,
+    choose,
+    cut_lengths_differ,
+    cut_like,
+    input_layout,
+    leads,
+    split_order,
+    without_lengths,
+)
+from shardwise.ops.engine.explain import Entry, brief, is_watched, record, user_line
+from shardwise.ops.engine.fallbacks import fall_back, find_fallback
+from shardwise.ops.engine.fast_path import is_recorded, note_operator
+from shardwise.ops.engine.mixed import as_sharded
+from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
+from shardwise.ops.engine.rules import Strategy, TensorMeta, find_rule, normalised
+from shardwise.ops.engine.schema import Call, Slot, take_apart, written_slots
+from shardwise.ops.engine.vary import varied
+from shardwise.ops.rules.pointwise import irregular_pointwise, is_pointwise, pointwise_rule
+from shardwise.tensor import caches
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
+from shardwise.tensor.move import moved, text_of
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(slots=True)
+class Decision:
+    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
+
+    The layouts that the tensors had are kept alive, since keys hold their identities.
+    """
+
+    inputs: tuple[Layout, ...]
+    vary: tuple[tuple[int, ...], ...]
+    chosen: tuple[Strategy, ...]
+    cuts: tuple[tuple[Shard, int] | None, ...]
+    order: tuple[str, ...]
+    mesh: Mesh
+    keep: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """What a strategy's `local` function may ask: this rank, and where its local tensors begin in the global ones."""
+
+    rank: int
+    layouts: tuple[Layout, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def interval(self, tensor: int, dim: int) -> tuple[int, int]:
+        """The rows of a dim that this rank's local tensor holds; they must be one run."""
+        layout = self.layouts[tensor]
+        own = layout.table.take(layout.rows_of(self.rank))
+        starts = sorted({(int(o), int(o + s)) for o, s in zip(own.offsets[:, dim], own.sizes[:, dim], strict=True)})
+        if len(starts) != 1:
+            raise UnsupportedOpError(
+                f"dim {dim} is held in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})"
+            )
+        return starts[0]
+
+
+_decisions: dict[Hashable, Decision] = caches.cleared_on_change({})
+_MOST = 16384
+
+
+def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator on ShardedTensors."""
+    call = take_apart(op, args, kwargs)
+    tensors = as_sharded(call)
+    comm = tensors[0]._comm
+    if any(mesh_view(t._layout) is None for t in tensors):
+        return irregular_pointwise(call, tensors, comm)
+    if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
+        return fall_back(op, way, args, kwargs)
+    for index in _written(call):
+        check_writable(tensors[index])
+    return _run(call, tensors, comm, _decision(call, tensors))
+
+
+def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
+    if len(_decisions) > _MOST:
+        _decisions.clear()
+    key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors), _first_places(tensors))
+    known = _decisions.get(key)
+    if known is None:
+        known = _decisions[key] = _decide(call, tensors)
+    return known
+
+
+def _first_places(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
+    """For each tensor its first place in the call; None where no tensor is given twice."""
+    numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
+
+
+def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
+    specs = [view for t in tensors if (view := mesh_view(t._layout)) is not None]
+    mesh = _common_mesh(call, tensors, specs)
+    operands = _operands(call, tensors, specs)
+    strategies = _strategies(call, tensors, specs)
+    chosen = choose(strategies, operands, mesh)
+    if chosen is None:
+        raise UnsupportedOpError(
+            f"{_describe(call, tensors)}: no strategy of its rule fits. {_accepted(strategies, operands)}"
+        )
+    if cut_lengths_differ(chosen, operands):
+        _check_shapes(call, tensors)
+    cuts, order = leads(chosen, operands), split_order(operands, mesh)
+    try:
+        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
+    except LayoutError:  # lengths that fit a whole dim, where another axis cuts it first
+        cuts = without_lengths(cuts)
+        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
+    for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
+        if operand.written and tensor._layout != layout:
+            raise UnsupportedOpError(
+                f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
+            )
+    vary = tuple(_varying(i, chosen, mesh) for i in range(len(tensors)))
+    given = tuple(t._layout for t in tensors)
+    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
+
+
+def _all_wanted(
+    tensors: Sequence[ShardedTensor],
+    operands: Sequence[Operand],
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: tuple[str, ...],
+) -> tuple[Layout, ...]:
+    return tuple(_wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
+
+
+def _wanted(
+    tensor: ShardedTensor,
+    index: int,
+    operand: Operand,
+    chosen: Sequence[Strategy],
+    cuts: Sequence[tuple[Shard, int] | None],
+    order: tuple[str, ...],
+) -> Layout:
+    """The wanted layout; the tensor's own object where it means the same on the same mesh."""
+    wanted = input_layout(operand, index, chosen, cuts, order)
+    own = tensor._layout
+    return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
+
+
+def _check_shapes(call: Call, tensors: Sequence[ShardedTensor]) -> None:
+    """Let the operator itself refuse shapes that do not fit: local parts of them might fit by chance."""
+    values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+    args, kwargs = call.filled(values)
+    with torch.no_grad(), contextlib.suppress(NotImplementedError):
+        call.op(*args, **kwargs)
+
+
+def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
+    meshes = {s.mesh for s in specs}
+    if len(meshes) > 1:
+        raise UnsupportedOpError(
+            f"{_describe(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "
+            "redistribute them to one mesh"
+        )
+    return meshes.pop()
+
+
+def _operands(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
+    written = _written(call)
+    first = _first_places(tensors) or range(len(tensors))
+    return [
+        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written, first[i])
+        for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
+    ]
+
+
+def _written(call: Call) -> set[int]:
+    """The numbers of the tensors that the operator writes to."""
+    names = written_slots(call.op)
+    if not names:
+        return set()
+    schema = call.op._schema  # type: ignore[attr-defined]  # operators have one
+    by_name = dict(zip([a.name for a in schema.arguments], call.args, strict=False)) | dict(call.kwargs)
+    found: set[int] = set()
+    for name in names:
+        value = by_name.get(name)
+        found |= {v.index for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Slot)}
+    return found
+
+
+def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
+    rule = find_rule(call.op)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t._layout, s.placements) for t, s in zip(tensors, specs, strict=True)]
+    args, kwargs = call.filled(metas)
+    if rule is None:
+        strategies = pointwise_rule(call.op, metas)
+        if strategies is None:
+            raise UnsupportedOpError(
+                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find "
+                "one with shardwise.discover_sharding, or compute on local_tensor()"
+            )
+        return strategies
+    return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
+
+
+def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
+    """The axes of several ranks along which this tensor is replicated while something else is not."""
+    axes = []
+    for axis, strategy in enumerate(chosen):
+        differs = any(isinstance(p, Shard | Partial) for p in (*strategy.inputs, *strategy.outputs))
+        if isinstance(strategy.inputs[index], Replicate) and differs and mesh.shape[axis] > 1:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
+    name = str(call.op)
+    aligned = _all_aligned(tensors, decision.inputs, name)
+    if not aligned[0]._locals and comm.rank not in decision.mesh.ranks:
+        raise UnsupportedOpError(
+            f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
+        )
+    with recording():
+        values = [
+            varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)
+        ]
+        args, kwargs = call.filled(values)
+        local = next((s.local for s in decision.chosen if s.local is not None), None)
+        if local is None:
+            result = call.op(*args, **kwargs)
+        else:
+            shapes = tuple(tuple(t.shape) for t in tensors)
+            result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+    if is_recorded():
+        _note(call, tensors, decision, local is None)
+    outputs = _wrapped(call, tensors, comm, decision, result)
+    mark_moved_views(call.op, tensors, aligned, outputs)
+    if is_watched():
+        _record(name, decision, outputs)
+    return outputs
+
+
+def _note(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
+    """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
+    given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
+    turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
+    moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t._layout is not w]
+    copied = bool(moves) and gives_views(call.op)  # then the results are marked
+    written = [tensors[i] for i in sorted(_written(call))]
+    note_operator(given and own and not turned and not copied, moves, written, str(call.op))
+
+
+def _all_aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
+    """The tensors in the layouts wanted; one that is given twice and wanted alike is moved once."""
+    made: dict[tuple[int, int], ShardedTensor] = {}
+    for tensor, layout in zip(tensors, wanted, strict=True):
+        key = (id(tensor), id(layout))
+        if key not in made:
+            made[key] = _aligned(tensor, layout, name)
+    return [made[id(tensor), id(layout)] for tensor, layout in zip(tensors, wanted, strict=True)]
+
+
+def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
+    if tensor._layout is wanted:
+        return tensor
+    if tensor._layout == wanted:
+        return wrap(wanted, tensor._locals, tensor._comm, dtype=tensor.dtype, anchor=tensor._anchor)
+    locals_, anchor = moved(tensor, wanted, name)
+    return wrap(wanted, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
+
+
+def _record(name: str, decision: Decision, outputs: Any) -> None:
+    flat = outputs if isinstance(outputs, list | tuple) else [outputs]
+    given = tuple(brief(o._layout) for o in flat if isinstance(o, ShardedTensor))
+    record(Entry(name, tuple(brief(layout) for layout in decision.inputs), given, 0, user_line()))
+
+
+def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:
+    """The local results as ShardedTensors; a tensor that was written to is given back itself."""
+    written = _written(call)
+    if written:
+        for index in written:
+            tensors[index].__dict__.pop("_varied", None)
+        kept = [tensors[i] for i in sorted(written)]
+        if not call.op._schema.returns:  # type: ignore[attr-defined]  # operators have one
+            return None
+        return kept[0] if len(kept) == 1 else (None if result is None else tuple(kept))
+    flat = list(result) if isinstance(result, list | tuple) else [result]
+    if decision.outputs is None:
+        _check_count(call, decision, flat)
+        decision.outputs = tuple(_output_layout(call, decision, i, value) for i, value in enumerate(flat))
+        _check_results(call, decision.outputs, flat, comm.rank)
+    wrapped = [
+        value if layout is None else wrap(layout, (value,), comm)
+        for value, layout in zip(flat, decision.outputs, strict=True)
+    ]
+    if isinstance(result, list | tuple):
+        return type(result)(wrapped) if type(result) in (list, tuple) else tuple(wrapped)
+    return wrapped[0]
+
+
+def _check_count(call: Call, decision: Decision, values: Sequence[Any]) -> None:
+    """Raise if a strategy speaks of more outputs than a user's operator has; ours serve variants with fewer."""
+    most = max((len(s.outputs) for s in decision.chosen), default=0)
+    if most > len(values) and not str(call.op).startswith("aten."):
+        raise LayoutError(f"the rule of {call.op} gives {most} output placements, but it has {len(values)} outputs")
+
+
+def _check_results(call: Call, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
+    """Raise if a local result has not the shape that the strategies say: then the rule is wrong."""
+    for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
+        if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
+            raise LayoutError(
+                f"the rule of {call.op} says output {number} is {text_of(layout)}, so rank {rank} should hold "
+                f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
+            )
+
+
+def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> Layout | None:
+    """The layout of an output: local lengths where a dim is whole, the cut's length where it is sharded."""
+    if not isinstance(value, Tensor):
+        return None
+    given = [s.outputs[min(index, len(s.outputs) - 1)] for s in decision.chosen]
+    shape = list(value.shape)
+    for placement, lead in zip(given, decision.cuts, strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim % max(1, len(shape))
+            shape[dim] = sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
+    placements = [
+        cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)
+    ]
+    for axis, ranks in enumerate(decision.mesh.shape):
+        if ranks == 1 and isinstance(placements[axis], Partial):
+            placements[axis] = Replicate()
+    if -1 in shape:
+        raise LayoutError(
+            f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes"
+        )
+    return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
+
+
+def _accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:
+    """What to do where no strategy fits."""
+    ways = [", ".join("-" if p is None else format_placement(p) for p in s.inputs) for s in strategies]
+    fix = "Redistribute the tensors first"
+    if any(o.written for o in operands):
+        fix += ", or use the operator that does not write to its argument"
+    return f"{fix}; on each axis the rule takes {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
+
+
+def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:
+    return f"{call.op} of {', '.join(f'{t.dtype}{text_of(t._layout)}' for t in tensors)}"

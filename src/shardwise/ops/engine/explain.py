@@ -1,0 +1,133 @@
+"""Who communicates, where, and how much? Recording what operations do, and forbidding that they communicate."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.geometry import Layout, format_layout
+from shardwise.tensor.move_observers import watch_moves
+from shardwise.transfer import Transfer
+from shardwise.transfer.report import format_bytes
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class HiddenCommunicationError(RuntimeError):
+    """An operation would have communicated inside `no_communication()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation or one move: its name, the layouts it took and gave, the bytes it moved, and the user's line.
+
+    An operation's inputs are shown as the chosen strategy wants them; the moves that bring them there come before it.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    moved_bytes: int
+    line: str
+
+
+@dataclass
+class Log:
+    """What `explain()` recorded; prints as a table."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(entry.moved_bytes for entry in self.entries)
+
+    def __str__(self) -> str:
+        rows = [("operation", "from", "to", "moved", "line")]
+        for e in self.entries:
+            moved = format_bytes(e.moved_bytes) if e.moved_bytes else "-"
+            rows.append((e.name, " | ".join(e.inputs), " | ".join(e.outputs), moved, e.line))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+_log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
+_forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
+watchers = [0]
+
+
+@contextmanager
+def explain() -> Iterator[Log]:
+    """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
+    log = Log()
+    token = _log.set(log)
+    watchers[0] += 1
+    try:
+        yield log
+    finally:
+        watchers[0] -= 1
+        _log.reset(token)
+
+
+@contextmanager
+def no_communication() -> Iterator[None]:
+    """Turn any communication of operations in a `with` block into an error that names it."""
+    token = _forbidden.set(True)
+    watchers[0] += 1
+    try:
+        yield
+    finally:
+        watchers[0] -= 1
+        _forbidden.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether operations are recorded or communication is forbidden."""
+    return watchers[0] > 0 and (_forbidden.get() or _log.get() is not None)
+
+
+def brief(layout: Layout) -> str:
+    """A layout for a table."""
+    return (
+        format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ")
+        if len(layout.table) < 65
+        else repr(layout.spec)
+    )
+
+
+def forbid(name: str, src: Layout, dst: Layout) -> None:
+    """Raise if communication is forbidden."""
+    if _forbidden.get():
+        raise HiddenCommunicationError(
+            f"{name} at {user_line()} would move {brief(src)} to {brief(dst)}, and communication is forbidden here; "
+            "redistribute before the block, or choose layouts that fit"
+        )
+
+
+def record(entry: Entry) -> None:
+    log = _log.get()
+    if log is not None:
+        log.entries.append(entry)
+
+
+def user_line() -> str:
+    """The innermost line of the user's own code on the stack."""
+    for frame in reversed(traceback.extract_stack()):
+        inside = (
+            frame.filename.startswith(_PACKAGE) or "/torch/" in frame.filename or frame.filename.startswith("<")
+        )
+        if not inside:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "unknown line"
+
+
+def _watch_move(plan: Transfer, label: str) -> None:
+    if is_watched() and plan.moved_bytes > 0:
+        forbid(label, plan.src, plan.dst)
+        record(Entry(label, (brief(plan.src),), (brief(plan.dst),), plan.moved_bytes, user_line()))
+
+
+watch_moves(_watch_move)

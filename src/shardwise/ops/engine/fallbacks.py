@@ -1,0 +1,147 @@
+"""Operators without a rule that others make up: computed by those, each by its own rule.
+
+1. An operator that writes to its first argument, or to `out=`, is the one that does not, and a copy into the argument.
+2. A copy of a view is the view, copied.
+3. What torch itself writes as other operators (its table of decompositions) is computed so.
+
+Tensors that are made on the way are the same on every rank, and are read as replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, is_tensor
+from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm import CommError
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.fast_path import note_operator
+from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated
+from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+Way = Callable[..., Any]
+# They change the shape or the strides of the tensor they write to, or their decompositions ask for strides.
+_REFUSED = frozenset(
+    [f"{name}_" for name in ("resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "as_strided")]
+    + ["swapaxes_", "swapdims_", "as_strided_copy", "as_strided_scatter"]
+)
+
+
+@cache
+def find_fallback(op: Any) -> Way | None:
+    """How an operator without a rule is computed by others, or None."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return None
+    if any(a.is_out for a in schema.arguments):
+        return _into_given(op)
+    space, _, name = schema.name.partition("::")
+    if space != "aten" or name in _REFUSED:
+        return None
+    overload = schema.overload_name or "default"
+    if name.endswith("_") and not name.endswith("__"):
+        return _in_place(_overload(name[:-1], overload))
+    if name.endswith("_copy"):
+        return _copied(_overload(name[: -len("_copy")], overload)) or decomposition_table.get(op)
+    way: Way | None = decomposition_table.get(op)
+    return way
+
+
+def fall_back(op: Any, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator by others; what they cannot do is refused in the operator's name."""
+    note_operator(plain=True)  # one more than those that follow: a shortcut is compared with them before it is used
+    try:
+        with recording(), plain_as_replicated():
+            return way(*args, **kwargs)
+    except (CommError, UnsupportedOpError, MixedTensorsError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
+        raise UnsupportedOpError(
+            f"{op} has no rule, and the operators that make it up do not fit these tensors ({error}); write one with "
+            f"@shardwise.register_sharding({op}), or compute on local_tensor()"
+        ) from error
+
+
+def _overload(name: str, overload: str) -> Any:
+    return getattr(getattr(torch.ops.aten, name, None), overload, None)
+
+
+def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return call_operator(op, (ShardedTensor,), tuple(args), kwargs)
+
+
+def _in_place(functional: Any) -> Way | None:
+    """Compute without writing, then copy into the first argument."""
+    if functional is None:
+        return None
+
+    def way(target: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+        return _write(target, _call(functional, (target, *args), kwargs))
+
+    return way
+
+
+def _into_given(op: Any) -> Way | None:
+    """Compute without `out=`, then copy into what was given."""
+    names = tuple(a.name for a in op._schema.arguments if a.is_out)
+    functional = _without_out(op)
+    if functional is None:
+        return None
+
+    def way(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.pop(name) for name in names]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tree_leaves((args, kwargs, given)) if is_tensor(t)):
+            raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
+        result = _call(functional, args, kwargs)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        for target, found in zip(given, results, strict=True):
+            _check_fit(target, found)
+        written = tuple(_write(target, found) for target, found in zip(given, results, strict=True))
+        return written[0] if len(written) == 1 else written
+
+    return way
+
+
+def _without_out(op: Any) -> Any:
+    """The overload that takes the same arguments but for `out=`, or None."""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for overload in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, overload)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
+
+
+def _check_fit(target: Tensor, found: Tensor) -> None:
+    if tuple(found.shape) != tuple(target.shape):
+        raise ValueError(f"a result of shape {tuple(found.shape)} does not fit in {tuple(target.shape)}")
+    if not torch.can_cast(found.dtype, target.dtype):
+        raise ValueError(f"a result of {found.dtype} cannot be written to {target.dtype}")
+
+
+def _write(target: ShardedTensor, found: Tensor) -> ShardedTensor:
+    _check_fit(target, found)
+    _call(torch.ops.aten.copy_.default, (target, found), {})
+    return target
+
+
+def _copied(view: Any) -> Way | None:
+    """Take the view, then copy it."""
+    if view is None:
+        return None
+
+    def way(*args: Any, **kwargs: Any) -> Any:
+        seen = _call(view, args, kwargs)
+        return [_copy(v) for v in seen] if isinstance(seen, list | tuple) else _copy(seen)
+
+    return way
+
+
+def _copy(tensor: Tensor) -> Any:
+    return _call(torch.ops.aten.clone.default, (tensor,), {})

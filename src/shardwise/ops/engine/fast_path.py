@@ -1,0 +1,420 @@
+"""How is a function with a shortcut run? On the local tensors: inputs that lie otherwise are moved, varying ones
+passed through `vary`, the function is called as it is, and its results are wrapped in the layouts that are known.
+
+May a function have a shortcut? It is watched while torch breaks it down into operators.
+
+1. Every operator of a rule says how it ran: on local tensors with its own arguments, or otherwise; which tensors it
+   moved first; which it wrote to.
+2. One operator that ran on local tensors, whatever was moved before: later calls move the same and run the function.
+   A function that writes to its first argument and gives it back is among them.
+3. Several operators: none may move or write, and the function itself must give the same local result.
+
+The fast way: a function of which is known what it takes runs on the local tensors as it is.
+
+1. The first call of a function with given layouts and arguments goes through torch, which breaks it down into
+   operators. These are watched, see `recorded.py`.
+2. If all of them ran on local tensors with unchanged arguments, and, where there were several, the function itself
+   gives the same local result, then a shortcut is kept: the layouts of the outputs, which inputs are moved, and which
+   replicated ones vary.
+3. Later calls cost one look-up, the moves, one local call and one wrap.
+
+Functions that draw random numbers, rewrite arguments, or move data in their middle have no shortcut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Layout, MeshSpec, Replicate
+from shardwise.ops.engine.explain import is_watched, watchers
+from shardwise.ops.engine.vary import varied
+from shardwise.tensor import caches
+from shardwise.tensor.caches import per_layout
+from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.move import moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """What a call gives without asking anyone: output layouts and varying axes of each tensor.
+
+    `direct`: nothing moves, nothing varies, nothing is written to, and there is one output. `reshape`: the local tensor
+    takes the shape that the output's layout gives it. `moves`: the layout in which a tensor is wanted, None where it
+    has it. `writes`: the first argument is written to and given back. The layouts of the inputs are kept alive, since
+    keys hold their identities.
+    """
+
+    outputs: tuple[Layout, ...]
+    several: type | None
+    vary: tuple[tuple[int, ...], ...]
+    direct: bool
+    keep: tuple[Layout, ...]
+    reshape: bool = False
+    moves: tuple[Layout | None, ...] = ()
+    label: str = ""
+    writes: bool = False
+
+
+def run_short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function by its shortcut."""
+    if shortcut.reshape:
+        return _reshaped(shortcut.outputs[0], args[0])
+    if shortcut.direct:
+        return _direct(shortcut.outputs[0], func, args, kwargs)
+    tensors = [value for value in args if type(value) is ShardedTensor]
+    if kwargs:
+        tensors += [value for value in kwargs.values() if type(value) is ShardedTensor]
+    if shortcut.writes:
+        check_writable(tensors[0])
+    local = iter(_local_tensors(shortcut, tensors))
+    local_args = [next(local) if type(value) is ShardedTensor else value for value in args]
+    if kwargs:
+        kwargs = {n: next(local) if type(value) is ShardedTensor else value for n, value in kwargs.items()}
+    result = func(*local_args, **kwargs)
+    if shortcut.writes:
+        tensors[0].__dict__.pop("_varied", None)
+        return tensors[0]
+    comm = tensors[0]._comm
+    if shortcut.several is None:
+        return wrap(shortcut.outputs[0], (result,), comm)
+    return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
+
+
+def _direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    comm: Any = None
+    local_args: list[Any] = []
+    for value in args:
+        if type(value) is ShardedTensor:
+            comm = value._comm
+            value = value._locals[0]
+        local_args.append(value)
+    if not kwargs:
+        return wrap(layout, (func(*local_args),), comm)
+    local_kwargs = {}
+    for name, value in kwargs.items():
+        if type(value) is ShardedTensor:
+            comm = value._comm
+            value = value._locals[0]
+        local_kwargs[name] = value
+    return wrap(layout, (func(*local_args, **local_kwargs),), comm)
+
+
+def _reshaped(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
+    comm = tensor._comm
+    return wrap(layout, (tensor._locals[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
+
+
+def _local_tensors(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list[Tensor]:
+    """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
+    of every rank must meet them in one order."""
+    aligned = _aligned(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
+    pairs = zip(aligned, shortcut.vary, strict=True)
+    return [varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in pairs]
+
+
+def _aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:
+    made: dict[int, ShardedTensor] = {}
+    for tensor, layout in zip(tensors, wanted, strict=True):
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor if layout is None else _moved(tensor, layout, label)
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _moved(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
+    locals_, anchor = moved(tensor, layout, label)
+    return wrap(layout, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
+
+
+UNKNOWN: Any = object()
+_RESHAPES: frozenset[Any] = frozenset(
+    (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten)
+)
+
+
+@dataclass
+class Recording:
+    """What happened below a function: how many operators ran, whether one of them forbids a shortcut, what was moved
+    where before an operator, under which name, and what was written to."""
+
+    operators: int = 0
+    plain: bool = True
+    moves: list[tuple[ShardedTensor, Layout]] = field(default_factory=list)
+    written: list[ShardedTensor] = field(default_factory=list)
+    label: str = ""
+
+    def add(self, other: Recording) -> None:
+        """What happened below a function that this one called."""
+        self.operators += other.operators
+        self.plain &= other.plain
+        self.moves += other.moves
+        self.written += other.written
+        self.label = other.label
+
+
+class _State(threading.local):
+    recording: Recording | None = None
+
+
+_state = _State()
+
+
+def is_recorded() -> bool:
+    """Whether a function is being watched."""
+    return _state.recording is not None
+
+
+def note_operator(
+    plain: bool,
+    moves: Sequence[tuple[ShardedTensor, Layout]] = (),
+    written: Sequence[ShardedTensor] = (),
+    label: str = "",
+) -> None:
+    """Tell the recording that an operator ran: whether on local tensors with its own arguments, what was moved for it
+    (and under which name), and what it wrote to."""
+    if _state.recording is not None:
+        _state.recording.add(Recording(1, plain, list(moves), list(written), label))
+
+
+def note_special() -> None:
+    """Tell the recording that something other than a plain operator ran: no shortcut."""
+    note_operator(plain=False)
+
+
+def recorded(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Run a function the long way, and say by which shortcut it may run later.
+
+    None: by none. UNKNOWN: another call has to tell.
+    """
+    before, _state.recording = _state.recording, Recording()
+    try:
+        result = call_function(func, types, args, kwargs)
+        recording = _state.recording
+    finally:
+        _state.recording = before
+    if before is not None:
+        before.add(recording)
+    return result, _shortcut(func, args, kwargs, result, recording)
+
+
+def _shortcut(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: Recording
+) -> Any:
+    outputs = list(result) if type(result) in (list, tuple) else [result]
+    tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    keep = tuple(t._layout for t in tensors)
+    if func in _RESHAPES and recording.operators == 1 and type(result) is type(args[0]) is ShardedTensor and not kwargs:
+        return Shortcut((result._layout,), None, ((),), False, keep, reshape=True)
+    if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
+        return None
+    if recording.operators > 1:
+        return _of_several(func, args, kwargs, result, recording)
+    if not _gives_back_what_it_writes(args, result, tensors, recording):
+        return None
+    moves = _moves(tensors, recording)
+    if moves is None:
+        return None
+    wanted = [move or t._layout for t, move in zip(tensors, moves, strict=True)]
+    vary = _varying_axes(wanted, [o._layout for o in outputs])
+    if vary is None:
+        return None
+    several = type(result) if type(result) in (list, tuple) else None
+    layouts, writes = tuple(o._layout for o in outputs), bool(recording.written)
+    if any(move is not None for move in moves):
+        return Shortcut(layouts, several, vary, False, keep, moves=moves, label=recording.label, writes=writes)
+    direct = several is None and not any(vary) and not writes
+    return Shortcut(layouts, several, vary, direct, keep, writes=writes)
+
+
+def _gives_back_what_it_writes(
+    args: Sequence[Any], result: Any, tensors: Sequence[ShardedTensor], recording: Recording
+) -> bool:
+    """Whether a function writes to nothing and gives something new, or writes to its first argument and gives that."""
+    if not recording.written:
+        outputs = result if type(result) in (list, tuple) else [result]
+        return not any(o is t for o in outputs for t in tensors)
+    return bool(args) and result is args[0] and all(t is result for t in recording.written)
+
+
+def _moves(tensors: Sequence[ShardedTensor], recording: Recording) -> tuple[Layout | None, ...] | None:
+    """Where each tensor is moved before the function runs.
+
+    None if one is wanted in two layouts, is no argument of the function, or would be moved in another order: all ranks
+    must keep one order, whether they take the shortcut or not.
+    """
+    wanted: dict[int, Layout] = {}
+    for tensor, layout in recording.moves:
+        if wanted.setdefault(id(tensor), layout) is not layout:
+            return None
+    order = list(dict.fromkeys(id(t) for t in tensors if id(t) in wanted))
+    return tuple(wanted.get(id(t)) for t in tensors) if order == list(wanted) else None
+
+
+def _of_several(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: Recording
+) -> Any:
+    """The shortcut of a function of several operators, none of which moved or wrote anything."""
+    outputs = list(result) if type(result) in (list, tuple) else [result]
+    tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    if recording.moves or recording.written or any(o is t for o in outputs for t in tensors):
+        return None
+    vary = _varying_axes([t._layout for t in tensors], [o._layout for o in outputs])
+    if vary is None or any(vary) or not all(_is_even(t._layout) for t in tensors):
+        return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
+    several = type(result) if type(result) in (list, tuple) else None
+    keep, layouts = tuple(t._layout for t in tensors), tuple(o._layout for o in outputs)
+    made = Shortcut(layouts, several, vary, several is None, keep)
+    verdict = _gives_the_same(made, func, args, kwargs, outputs)
+    return UNKNOWN if verdict is None else (made if verdict else None)
+
+
+@per_layout
+def _is_even(layout: Layout) -> bool:
+    """Whether all ranks hold the same shape, so that what one of them finds out about a function holds for all."""
+    return len({layout.local_shapes(rank) for rank in layout.ranks}) <= 1
+
+
+def _varying_axes(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[tuple[int, ...], ...] | None:
+    """The axes along which each input varies; None if some outputs of a varying axis are replicated."""
+    specs = [layout.spec for layout in (*inputs, *outputs)]
+    if not all(isinstance(s, MeshSpec) and s.mesh == specs[0].mesh for s in specs):  # type: ignore[attr-defined]
+        return None
+    placements = [s.placements for s in specs if isinstance(s, MeshSpec)]
+    vary: list[list[int]] = [[] for _ in inputs]
+    for axis in range(len(placements[0])):
+        replicated = [isinstance(p[axis], Replicate) for p in placements]
+        if all(replicated) or specs[0].mesh.shape[axis] == 1:  # type: ignore[attr-defined]  # a MeshSpec
+            continue
+        if any(replicated[len(inputs) :]):
+            return None
+        for index in range(len(inputs)):
+            if replicated[index]:
+                vary[index].append(axis)
+    return tuple(tuple(v) for v in vary)
+
+
+def _gives_the_same(
+    shortcut: Shortcut,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[ShardedTensor],
+) -> bool | None:
+    """Whether the function on the local tensors gives the local results that its operators gave.
+
+    None: these values do not tell. A mean over a wrong count of zeros, or of nothing, is right by chance.
+    """
+    try:
+        result = run_short(shortcut, func, args, kwargs)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    again = list(result) if shortcut.several is not None else [result]
+    if len(again) != len(outputs):
+        return False
+    if any(a.requires_grad != o.requires_grad for a, o in zip(again, outputs, strict=True)):
+        return False
+    pairs = [(a._locals[0].detach(), o._locals[0].detach()) for a, o in zip(again, outputs, strict=True)]
+    if not all(_same(a, o) for a, o in pairs):
+        return False
+    return True if all(bool(o.any()) for _, o in pairs) else None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    close = torch.eq(one, other)
+    both_missing = (one != one) & (other != other)
+    return bool((close | both_missing).all())
+
+
+_MOST = 16384
+
+
+_shortcuts: dict[Any, Shortcut | None] = caches.cleared_on_change({})
+_SIMPLE = frozenset((int, float, bool, type(None), torch.dtype))
+
+
+def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched.
+
+    The first part is the fast way of fast ways, for positional tensors and numbers; it is written for few instructions.
+    """
+    key: Any = [func]
+    local = []
+    comm: Any = None
+    if not kwargs:
+        for value in args:
+            kind = type(value)
+            if kind is ShardedTensor:
+                if len(value._locals) != 1:
+                    break
+                held = value._locals[0]
+                key.append(id(value._layout))
+                key.append(held.dtype)
+                local.append(held)
+                comm = value._comm
+            elif kind in _SIMPLE:
+                key.append(kind)
+                key.append(value)
+                local.append(value)
+            else:
+                break
+        else:
+            key = tuple(key)
+            shortcut = _shortcuts.get(key)
+            if shortcut is not None and not watchers[0]:
+                if shortcut.direct:
+                    return wrap(shortcut.outputs[0], (func(*local),), comm)
+                return run_short(shortcut, func, args, kwargs)
+            return _call_with_key(func, types, args, kwargs, key)
+    return _call_with_key(func, types, args, kwargs, _key(func, args, kwargs))
+
+
+def _call_with_key(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+) -> Any:
+    if key is None or (watchers[0] and is_watched()):
+        return call_function(func, types, args, kwargs)
+    shortcut = _shortcuts.get(key, UNKNOWN)
+    if shortcut is None:
+        return call_function(func, types, args, kwargs)
+    if shortcut is UNKNOWN:
+        if len(_shortcuts) > _MOST:
+            _shortcuts.clear()
+        result, found = recorded(func, types, args, kwargs)
+        if found is not UNKNOWN:
+            _shortcuts[key] = found
+        return result
+    return run_short(shortcut, func, args, kwargs)
+
+
+def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A key of the function, the layouts and every other argument; None where there is no shortcut."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is ShardedTensor:
+            if len(value._locals) != 1:
+                return None
+            parts.append((id(value._layout), value._locals[0].dtype))
+        elif kind in _SIMPLE or kind is str:
+            parts.append((kind, value))
+        elif kind is tuple or kind is torch.Size or kind is list:
+            for number in value:
+                if type(number) is not int:
+                    return None
+            parts.append((kind, *value))
+        else:
+            return None
+    if kwargs:
+        parts.append(tuple(kwargs))
+    return tuple(parts)

@@ -1,0 +1,79 @@
+"""Reductions of whole tensors that lie in irregular pieces.
+
+The order of elements does not matter to them. So what a rank has is one run of a 1-D tensor, cut unevenly, and that
+is reduced as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.schema import Call
+from shardwise.ops.engine.two_step import all_dims, named, placed
+from shardwise.tensor.caches import per_layout
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+
+WHOLE = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.nansum.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.prod.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.default,
+    aten.min.default,
+    aten.all.default,
+    aten.any.default,
+    aten.count_nonzero.default,
+    aten.linalg_vector_norm.default,
+    aten.logsumexp.default,
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
+}
+
+
+def reduce_pieces(call: Call, tensors: Sequence[ShardedTensor]) -> Any:
+    """The reduction of a whole tensor in irregular pieces, or NotImplemented for anything else."""
+    if call.op not in WHOLE or len(tensors) != 1:
+        return NotImplemented
+    given = named(call.op, call.args, call.kwargs)
+    ndim = tensors[0].ndim
+    if given.get("keepdim") or all_dims(given.get("dim"), ndim) != tuple(range(ndim)):
+        return NotImplemented
+    rest = {name: value for name, value in given.items() if name not in ("self", "dim")}
+    if given.get("dim") is not None:
+        rest["dim"] = [0]
+    return call.op(flattened(tensors[0]), **rest)
+
+
+def flattened(tensor: ShardedTensor) -> ShardedTensor:
+    """All elements, each once, as a 1-D tensor of which every rank has one run; their order is that of the pieces."""
+    once = placed(tensor, single(tensor._layout), "reduction")
+    counts = once._layout.elements_per_rank()
+    ranks = tensor._comm.ranks
+    cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
+    layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
+    with recording():
+        local = torch.cat([piece.reshape(-1) for piece in once._on_tape()])
+    return wrap(layout, (local,), tensor._comm)
+
+
+@per_layout
+def single(layout: Layout) -> Layout:
+    """The layout with one copy of each piece."""
+    first = np.unique(layout.table.cells, return_index=True)[1]
+    if len(first) == len(layout.table):
+        return layout
+    return EnumerableSpec(layout.table.take(np.sort(first)).pieces()).layout(layout.shape)

@@ -1,0 +1,102 @@
+"""Plain tensors beside sharded ones: numbers and 0-dim tensors are replicated values, others are an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.schema import Call, Slot
+from shardwise.tensor.comms import comm_for
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+_ANY_MESH = "_any_mesh"
+_plain_is_replicated: ContextVar[bool] = ContextVar("shardwise_plain_as_replicated", default=False)
+
+
+class MixedTensorsError(RuntimeError):
+    """A plain tensor met a ShardedTensor, and nothing says how it is to be read."""
+
+
+@contextmanager
+def plain_as_replicated() -> Iterator[None]:
+    """Read plain tensors beside sharded ones as replicated: every rank holds the same values."""
+    token = _plain_is_replicated.set(True)
+    try:
+        yield
+    finally:
+        _plain_is_replicated.reset(token)
+
+
+def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTensor:
+    """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
+
+    Without `like` it takes the mesh of the tensors it is computed with.
+    """
+    if like is not None:
+        return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like._comm)
+    comm = comm_for(None)
+    made = wrap(_replicated(tuple(tensor.shape), Mesh(("all",), comm.ranks)), (tensor,), comm)
+    made.__dict__[_ANY_MESH] = True
+    return made
+
+
+def _mesh_of(tensor: ShardedTensor) -> Mesh:
+    view = mesh_view(tensor._layout)
+    return view.mesh if view is not None else Mesh(("all",), tensor._comm.ranks)
+
+
+def _replicated(shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(shape)
+
+
+def as_sharded(call: Call) -> list[ShardedTensor]:
+    """All tensors of a call as ShardedTensors; plain ones that are not 0-dim are refused unless read as replicated."""
+    sharded = [t for t in call.tensors if isinstance(t, ShardedTensor)]
+    first = next((t for t in sharded if _ANY_MESH not in t.__dict__), sharded[0])
+    found = []
+    for number, tensor in enumerate(call.tensors):
+        if isinstance(tensor, ShardedTensor):
+            found.append(replicate(tensor._locals[0], first) if _ANY_MESH in tensor.__dict__ else tensor)
+        elif tensor.ndim == 0 or _plain_is_replicated.get():
+            found.append(replicate(tensor, first))
+        else:
+            raise MixedTensorsError(
+                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_name_of(call, number)!r} "
+                "beside a ShardedTensor; if every rank holds the same values pass shardwise.replicate(t), or use "
+                "`with shardwise.plain_as_replicated():`"
+            )
+    return found
+
+
+def _name_of(call: Call, number: int) -> str:
+    """The name of the argument that holds tensor number `number` of a call."""
+    schema = getattr(call.op, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else [str(i) for i in range(len(call.args))]
+    for name, value in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+        if Slot(number) in (value if isinstance(value, list | tuple) else [value]):
+            return name
+    return str(number)
+
+
+def makes_tensors_inside(function: Callable[..., Any]) -> None:
+    """Register a torch function that makes plain tensors on its way (offsets, counts): they are replicated values.
+
+    What the caller gives is not: a plain tensor among the arguments is refused as anywhere.
+    """
+
+    @handler(function)
+    def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if not all(isinstance(t, ShardedTensor) for t in given):
+            return NotImplemented
+        with plain_as_replicated(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)

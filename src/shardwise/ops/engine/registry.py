@@ -1,0 +1,128 @@
+"""What is a rule, what does it see, what does it answer, and which operator has which one?
+
+A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns acceptable strategies: pairs
+of output placements and input placements, for one axis of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from shardwise.geometry import Layout, LayoutError, Placement, Replicate, Shard
+from shardwise.ops.engine.placement_cost import native
+from shardwise.ops.engine.schema import Slot
+from shardwise.tensor import caches
+
+Rule: TypeAlias = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What a rule sees of a tensor: no data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    placements: tuple[Placement, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.layout.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One acceptable way on one axis: a placement for each output and for each tensor that goes in.
+
+    `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
+    `LocalView` and the local arguments.
+    """
+
+    outputs: tuple[Placement | None, ...]
+    inputs: tuple[Placement | None, ...]
+    local: Callable[..., Any] | None = None
+
+
+_FORM = "a rule gives a list of pairs ([output placements], [input placements]), None for what is no tensor"
+_rules: dict[Any, Rule] = {}
+
+
+def find_rule(op: Any) -> Rule | None:
+    """The rule of an operator, or None."""
+    return _rules.get(op)
+
+
+def registered_ops() -> tuple[Any, ...]:
+    """All operators that have a rule."""
+    return tuple(_rules)
+
+
+def set_rule(op: Any, rule: Rule | None) -> Rule | None:
+    """Give an operator a rule, or take it away; the one it had before."""
+    before = _rules.pop(op, None)
+    if rule is not None:
+        _rules[op] = rule
+    caches.advance()
+    return before
+
+
+def normalised(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
+    """A rule's answer with one placement for each tensor of the call, in order."""
+    if not isinstance(given, list | tuple):
+        raise LayoutError(f"{_FORM}, got {type(given).__name__}")
+    return [_normal(one, args, kwargs, tensors) for one in given]
+
+
+def _normal(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
+    if isinstance(given, Strategy):
+        outputs, inputs, local = given.outputs, given.inputs, given.local
+    else:
+        _check_form(given)
+        outputs, inputs, local = given[0], given[1], (given[2] if len(given) > 2 else None)
+    placed = tuple(_spread(inputs, [*args, *kwargs.values()], tensors))
+    made = Strategy(tuple(native(p) for p in _flat(outputs)), placed, local)
+    for placement in (*made.outputs, *made.inputs):
+        if isinstance(placement, Shard) and placement.dim < 0:
+            raise LayoutError(f"a rule gives Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")
+    return made
+
+
+def _check_form(given: Any) -> None:
+    lists = isinstance(given, list | tuple) and len(given) in (2, 3)
+    if not lists or not all(isinstance(part, list | tuple) for part in given[:2]):
+        raise LayoutError(f"{_FORM}, got {given!r} among them")
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+def _spread(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
+    """Line placements up with tensors: by argument position, or directly when there is one for each tensor."""
+    flat = list(_flat(list(inputs)))
+    if len(inputs) != len(arguments) and len([p for p in flat if p is not None]) == tensors:
+        yield from (native(p) for p in flat if p is not None)
+        return
+    padded = [*inputs, *([None] * (len(arguments) - len(inputs)))]
+    for placement, argument in zip(padded, arguments, strict=False):
+        slots = [
+            leaf
+            for leaf in _flat(argument if isinstance(argument, list | tuple) else [argument])
+            if isinstance(leaf, Slot)
+        ]
+        listed = list(_flat(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
+        if len(listed) != len(slots):
+            raise LayoutError(f"a rule gives {len(listed)} placements for an argument with {len(slots)} tensors")
+        for one in listed:
+            yield native(one) or Replicate()

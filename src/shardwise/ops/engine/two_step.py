@@ -1,0 +1,148 @@
+"""What computations over sharded dims need: which axes cut a dim, pending values settled, one row for each rank.
+
+A reduction over a sharded dim that is not a plain sum or maximum is done in two steps: each rank reduces what it has
+to one row, the rows (one for each rank along the dim) are brought together, and the small result is reduced again.
+Gradients follow from the tape: bringing rows together is a move, and its backward sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.explain import forbid
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.tensor.move import moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def all_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The dims that a `dim` argument means: none given is all.
+
+    >>> all_dims(None, 2), all_dims((-1,), 3), all_dims([], 1)
+    ((0, 1), (2,), (0,))
+    """
+    if dim is None or (not isinstance(dim, int) and not dim):
+        return tuple(range(ndim))
+    return tuple(sorted({d % max(ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)})) if ndim else ()
+
+
+def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator's call by name, defaults filled in.
+
+    >>> named(torch.ops.aten.argmax.default, (None, 1), {})
+    {'self': None, 'dim': 1, 'keepdim': False}
+    """
+    declared = op._schema.arguments
+    defaults = {a.name: a.default_value for a in declared}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def spec_of(tensor: ShardedTensor) -> MeshSpec | None:
+    """The tensor's placements on a mesh, or None for irregular layouts."""
+    return mesh_view(tensor._layout)
+
+
+def axes_of(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
+    """The mesh axes of more than one rank that cut one of these dims."""
+    spec, wanted = spec_of(tensor), set(dims)
+    if spec is None:
+        return ()
+    return tuple(
+        axis
+        for axis, placement in enumerate(spec.placements)
+        if isinstance(placement, Shard) and placement.dim in wanted and spec.mesh.shape[axis] > 1
+    )
+
+
+def replaced(spec: MeshSpec, axes: Iterable[int], placement: Placement) -> MeshSpec:
+    """The spec with another placement along some axes."""
+    chosen = set(axes)
+    return MeshSpec(spec.mesh, [placement if a in chosen else p for a, p in enumerate(spec.placements)], spec.order)
+
+
+def placed(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
+    """The tensor in another layout; all ranks come here with the same layouts, so they need not agree first."""
+    if tensor._layout == layout:
+        return tensor
+    forbid(name, tensor._layout, layout)
+    with recording():
+        locals_, anchor = moved(tensor, layout, name)
+    return wrap(layout, locals_, tensor._comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
+
+
+def settled(tensor: ShardedTensor, name: str) -> ShardedTensor:
+    """The tensor with its pending reductions done: replicated along those axes."""
+    spec = spec_of(tensor)
+    if spec is None:
+        return tensor
+    pending = [a for a, p in enumerate(spec.placements) if isinstance(p, Partial)]
+    return placed(tensor, replaced(spec, pending, Replicate()).layout(spec_shape(tensor)), name) if pending else tensor
+
+
+def gathered(tensor: ShardedTensor, dims: Iterable[int], name: str) -> ShardedTensor:
+    """The tensor with these dims whole on every rank."""
+    spec = spec_of(tensor)
+    assert spec is not None
+    return placed(tensor, replaced(spec, axes_of(tensor, dims), Replicate()).layout(spec_shape(tensor)), name)
+
+
+def spec_shape(tensor: ShardedTensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def row_for_each_rank(
+    tensor: ShardedTensor, dims: Sequence[int], reduce: Callable[[Tensor], Tensor], name: str
+) -> ShardedTensor:
+    """Reduce each rank's part along some dims to one row; the rows of all ranks, together on every rank.
+
+    `reduce` keeps the dims, with length 1. The result's dims have one row for each rank along them.
+    """
+    spec = spec_of(tensor)
+    assert spec is not None and tensor._layout.pending is None
+    axes = axes_of(tensor, dims)
+    shape = list(tensor.shape)
+    for dim in dims:
+        shape[dim] = math.prod(spec.mesh.shape[a] for a in axes_of(tensor, (dim,)))
+    rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole(p, dims) for a, p in _each(spec)]
+    with recording():
+        local = reduce(tensor._locals[0])
+    layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)
+    return gathered(wrap(layout, (local,), tensor._comm), dims, name)
+
+
+def _each(spec: MeshSpec) -> Iterable[tuple[int, Placement]]:
+    return enumerate(spec.placements)
+
+
+def _whole(placement: Placement, dims: Sequence[int]) -> Placement:
+    """Placements of dims that are reduced on an axis of one rank say nothing about the result."""
+    return Replicate() if isinstance(placement, Shard) and placement.dim in dims else placement
+
+
+def global_rows(layout: Layout, rank: int, dim: int, device: torch.device) -> Tensor:
+    """For each local row of a dim its global number, also where a rank holds several runs of the dim."""
+    own = layout.table.take(layout.rows_of(rank))
+    runs = sorted(
+        {
+            (int(at), int(start), int(size))
+            for at, start, size in zip(own.local_offsets[:, dim], own.offsets[:, dim], own.sizes[:, dim], strict=True)
+        }
+    )
+    rows = [row for _, start, size in runs for row in range(start, start + size)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def nothing_of(x: Tensor, *others: Tensor | None) -> Tensor:
+    """The result of a rank without elements: as `x`, and on the tape of everything that the other ranks compute from.
+
+    Every rank's backward pass has to meet the same moves.
+    """
+    assert x.numel() == 0
+    return sum((t.sum() for t in others if t is not None), start=x * 1)

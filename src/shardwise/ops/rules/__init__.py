@@ -1,0 +1,1 @@
+"""The built-in sharding rules, one file for each family of operators."""

@@ -1,0 +1,169 @@
+"""Scaled dot product attention: batch and heads sharded alike, or rows of the queries, or columns of the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Placement, Replicate, Shard
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.two_step import nothing_of
+from shardwise.tensor.dispatch import UnsupportedOpError, handler
+
+aten = torch.ops.aten
+Mask = TensorMeta | None
+
+
+@register_sharding(aten.scaled_dot_product_attention.default)
+def attention(
+    q: TensorMeta,
+    k: TensorMeta,
+    v: TensorMeta,
+    mask: Mask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> list[Any]:
+    ndim = q.ndim
+    if len({ndim, k.ndim, v.ndim}) > 1:
+        return [_strategy(Replicate(), (Replicate(),) * 3, mask, None, ndim)]
+    found = _batches(q, k, v, mask, enable_gqa)
+    rows, columns = ndim - 2, ndim - 1
+    local = _causal_rows if is_causal else None
+    found.append(_strategy(Shard(rows), (Shard(rows), Replicate(), Replicate()), mask, rows, ndim, local))
+    found.append(_strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim))
+    return [_guarded(s) for s in found] if _may_be_empty(q, v) else found
+
+
+def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
+    """Whether some rank may hold no element: kernels of some versions of torch end the process on such tensors."""
+    spec = mesh_view(q.layout)
+    return spec is None or min((*q.shape, *v.shape), default=0) < math.prod(spec.mesh.shape)
+
+
+def _guarded(strategy: Strategy) -> Strategy:
+    """The same strategy with a local function that fits all of them: axes may choose different ones."""
+    return Strategy(strategy.outputs, strategy.inputs, _where_any)
+
+
+def _where_any(
+    view: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Tensor:
+    """Attention of any rows of the queries, and nothing where there is nothing."""
+    if not (q.numel() and v.numel()):
+        empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        return nothing_of(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
+    if is_causal:
+        return _causal_rows(view, q, k, v, **named)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
+
+
+def _batches(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
+    """All replicated, and each dim before the last two sharded."""
+    found = [_strategy(Replicate(), (Replicate(),) * 3, mask, None, q.ndim)]
+    for dim in range(q.ndim - 2):
+        alike = q.shape[dim] == k.shape[dim] == v.shape[dim]
+        if alike or (grouped and dim == q.ndim - 3 and _groups_fit(q, k)):
+            found.append(_strategy(Shard(dim), (Shard(dim),) * 3, mask, dim, q.ndim))
+    return found
+
+
+def _groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
+    """Whether heads of queries that share a key lie together on any axis: all cuts are even."""
+    spec = mesh_view(q.layout)
+    dim = q.ndim - 3
+    plain = all(not (isinstance(p, Shard) and p.dim == dim and p != Shard(dim)) for p in (*q.placements, *k.placements))
+    return plain and spec is not None and k.shape[dim] % math.prod(spec.mesh.shape) == 0
+
+
+def _strategy(
+    out: Placement, inputs: tuple[Placement, ...], mask: Mask, dim: int | None, ndim: int, local: Any = None
+) -> Strategy:
+    """A strategy whose mask is cut along `dim` of the result, where it has that dim."""
+    if mask is None:
+        return Strategy((out,), inputs, local)
+    own = -1 if dim is None else dim - (ndim - mask.ndim)
+    cut: Placement = Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
+    return Strategy((out,), (*inputs, cut), local)
+
+
+def _causal_rows(view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **named: Any) -> Tensor:
+    """Causal attention of some rows of the queries: the mask starts at the first of them."""
+    first, last = view.interval(0, q.ndim - 2)
+    rows = torch.arange(first, last, device=q.device).unsqueeze(1)
+    allowed = torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows
+    options = {name: value for name, value in named.items() if name in ("scale", "enable_gqa")}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, **options)
+
+
+@handler(F.scaled_dot_product_attention)
+def _attention(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("dropout_p", 0.0):
+        return _with_dropout(**given)
+    first = [given[name] for name in names[:3]]
+    options = {name: given[name] for name in ("scale", "enable_gqa") if given.get(name) is not None}
+    rest = (given.get("attn_mask"), 0.0, bool(given.get("is_causal", False)))
+    return call_op(aten.scaled_dot_product_attention.default, types, (*first, *rest), options)
+
+
+def _with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention step by step, so that the dropped weights do not depend on the layout."""
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        raise UnsupportedOpError("attention with dropout takes as many heads of keys as of queries; repeat the keys")
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).tril().logical_not(), float("-inf"))
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf")) if masked else scores + attn_mask
+    return F.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+@register_sharding(
+    [
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]
+)
+def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
+    """Kernels that torch picks: batch or heads sharded. The second output has a row for each query."""
+    mask = next((a for a in (*args, *kwargs.values()) if isinstance(a, TensorMeta)), None)
+    dropout_p = next((a for a in args if isinstance(a, float)), kwargs.get("dropout_p", 0.0))
+    if dropout_p:
+        raise UnsupportedOpError(
+            "attention with dropout draws random numbers; call torch.nn.functional.scaled_dot_product_attention, which "
+            "draws the same ones for every layout"
+        )
+    replicated, *cut = _batches(q, k, v, mask, grouped=False)
+    two = [Strategy((s.outputs[0], s.outputs[0], *(Replicate(),) * 7), s.inputs) for s in cut]
+    return [Strategy((Replicate(),) * 9, replicated.inputs), *two]

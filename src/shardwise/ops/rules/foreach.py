@@ -1,0 +1,238 @@
+"""Operators on lists of tensors: `_foreach_*`, fused optimizers, and the unscaling of gradients.
+
+Each position of the lists has its own layout, that of the first list's tensor; other tensors of the position are
+aligned to it. Then the operator runs once, on the lists of all local tensors.
+
+The norms of a list of tensors, as gradient clipping asks for them: one exchange of one number per tensor and rank.
+
+1. Each rank takes the norms of its local tensors. Tensors that the same axes cut make one group.
+2. The rows of a group, one for each rank along these axes, are brought together.
+3. The norm of a tensor is the norm of its ranks' norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.mixed import MixedTensorsError
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.schema import written_slots
+from shardwise.ops.engine.two_step import axes_of, named, spec_of
+from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.move import everywhere, moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+
+# Through these a pending sum stays pending: they are linear in the lists, taken together.
+LINEAR = {"aten::_foreach_neg", "aten::_foreach_zero_", "aten::_foreach_clone", "aten::_foreach_copy_"}
+LINEAR_IN_FIRST = {f"aten::_foreach_{name}{end}" for name in ("mul", "div") for end in ("", "_")}
+LINEAR_TOGETHER = {f"aten::_foreach_{name}{end}" for name in ("add", "sub") for end in ("", "_")}
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the local tensors of lists; each output has the layout of the first list's tensor."""
+    lead = next(value for value in (*args, *kwargs.values()) if _is_list(value))
+    if written_slots(op):
+        _check_writable(lead)
+    _check_pending(op, lead, args)
+    counts = [len(t._locals) if isinstance(t, ShardedTensor) else 1 for t in lead]
+    local_args = [_local(op, value, lead, counts) for value in args]
+    local_kwargs = {name: _local(op, value, lead, counts) for name, value in kwargs.items()}
+    with recording():
+        result = op(*local_args, **local_kwargs) if sum(counts) else []
+    if written_slots(op):
+        for tensor in lead:
+            tensor.__dict__.pop("_varied", None)
+        return None
+    return _regrouped(result, lead, counts)
+
+
+def _check_writable(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, ShardedTensor):
+            check_writable(tensor)
+
+
+def _regrouped(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Local results put together again."""
+    found: list[Tensor] = []
+    position = 0
+    for tensor, count in zip(lead, counts, strict=True):
+        own = tuple(result[position : position + count])
+        position += count
+        sharded = isinstance(tensor, ShardedTensor)
+        found.append(wrap(tensor._layout, own, tensor._comm, dtype=tensor.dtype) if sharded else own[0])  # type: ignore[attr-defined]
+    return found
+
+
+def _local(op: Any, value: Any, lead: Sequence[Tensor], counts: Sequence[int]) -> Any:
+    """An argument with local tensors: lists follow the first list, one tensor is wanted whole."""
+    if isinstance(value, ShardedTensor):
+        return _whole(op, value)
+    if not isinstance(value, list | tuple) or len(value) != len(lead):
+        return value
+    if not _is_list(value):
+        return [v for v, count in zip(value, counts, strict=True) for _ in range(count)]
+    return [t for one, first, n in zip(value, lead, counts, strict=True) for t in _aligned(op, one, first, n)]
+
+
+def _whole(op: Any, tensor: ShardedTensor) -> Tensor:
+    """The value of a tensor that all lists are combined with; every rank needs it."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise UnsupportedOpError(f"{op}: no gradient passes to the one tensor beside lists; use a loop over the lists")
+    spec = mesh_view(tensor._layout)
+    target = everywhere(tuple(tensor.shape), tensor._comm.ranks)
+    if spec is not None:
+        target = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tensor._layout.shape)
+    return moved(tensor, target, str(op))[0][0]
+
+
+def _aligned(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Tensor]:
+    """A tensor's local tensors in the layout of the first list's tensor."""
+    if not isinstance(first, ShardedTensor):
+        if isinstance(tensor, ShardedTensor):
+            raise MixedTensorsError(f"{op}: a ShardedTensor stands beside a plain tensor in the first list")
+        return [tensor]
+    if not isinstance(tensor, ShardedTensor) or tensor.shape != first.shape:
+        if tensor.numel() == 1:
+            return [_whole(op, tensor) if isinstance(tensor, ShardedTensor) else tensor] * count
+        raise MixedTensorsError(
+            f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} stands beside a ShardedTensor of shape "
+            f"{tuple(first.shape)}; shard it alike"
+        )
+    return moved(tensor, first._layout, str(op))[0]
+
+
+def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None:
+    """Raise if a tensor of the first list is a pending sum and the operator is not linear."""
+    pending = [t for t in lead if isinstance(t, ShardedTensor) and t._layout.pending is not None]
+    name, lists = op._schema.name, sum(_is_list(a) for a in args)
+    together = (
+        name in LINEAR_TOGETHER and lists == 2 and all(_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
+    )
+    linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
+    if pending and not (linear and all(_is_sum(t) for t in pending)):
+        raise UnsupportedOpError(
+            f"{op} on a tensor with a pending {pending[0]._layout.pending}: redistribute it to Shard or Replicate first"
+        )
+
+
+def _same_layouts(one: Any, other: Any) -> bool:
+    return getattr(one, "_layout", None) == getattr(other, "_layout", None)
+
+
+def _is_sum(tensor: ShardedTensor) -> bool:
+    return tensor._layout.pending is not None and tensor._layout.pending.op == "sum"
+
+
+def _register_lists(op: Any) -> None:
+    @handler(op)
+    def on_lists(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        return run_on_lists(op, args, kwargs)
+
+
+def _register_each(op: Any, single: Any, place: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Answer an operator on a list by one on each of its tensors."""
+
+    @handler(op)
+    def on_each(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        rest = place(args[1:])
+        return [
+            call_op(single, types, (t, *rest), kwargs) if isinstance(t, ShardedTensor) else single(t, *rest, **kwargs)
+            for t in args[0]
+        ]
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
+
+
+REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
+for _name in sorted({s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas()}):
+    if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
+        for _op in _overloads(_name):
+            _register_lists(_op)
+_register_each(aten._foreach_max.default, aten.max.default, lambda rest: ())
+
+
+@handler(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+    """Multiply gradients by a plain scale; `found_inf`, plain as well, is set on every rank if it is on one."""
+    grads, found_inf, inverse = args
+    local = [t for grad in grads for t in (grad._locals if isinstance(grad, ShardedTensor) else (grad,))]
+    if local:
+        aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
+    for one in dict.fromkeys(grad._comm for grad in grads if isinstance(grad, ShardedTensor)):
+        one.all_reduce(found_inf, "max", label="found_inf").wait()
+
+
+NAME = "norms of a list"
+
+
+@handler(aten._foreach_norm.Scalar)
+def _norms(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> list[Tensor]:
+    given = named(aten._foreach_norm.Scalar, args, kwargs)
+    tensors, order, dtype = given["self"], given["ord"], given["dtype"]
+    found: dict[int, Tensor] = {}
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        key = _group(tensor, order)
+        if key is None:
+            found[index] = aten.linalg_vector_norm.default(tensor, order, dtype=dtype)
+        else:
+            groups.setdefault(key, []).append(index)
+    for (mesh, axes, *_), members in groups.items():
+        found |= zip(members, _group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True)
+    return [found[i] for i in range(len(tensors))]
+
+
+def _group(tensor: Any, order: float) -> Any:
+    """What tensors must have in common to be taken together; None for one that is taken alone."""
+    if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor._locals) != 1:
+        return None
+    spec = spec_of(tensor)
+    if spec is None or tensor._layout.pending is not None:
+        return None
+    return spec.mesh, axes_of(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor._comm
+
+
+def _group_norms(
+    tensors: Sequence[ShardedTensor], order: float, dtype: Any, mesh: Mesh, axes: tuple[int, ...]
+) -> list[ShardedTensor]:
+    comm = tensors[0]._comm
+    ranks = math.prod(mesh.shape[a] for a in axes)
+    rows = MeshSpec(mesh, [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)])
+    whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
+    with recording():
+        own = torch.stack([_norm(t._locals[0], order, dtype) for t in tensors])
+        if not axes:
+            norms = own
+        else:
+            row = wrap(rows.layout((ranks, len(tensors))), (own.unsqueeze(0),), comm)
+            norms = torch.linalg.vector_norm(moved(row, whole.layout((ranks, len(tensors))), NAME)[0][0], order, 0)
+        return [wrap(whole.layout(()), (norm,), comm) for norm in norms.unbind()]
+
+
+def _norm(local: Tensor, order: float, dtype: Any) -> Tensor:
+    """The norm of a local tensor; of none of the elements it is 0, also where torch has no answer."""
+    if local.numel() == 0 and order == math.inf:
+        return local.sum(dtype=dtype).abs()
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    return norm

@@ -1,0 +1,222 @@
+"""Operators that work on some dims of each tensor as a whole, and alike on all others: those may be sharded.
+
+Factorisations and solvers of matrices, Fourier transforms, windows over images. What has no other dims is computed
+whole, and the engine says so in `explain()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.geometry import Placement, Replicate, Shard
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.rules.pointwise import pointwise_strategies
+
+aten = torch.ops.aten
+
+MATRICES = (  # the last two dims of every tensor are a matrix
+    aten._linalg_svd.default,
+    aten._linalg_eigh.default,
+    aten.linalg_eig.default,
+    aten._linalg_eigvals.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_det.default,
+    aten.linalg_qr.default,
+    aten.geqrf.default,
+    aten.linalg_cholesky_ex.default,
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.cholesky_solve.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten.triangular_solve.default,
+    aten.linalg_solve_triangular.default,
+    aten._cdist_forward.default,
+)
+IMAGES = {  # how many of the last dims are the image's
+    aten.upsample_nearest1d.default: 1,
+    aten._upsample_nearest_exact1d.default: 1,
+    aten.upsample_linear1d.default: 1,
+    aten._upsample_nearest_exact2d.default: 2,
+    aten.upsample_bicubic2d.default: 2,
+    aten._upsample_bilinear2d_aa.default: 2,
+    aten._upsample_bicubic2d_aa.default: 2,
+    aten.upsample_nearest3d.default: 3,
+    aten._upsample_nearest_exact3d.default: 3,
+    aten.upsample_trilinear3d.default: 3,
+    aten.reflection_pad1d.default: 1,
+    aten.reflection_pad2d.default: 2,
+    aten.reflection_pad3d.default: 3,
+    aten.replication_pad1d.default: 1,
+    aten.replication_pad2d.default: 2,
+    aten.replication_pad3d.default: 3,
+    aten.max_unpool2d.default: 2,
+    aten.max_unpool3d.default: 3,
+    aten.adaptive_max_pool3d.default: 3,
+}
+FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
+ALONG_DIM = (aten.index_reduce.default, aten.index_fill.int_Scalar, aten.index_copy.default)
+WHOLE = (  # every tensor whole: positions in the result depend on all values, or dims have no order to keep
+    aten.linalg_lstsq.default,
+    aten._linalg_solve_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_ldl_solve.default,
+    aten.lu_unpack.default,
+    aten.ormqr.default,
+    aten.linalg_householder_product.default,
+    aten.histc.default,
+    aten._histogramdd_bin_edges.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.put.default,
+    aten.take.default,
+    aten.masked_scatter.default,
+    aten.segment_reduce.default,
+    aten.searchsorted.Tensor,
+    aten.grid_sampler_3d.default,
+    aten.fractional_max_pool2d.default,
+    aten._trilinear.default,
+)
+POINTWISE = (  # without torch's tag
+    aten.complex.default,
+    aten.polar.default,
+    aten.floor_divide.default,
+    aten.floor_divide_.Tensor,
+    torch.ops.prims.where.default,
+)
+
+
+def _tensors(values: Sequence[Any]) -> list[TensorMeta]:
+    return [v for v in values if isinstance(v, TensorMeta)]
+
+
+def batched(metas: Sequence[TensorMeta], whole: int, outputs: int) -> list[Strategy]:
+    """All replicated, or a dim before the last `whole` ones sharded, in every tensor that has it as long."""
+    found = [_replicated(metas, outputs)]
+    before = max(m.ndim - whole for m in metas)
+    for dim in range(before):
+        from_end = before - dim
+        length = max(m.shape[m.ndim - whole - from_end] for m in metas if m.ndim - whole >= from_end)
+        inputs = tuple(_placed(m, m.ndim - whole - from_end, length) for m in metas)
+        if any(isinstance(p, Shard) for p in inputs):
+            found.append(Strategy((Shard(dim),) * outputs, inputs))
+    return found
+
+
+def _placed(meta: TensorMeta, dim: int, length: int) -> Placement:
+    return Shard(dim) if dim >= 0 and meta.shape[dim] == length != 1 else Replicate()
+
+
+def _replicated(metas: Sequence[TensorMeta], outputs: int) -> Strategy:
+    return Strategy((Replicate(),) * outputs, (Replicate(),) * len(metas))
+
+
+def _register_batched(op: Any, whole: int, local: Any = None) -> None:
+    outputs = len(op._schema.returns)
+
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        found = batched(_tensors((*args, *kwargs.values())), whole, outputs)
+        return [Strategy(s.outputs, s.inputs, local) for s in found]
+
+    register_sharding(op, rule, dtensor=False)
+
+
+def not_empty(op: Any) -> Any:
+    """Call an operator that refuses empty tensors: they get one row, which is taken from the result again."""
+
+    def local(view: Any, *args: Any, **kwargs: Any) -> Any:
+        empty = {d for a in args if isinstance(a, Tensor) for d, length in enumerate(a.shape) if length == 0}
+        if not empty:
+            return op(*args, **kwargs)
+        result = op(*(_lengthened(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        return tuple(_cut(r, empty) for r in result) if isinstance(result, tuple) else _cut(result, empty)
+
+    return local
+
+
+def _lengthened(tensor: Tensor) -> Tensor:
+    for dim in [d for d, length in enumerate(tensor.shape) if length == 0]:
+        row = [1 if d == dim else length for d, length in enumerate(tensor.shape)]
+        tensor = torch.cat([tensor, tensor.new_zeros(row)], dim)
+    return tensor
+
+
+def _cut(tensor: Tensor, empty: set[int]) -> Tensor:
+    for dim in empty:
+        tensor = tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+for _op in MATRICES:
+    _register_batched(_op, 2)
+for _op, _dims in IMAGES.items():
+    _register_batched(_op, _dims, not_empty(_op))
+
+
+def _register_fourier(op: Any) -> None:
+    def rule(x: TensorMeta, dim: Sequence[int], *options: Any) -> list[Strategy]:
+        """Transformed dims are whole, all others may be sharded."""
+        gone = {d % x.ndim for d in dim}
+        kept = [Strategy((Shard(d),), (Shard(d),), not_empty(op)) for d in range(x.ndim) if d not in gone]
+        return [_replicated([x], 1), *kept]
+
+    register_sharding(op, rule, dtensor=False)
+
+
+for _op in FOURIER:
+    _register_fourier(_op)
+
+
+@register_sharding(aten._safe_softmax.default)
+def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> list[Strategy]:
+    """The dim that is normalised is whole, all others may be sharded."""
+    kept = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return [_replicated([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
+
+
+@register_sharding(list(POINTWISE))
+def untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
+    return pointwise_strategies(_tensors((*args, *kwargs.values())))
+
+
+@register_sharding(list(ALONG_DIM))
+def along_dim(
+    x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta | float | None = None, *rest: Any, **options: Any
+) -> list[Strategy]:
+    """The dim that the index runs along is whole, and so is the index; other dims are sharded alike."""
+    metas = _tensors((x, index, source))
+    found = [_replicated(metas, 1)]
+    for own in range(x.ndim):
+        if own != dim % x.ndim:
+            others = (Shard(own),) if len(metas) > 2 and metas[2].ndim == x.ndim else (Replicate(),) * (len(metas) - 2)
+            found.append(Strategy((Shard(own),), (Shard(own), Replicate(), *others)))
+    return found
+
+
+@register_sharding(aten.grid_sampler_2d.default)
+def grid_sampler(x: TensorMeta, grid: TensorMeta, *options: Any) -> list[Strategy]:
+    local = not_empty(aten.grid_sampler_2d.default)
+    return [_replicated([x, grid], 1), Strategy((Shard(0),), (Shard(0), Shard(0)), local)]
+
+
+def _register_whole(op: Any) -> None:
+    outputs = len(op._schema.returns)
+
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        return [_replicated(_tensors((*args, *kwargs.values())), outputs)]
+
+    register_sharding(op, rule, dtensor=False)
+
+
+for _op in WHOLE:
+    _register_whole(_op)

@@ -1,0 +1,177 @@
+"""Losses: pointwise ones with their reduction, and the likelihood of classes whose scores may be sharded.
+
+A mean is this rank's sum over the global number of elements, so uneven sizes are right. Where the classes are sharded
+each rank looks up the targets that it holds; the rest come from the others as a pending sum, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction as _Reduction
+
+from shardwise.comm import Comm
+from shardwise.geometry import Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.dispatcher import LocalView, call_op
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.two_step import axes_of, named, settled
+from shardwise.ops.rules.pointwise import pointwise_strategies
+from shardwise.ops.rules.reduction import Args
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+# Losses of pairs of elements
+
+
+def _part_of_mean(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's share of a mean loss: its sum over the global number of elements."""
+    bound = named(op, args, kwargs)
+    bound["reduction"] = SUM
+    summed: Tensor = op(**bound)
+    whole: tuple[int, ...] = torch.broadcast_shapes(*view.shapes)  # type: ignore[no-untyped-call]  # untyped in torch
+    return summed / math.prod(whole)
+
+
+def _pointwise_loss(op: Any) -> None:
+    """Register the rule of a loss that compares elements and reduces."""
+
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        bound = named(op, args, kwargs)
+        metas = [value for value in bound.values() if isinstance(value, TensorMeta)]
+        found = pointwise_strategies(metas)
+        if bound["reduction"] == NONE:
+            return found
+        local = partial(_part_of_mean, op) if bound["reduction"] == MEAN else None
+        return [found[0], *(Strategy((Partial("sum"),), s.inputs, local) for s in found[1:])]
+
+    register_sharding(op)(rule)
+
+
+for _op in (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.soft_margin_loss.default,
+):
+    _pointwise_loss(_op)
+
+
+# The likelihood of classes
+
+
+def _class_dim(scores: Any) -> int:
+    return 1 if scores.ndim > 1 else 0
+
+
+def _nll_rule(scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignore_index: int) -> list[Strategy]:
+    """Strategies of the loss and of the total weight, for `reduction` none or sum."""
+    classes = _class_dim(scores)
+
+    def way(loss: Placement, total: Placement, *inputs: Placement) -> Strategy:
+        return Strategy((loss, total), inputs if weight is not None else inputs[:2], _nll_part)
+
+    found = [way(Replicate(), Replicate(), Replicate(), Replicate(), Replicate())]
+    pending = Partial("sum")
+    for dim in (d for d in range(scores.ndim) if d != classes):
+        own = dim if dim < classes else dim - 1
+        found.append(way(Shard(own) if reduction == NONE else pending, pending, Shard(dim), Shard(own), Replicate()))
+    return [*found, way(pending, pending, Shard(classes), Replicate(), Shard(0))]
+
+
+def _nll_part(
+    view: LocalView, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The loss of the targets that this rank holds, zero for others, and the weight of those."""
+    classes = _class_dim(scores)
+    start, stop = view.interval(0, classes)
+    _check_targets(target, view.shapes[0][classes], ignore_index)
+    counted = (target >= start) & (target < stop) & (target != ignore_index)
+    place = torch.where(counted, target - start, 0)
+    if stop == start:
+        nothing = scores.sum(classes)
+        return (nothing if reduction == NONE else nothing.sum()), nothing.detach().sum()
+    picked = scores.gather(classes, place.unsqueeze(classes)).squeeze(classes)
+    factor = counted.to(scores.dtype) if weight is None else torch.where(counted, weight[place], 0)
+    loss = -torch.where(counted, picked * factor, 0)
+    return (loss, factor.new_zeros(())) if reduction == NONE else (loss.sum(), factor.sum().detach())
+
+
+def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise for targets that are no class, as torch does where it can look without waiting for a device."""
+    if target.device.type == "cpu" and target.numel():
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        if wrong.numel():
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds: the classes are 0 to {classes - 1}")
+
+
+@register_sharding([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default])
+def nll_loss(scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignore_index: int) -> list[Any]:
+    return _nll_rule(scores, target, weight, reduction, ignore_index)
+
+
+@handler(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+    """A mean is a sum over the weight of all targets, which the ranks add up first."""
+    op = aten.nll_loss_forward.default if args[0].ndim <= 2 else aten.nll_loss2d_forward.default
+    given = named(op, args, kwargs)
+    if given["reduction"] != MEAN:
+        return NotImplemented
+    loss, total = call_op(op, types, tuple({**given, "reduction": SUM}.values()), {})
+    total = settled(total, "nll_loss")
+    with recording():
+        return loss / total, total
+
+
+# Smooth labels over sharded classes
+
+
+@handler(F.cross_entropy)
+def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+    """torch writes into a sum over the classes, which is pending where they are sharded; here it is added up first."""
+    given = _signature.bind(*args, **kwargs)
+    given.apply_defaults()
+    x, target, smoothing = (given.arguments[name] for name in ("input", "target", "label_smoothing"))
+    sharded = isinstance(x, ShardedTensor) and isinstance(target, ShardedTensor)
+    if not sharded or smoothing == 0 or target.is_floating_point():
+        return NotImplemented
+    weight = given.arguments["weight"]
+    if not _differs(x, _class_dim(x)) and not (isinstance(weight, ShardedTensor) and _differs(weight, 0)):
+        return NotImplemented
+    reduction = _Reduction.get_enum(given.arguments["reduction"])
+    return _smooth(x, target, weight, given.arguments["ignore_index"], smoothing, reduction)
+
+
+_signature = inspect.signature(F.cross_entropy)
+
+
+def _differs(tensor: ShardedTensor, dim: int) -> bool:
+    """Whether ranks hold different classes, or addends."""
+    return bool(axes_of(tensor, (dim,))) or tensor._layout.pending is not None
+
+
+def _smooth(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:
+    """(1 - smoothing) of the target's loss, and the rest spread over all classes."""
+    classes, count = _class_dim(x), x.shape[_class_dim(x)]
+    logs: Any = F.log_softmax(x, classes)
+    op = aten.nll_loss_forward.default if x.ndim <= 2 else aten.nll_loss2d_forward.default
+    loss, total = op(logs, target, weight, NONE if reduction == NONE else SUM, ignore_index)
+    weighted = logs if weight is None else logs * weight.reshape([-1 if d == classes else 1 for d in range(x.ndim)])
+    spread = settled(-weighted.sum(classes), "cross_entropy") * (target != ignore_index)
+    if reduction != NONE:
+        spread = spread.sum()
+    mixed = (1 - smoothing) * settled(loss, "cross_entropy") + (smoothing / count) * settled(spread, "cross_entropy")
+    return mixed / settled(total, "cross_entropy") if reduction == MEAN else mixed

@@ -1,0 +1,160 @@
+"""Rules of matrix products, from one description of each: which letters are rows, columns, batches and sums.
+
+`linear` and `matmul` as operators of their own: no dims are merged, so inner dims may be cut in any way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.tensor.dispatch import handler
+
+aten = torch.ops.aten
+
+
+def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
+    """Strategies of a product written as in einsum: "mk,kn->mn".
+
+    A letter may be sharded wherever it stands; a letter that is summed over leaves a pending sum.
+
+    >>> [s.outputs for s in product_strategies("mk,kn->mn")]
+    [(Replicate(),), (Shard(0),), (Partial('sum'),), (Shard(1),), (Partial('sum'),), (Partial('sum'),)]
+    """
+    left, out = formula.split("->")
+    operands = left.split(",")
+    found = [Strategy((Replicate(),), (Replicate(),) * len(operands))]
+    for letter in dict.fromkeys("".join(operands)):
+        inputs = tuple(_shard_of(letter, names) for names in operands)
+        result: Placement = Shard(out.index(letter)) if letter in out else Partial("sum")
+        found.append(Strategy((result,), inputs))
+    for index in range(len(operands)):
+        pended = tuple(Partial("sum") if i == index else Replicate() for i in range(len(operands)))
+        found.append(Strategy((Partial("sum"),), pended))
+    return found
+
+
+def _shard_of(letter: str, names: str) -> Placement:
+    return Shard(names.index(letter)) if letter in names else Replicate()
+
+
+@register_sharding(aten.mm.default)
+def mm(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    return product_strategies("mk,kn->mn")
+
+
+@register_sharding(aten.bmm.default)
+def bmm(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    return product_strategies("bmk,bkn->bmn")
+
+
+@register_sharding(aten.mv.default)
+def mv(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    return product_strategies("mk,k->m")
+
+
+@register_sharding(aten.dot.default)
+def dot(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    return product_strategies("k,k->")
+
+
+def _with_bias(bias: TensorMeta, formula: str) -> list[Strategy]:
+    """A product plus a tensor that broadcasts to it: the bias is cut as the result is, and pending where that is."""
+    ndim = len(formula.split("->")[1])
+    return [
+        Strategy(s.outputs, (_bias_placement(bias, s.outputs[0], ndim), *s.inputs)) for s in product_strategies(formula)
+    ]
+
+
+def _bias_placement(bias: TensorMeta, result: Placement | None, ndim: int) -> Placement:
+    if isinstance(result, Shard):
+        own = result.dim - (ndim - bias.ndim)
+        return Shard(own) if own >= 0 and bias.shape[own] != 1 else Replicate()
+    return result or Replicate()
+
+
+@register_sharding(aten.addmm.default)
+def addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
+    return _with_bias(bias, "mk,kn->mn")
+
+
+@register_sharding(aten.baddbmm.default)
+def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
+    return _with_bias(bias, "bmk,bkn->bmn")
+
+
+LETTERS = "abcdefghij"
+
+
+@register_sharding(aten.linear.default)
+def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) -> list[Any]:
+    rows = LETTERS[: x.ndim - 1]
+    out = "n" if weight.ndim == 2 else ""
+    strategies = product_strategies(f"{rows}k,{out}k->{rows}{out}")
+    if bias is None:
+        return strategies
+    return [Strategy(s.outputs, (*s.inputs, _of_bias(s.outputs[0], bias, x.ndim - 1))) for s in strategies]
+
+
+def _of_bias(result: Placement | None, bias: TensorMeta, last: int) -> Placement:
+    """The bias is cut where the last dim of the result is, and pending where the result is."""
+    if isinstance(result, Shard):
+        return Shard(0) if result.dim == last and bias.ndim and bias.shape[0] != 1 else Replicate()
+    return result or Replicate()
+
+
+@register_sharding(aten.matmul.default)
+def matmul(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    """Products of the last two dims, the others broadcast: a dim of length 1 is whole wherever the other is cut."""
+    batch = LETTERS[: max(a.ndim, b.ndim, 2) - 2]
+    left = _letters(a, batch, "mk" if a.ndim > 1 else "k")
+    right = _letters(b, batch, "kn" if b.ndim > 1 else "k")
+    ends = ("m" if a.ndim > 1 else "") + ("n" if b.ndim > 1 else "")
+    strategies = product_strategies(f"{left},{right}->{batch}{ends}")
+    return [_whole_ones(s, (a, b)) for s in strategies if _is_cut(s, (a, b))]
+
+
+def _letters(x: TensorMeta, batch: str, matrix: str) -> str:
+    own = max(0, x.ndim - 2)
+    return batch[len(batch) - own :] + matrix
+
+
+def _is_cut(strategy: Strategy, metas: Sequence[TensorMeta]) -> bool:
+    """Whether a cut batch dim is longer than 1 in one of the operands."""
+    dims = [(p.dim, m) for p, m in zip(strategy.inputs, metas, strict=True) if isinstance(p, Shard)]
+    return not dims or any(m.shape[d] != 1 or d >= m.ndim - 2 for d, m in dims)
+
+
+def _whole_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy:
+    """The strategy with batch dims of length 1 replicated."""
+    inputs = tuple(
+        Replicate() if isinstance(p, Shard) and p.dim < m.ndim - 2 and m.shape[p.dim] == 1 else p
+        for p, m in zip(strategy.inputs, metas, strict=True)
+    )
+    return Strategy(strategy.outputs, inputs)
+
+
+def _as_operator(op: Any, names: Sequence[str], *functions: Callable[..., Any]) -> None:
+    """Let torch functions be this operator; arguments given by name are put in their places."""
+
+    @handler(*functions)
+    def call(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+        return call_op(op, types, tuple(given), {})
+
+
+_as_operator(aten.linear.default, ("input", "weight", "bias"), F.linear)
+_as_operator(aten.matmul.default, ("input", "other"), torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+@handler(Tensor.__rmatmul__)
+def _rmatmul(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    return call_op(aten.matmul.default, types, (args[1], args[0]), {})

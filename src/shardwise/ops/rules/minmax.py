@@ -1,0 +1,236 @@
+"""Largest and smallest values, and where they are.
+
+Over whole dims each rank has its answer. Over a sharded dim:
+
+1. the ranks' extremes are combined: a pending maximum where no gradient is needed, else at once;
+2. where positions are asked, the ranks that hold the extreme offer theirs and the first one wins;
+3. gradients go where the dense operator sends them: to the chosen position, or in equal parts to all that are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.rules import TensorMeta, register_sharding
+from shardwise.ops.engine.two_step import all_dims, axes_of, global_rows, named, replaced, settled, spec_of
+from shardwise.ops.rules.reduction import Args, Dims, reduction_strategies
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.reductions import identity
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+Types = Sequence[type]
+Kwargs = dict[str, Any]
+NOWHERE = torch.iinfo(torch.int64).max
+
+
+def local_extreme(x: Tensor, dims: tuple[int, ...], keepdim: bool, op: str) -> Tensor:
+    """The extreme of a rank's part; what changes nothing where it has none."""
+    if x.numel() or all(x.shape[d] for d in dims):
+        return x.amax(dims, keepdim) if op == "max" else x.amin(dims, keepdim)
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    return torch.full(shape, identity(op, x.dtype), dtype=x.dtype, device=x.device)
+
+
+def _amax_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return local_extreme(x, all_dims(dim, x.ndim), keepdim, "max")
+
+
+def _amin_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return local_extreme(x, all_dims(dim, x.ndim), keepdim, "min")
+
+
+@register_sharding([aten.amax.default, aten.max.default])
+def amax(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
+    return reduction_strategies(x, dim, keepdim, Partial("max"), keeps=("max",), local=_amax_part)
+
+
+@register_sharding([aten.amin.default, aten.min.default])
+def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
+    return reduction_strategies(x, dim, keepdim, Partial("min"), keeps=("min",), local=_amin_part)
+
+
+@register_sharding([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default])
+def along_a_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Any]:
+    return reduction_strategies(x, dim, keepdim, None, outputs=2)
+
+
+@register_sharding(aten.kthvalue.default)
+def kthvalue(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> list[Any]:
+    return reduction_strategies(x, dim, keepdim, None, outputs=2)
+
+
+@register_sharding([aten.median.default, aten.nanmedian.default])
+def of_everything(x: TensorMeta) -> list[Any]:
+    return reduction_strategies(x, None, False, None)
+
+
+@register_sharding([aten.argmax.default, aten.argmin.default])
+def position(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Any]:
+    return reduction_strategies(x, dim, keepdim, None)
+
+
+@handler(aten.aminmax.default)
+def _aminmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    dims, keepdim = all_dims(kwargs.get("dim"), args[0].ndim), kwargs.get("keepdim", False)
+    return aten.amin.default(args[0], dims, keepdim), aten.amax.default(args[0], dims, keepdim)
+
+
+# Gradients of values over sharded dims
+
+
+class _Chosen(torch.autograd.Function):
+    """Gives `value`; its gradient goes to `x` in the shares that are given. All of it is local."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+def _with_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
+    """The value, which is alike on the ranks that share it, on the tape of `x`."""
+    with recording():
+        local: Tensor = _Chosen.apply(x._locals[0], value._locals[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+    return wrap(value._layout, (local,), x._comm)
+
+
+def _equal(own: Tensor, best: Tensor) -> Tensor:
+    """Where a rank's values are the best ones; not-a-number is the best if there is one."""
+    with recording():
+        return (own == best) | ((own != own) & (best != best))
+
+
+def _without(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> ShardedTensor:
+    """The tensor without dims of length 1, unless they are kept; no axis cuts them."""
+    spec = spec_of(tensor)
+    if keepdim or spec is None:
+        return tensor
+    shape = [n for d, n in enumerate(tensor.shape) if d not in dims]
+    left = [
+        Shard(p.dim - sum(d < p.dim for d in dims), p.sizes, p.groups, p.block) if isinstance(p, Shard) else p
+        for p in (Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements)
+    ]
+    with recording():
+        local = tensor._locals[0].squeeze(tuple(dims)) if dims else tensor._locals[0]
+    return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor._comm)
+
+
+def _asked(args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, tuple[int, ...], bool]:
+    """The tensor, the dims and whether they are kept, of any operator here."""
+    given = named(aten.amax.default, args, kwargs)
+    return given["self"], all_dims(given["dim"], given["self"].ndim), bool(given["keepdim"])
+
+
+def _extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
+    """The extreme over sharded dims of a tensor that needs gradients; NotImplemented otherwise."""
+    x, dims, keepdim = _asked(args, kwargs)
+    name = f"a{op}"
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return NotImplemented
+    if not axes_of(x, dims):
+        known = settled(x, name)
+        return NotImplemented if known is x else (aten.amax if op == "max" else aten.amin).default(known, dims, keepdim)
+    x = settled(x, name)
+    plain = x.detach()
+    value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
+    with recording():
+        equal = plain._locals[0] == value._locals[0]
+    alike = settled(aten.sum.dim_IntList(wrap(x._layout, (equal,), x._comm), dims, True), name)
+    with recording():
+        share = equal.to(x.dtype) / alike._locals[0]
+    return _without(_with_gradient(x, value, share), dims, keepdim)
+
+
+@handler(aten.amax.default, aten.max.default)
+def _amax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _extreme(args, kwargs, "max")
+
+
+@handler(aten.amin.default, aten.min.default)
+def _amin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _extreme(args, kwargs, "min")
+
+
+# Positions over sharded dims
+
+
+def _dim_rows(x: ShardedTensor, dim: int) -> Tensor:
+    rows = global_rows(x._layout, x._comm.rank, dim, x.device)
+    return rows.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+
+
+def _flat_positions(x: ShardedTensor, dims: Sequence[int]) -> Tensor:
+    """The number of each local element among the elements along `dims`, counted in the whole tensor."""
+    total = torch.zeros((1,) * x.ndim, dtype=torch.int64, device=x.device)
+    for dim in dims:
+        total = total * x.shape[dim] + _dim_rows(x, dim)
+    return total
+
+
+def _find(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[ShardedTensor, ShardedTensor]:
+    """The extremes and the positions of the first of them, dims kept, replicated along the axes that cut the dims."""
+    x = settled(x, name)
+    plain, axes = x.detach(), axes_of(x, dims)
+    value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
+    spec = spec_of(value)
+    assert spec is not None
+    with recording():
+        own, best = plain._locals[0], value._locals[0]
+        offers = torch.where(_equal(own, best), _flat_positions(x, dims), NOWHERE)
+        first = local_extreme(offers, dims, True, "min")
+    pending = replaced(spec, axes, Partial("min")).layout(tuple(value.shape))
+    return value, settled(wrap(pending, (first,), x._comm), name)
+
+
+def _value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
+    x, dims, keepdim = _asked(args, kwargs)
+    if not axes_of(x, dims):
+        return NotImplemented
+    x = settled(x, op)
+    value, where = _find(x, dims, op, op)
+    if x.requires_grad and torch.is_grad_enabled():
+        with recording():
+            chosen = (_dim_rows(x, dims[0]) == where._locals[0]).to(x.dtype)
+        value = _with_gradient(x, value, chosen)
+    return _without(value, dims, keepdim), _without(where, dims, keepdim)
+
+
+@handler(aten.max.dim)
+def _max_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _value_and_position(args, kwargs, "max")
+
+
+@handler(aten.min.dim)
+def _min_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _value_and_position(args, kwargs, "min")
+
+
+def _position(args: Args, kwargs: Kwargs, op: str) -> Any:
+    x, dims, keepdim = _asked(args, kwargs)
+    if not axes_of(x, dims) or math.prod(x.shape) == 0:
+        return NotImplemented
+    return _without(_find(x, dims, op, f"arg{op}")[1], dims, keepdim)
+
+
+@handler(aten.argmax.default)
+def _argmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _position(args, kwargs, "max")
+
+
+@handler(aten.argmin.default)
+def _argmin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _position(args, kwargs, "min")

@@ -1,0 +1,168 @@
+"""Normalisation over the last dims and over groups of channels. Where a normalised dim is sharded its statistics are
+added up over the ranks first, which moves two numbers for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.two_step import axes_of, nothing_of, placed, replaced, settled
+from shardwise.ops.engine.vary import varied
+from shardwise.ops.rules.reduction import Args
+from shardwise.ops.rules.variance import moments
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+Types = Sequence[type]
+Kwargs = dict[str, Any]
+
+
+def _leading_dims(x: TensorMeta, normalized_shape: Sequence[int], outputs: int, extra: Sequence[Any]) -> list[Strategy]:
+    """Any dim before the normalised ones may be sharded; weight and bias are whole."""
+    others: tuple[Placement, ...] = tuple(Replicate() for value in extra if value is not None)
+    placements: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim - len(normalized_shape)))]
+    return [Strategy((p,) * outputs, (p, *others)) for p in placements]
+
+
+@register_sharding(aten.native_layer_norm.default)
+def layer_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> list[Any]:
+    return _leading_dims(x, normalized_shape, 3, (weight, bias))
+
+
+@register_sharding(aten._fused_rms_norm.default)
+def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Any]:
+    return _leading_dims(x, normalized_shape, 2, (weight,))
+
+
+def _normalised(x: ShardedTensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(shape), x.ndim))
+
+
+@handler(aten.native_layer_norm.default)
+def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    x, shape, weight, bias, eps = args
+    dims = _normalised(x, shape)
+    if not axes_of(x, dims):
+        return NotImplemented
+    wide = _wide(x, "layer_norm")
+    average, square = moments(wide, dims, "layer_norm")
+    with recording():
+        scale = (square + eps).rsqrt()
+        out = (wide - average) * scale
+        out = out if weight is None else out * weight
+        out = out if bias is None else out + bias
+        return out.to(x.dtype), average, scale
+
+
+def _wide(x: Any, name: str) -> ShardedTensor:
+    """The settled tensor in the dtype in which sums are taken."""
+    with recording():
+        known = settled(x, name)
+        return known.to(accumulation_dtype(x.dtype))
+
+
+@handler(F.rms_norm, torch.rms_norm)
+def _rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    made = _rms(*args, **kwargs)
+    return made if made is NotImplemented else made[0]
+
+
+@handler(aten._fused_rms_norm.default)
+def _fused_rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    return _rms(*args, **kwargs)
+
+
+def _rms(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """The result and what it was scaled by.
+
+    torch adds to a mean in place, which is pending where the dim is sharded; here it is added up first.
+    """
+    if not isinstance(input, ShardedTensor) or not axes_of(input, _normalised(input, normalized_shape)):
+        return NotImplemented
+    wide: Any = _wide(input, "rms_norm")
+    with recording():
+        square = settled((wide * wide).mean(_normalised(input, normalized_shape), True), "rms_norm")
+        scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+        out = wide * scale
+        return (out if weight is None else out * weight).to(input.dtype), scale
+
+
+# Groups of channels
+
+
+def _group_part(
+    per_group: int, view: LocalView, x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> Any:
+    """The same on a rank's examples and on its groups."""
+    n, c = x.shape[0], x.shape[1]
+    if x.numel() == 0:
+        nothing = x.new_zeros((n, c // per_group))
+        return nothing_of(x, weight, bias), nothing, nothing
+    return aten.native_group_norm.default(x.contiguous(), weight, bias, n, c, hxw, c // per_group, eps)
+
+
+@register_sharding(aten.native_group_norm.default)
+def group_norm(
+    x: TensorMeta, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> list[Strategy]:
+    local = partial(_group_part, c // group)
+    others: tuple[Placement, ...] = tuple(Replicate() for value in (weight, bias) if value is not None)
+    placements: list[Placement] = [Replicate(), Shard(0)]
+    return [Strategy((p,) * 3, (p, *others), local) for p in placements]
+
+
+@handler(aten.native_group_norm.default)
+def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    """Where every rank has whole groups of channels, they stay where they are."""
+    x, weight, bias, n, c, hxw, group, eps = args
+    cut = _whole_groups(x, c // group)
+    if cut is None or not all(t is None or isinstance(t, ShardedTensor) for t in (weight, bias)):
+        return NotImplemented
+    spec, (axis, lengths) = mesh_view(x._layout), cut
+    assert spec is not None
+    own_weight, own_bias = (None if t is None else _along(t, spec, axis, lengths) for t in (weight, bias))
+    with recording():
+        view = LocalView(comm.rank, (x._layout,), (tuple(x.shape),))
+        out, mean, scale = _group_part(c // group, view, x._locals[0], own_weight, own_bias, n, c, hxw, group, eps)
+    groups = replaced(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
+    stats = groups.layout((n, group))
+    return wrap(x._layout, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)
+
+
+def _along(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: tuple[int, ...]) -> Tensor:
+    """This rank's channels of a weight, which varies along the axes that cut the batch."""
+    whole: list[Placement] = [Replicate()] * spec.mesh.ndim
+    whole[axis] = Shard(0, sizes=lengths)
+    held = placed(values, MeshSpec(spec.mesh, whole).layout(tuple(values.shape)), "group_norm")
+    varying = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and a != axis]
+    with recording():
+        return varied(held, held._layout, varying)
+
+
+def _whole_groups(x: ShardedTensor, per_group: int) -> tuple[int, tuple[int, ...]] | None:
+    """The one axis that cuts the channels and their lengths, if every rank has whole groups and whole examples."""
+    spec = mesh_view(x._layout)
+    if spec is None or x._layout.pending is not None or axes_of(x, range(2, x.ndim)):
+        return None
+    cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
+    if len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
+        return None
+    ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
+    step = math.ceil(x.shape[1] / ranks)
+    lengths = sizes or tuple(max(0, min(step, x.shape[1] - step * rank)) for rank in range(ranks))
+    return (cuts[0][0], lengths) if all(length % per_group == 0 for length in lengths) else None

@@ -1,0 +1,287 @@
+"""Slices, rows and triangles. A sharded dim is sliced where it lies: each rank keeps its part of the slice.
+
+A row of a sharded dim is held by one rank; the others hold zeros, so the row is a pending sum. Slices share memory with
+the tensor, so that what is written to them is written to it; a row of a sharded dim does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry.placements import bounds
+from shardwise.ops.engine.autograd_on_locals import recording
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.view_sharding import Level, NoViewError, axes_of, dim_patterns, express
+from shardwise.ops.rules.index import nothing_like, sum_kind
+from shardwise.ops.rules.view import pending_kinds, renumbered
+from shardwise.tensor.dispatch import handler
+from shardwise.tensor.inplace import mark_copied
+from shardwise.tensor.move import moved
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+aten = torch.ops.aten
+
+
+@register_sharding(aten.slice.Tensor)
+def slice_rule(
+    x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> list[Any]:
+    at = dim % x.ndim
+    whole = slice(start, end, step).indices(x.shape[at]) == (0, x.shape[at], 1)
+    return renumbered(x, [d if whole or d != at else None for d in range(x.ndim)])
+
+
+@handler(aten.slice.Tensor)
+def _slice(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    given = {**dict(zip(("self", "dim", "start", "end", "step"), args, strict=False)), **kwargs}
+    tensor: ShardedTensor = given["self"]
+    dim, step = given.get("dim", 0) % tensor.ndim, given.get("step", 1)
+    rows = range(*slice(given.get("start"), given.get("end"), step).indices(tensor.shape[dim]))
+    return NotImplemented if mesh_view(tensor._layout) is None else sliced(tensor, dim, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a slice is taken: the layout of the result and this rank's rows; or the layout to move to first."""
+
+    source: Layout
+    result: Layout | None
+    rows: tuple[int, int, int] = (0, 0, 1)
+    through: Layout | None = None
+
+
+_MOST = 8192
+_cuts: dict[tuple[int, int, range, int], Cut] = {}
+
+
+def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
+    """Rows of a dim, each where it lies; inner axes are replicated first if they would be cut differently."""
+    key = (id(tensor._layout), dim, rows, tensor._comm.rank)
+    cut = _cuts.get(key)
+    if cut is None:
+        if len(_cuts) >= _MOST:
+            _cuts.clear()
+        cut = _cuts[key] = _plan(tensor._layout, dim, rows, tensor._comm.rank)
+    if cut.result is None:
+        assert cut.through is not None
+        locals_, anchor = moved(tensor, cut.through, "slice")
+        part = sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
+        return mark_copied(part, "a slice of a dim that had to be gathered")
+    with recording():
+        local = aten.slice.Tensor(tensor._locals[0], dim, *cut.rows)
+    return wrap(cut.result, (local,), tensor._comm)
+
+
+def _plan(layout: Layout, dim: int, rows: range, rank: int) -> Cut:
+    spec = mesh_view(layout)
+    assert spec is not None
+    axes = axes_of(spec, dim)
+    by_groups = _whole_groups(spec, dim, rows)
+    try:
+        cuts = {axes[0]: by_groups} if by_groups else _slice_cuts(spec, dim, layout.shape[dim], rows)
+    except NoViewError:
+        whole = [Replicate() if axis == axes[-1] else p for axis, p in enumerate(spec.placements)]
+        return Cut(layout, None, through=MeshSpec(spec.mesh, whole, spec.order).layout(layout.shape))
+    placements = [cuts.get(axis, p) for axis, p in enumerate(spec.placements)]
+    shape = [len(rows) if d == dim else n for d, n in enumerate(layout.shape)]
+    return Cut(layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank))
+
+
+def _whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
+    """How the result is cut if the dim is cut in groups by one axis and the rows are whole groups."""
+    axes = axes_of(spec, dim)
+    shard = spec.placements[axes[0]] if len(axes) == 1 else None
+    if not isinstance(shard, Shard) or shard.groups is None or rows.step != 1:
+        return None
+    edges = bounds(shard.groups)
+    if rows.start not in edges or rows.stop not in edges:
+        return None
+    groups = shard.groups[edges.index(rows.start) : len(edges) - 1 - edges[::-1].index(rows.stop)]
+    return Shard(dim) if len(groups) < 2 else Shard(dim, groups=groups)
+
+
+def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int, Placement]:
+    """For each axis that splits the dim, how it splits the rows that are kept."""
+    axes = axes_of(spec, dim)
+    if not axes or len(rows) == length:
+        return {axis: spec.placements[axis] for axis in axes}
+    patterns = dim_patterns(spec, dim, length)
+    if len(patterns) != 1 or patterns[0].period != length:
+        raise NoViewError("the dim is cut in blocks or groups")
+    return {v.axis: express(dim, v.sizes) for v in _kept(patterns[0].levels, rows)}
+
+
+def _kept(levels: Sequence[Level], rows: range) -> list[Level]:
+    """The sizes of nested cuts, counting only these rows."""
+    lengths = [s for sizes in levels[-1].sizes for s in sizes]
+    edges = bounds(lengths)
+    counts = [len(_inside(rows, low, low + n)) for low, n in zip(edges, lengths, strict=False)]
+    found = []
+    for level in reversed(levels):
+        width = len(level.sizes[0])
+        sizes = tuple(tuple(counts[i : i + width]) for i in range(0, len(counts), width))
+        found.append(Level(level.axis, sizes))
+        counts = [sum(s) for s in sizes]
+    return found[::-1]
+
+
+def _inside(rows: range, low: int, high: int) -> range:
+    """Those of the rows that lie between `low` and `high`.
+
+    >>> _inside(range(1, 10, 3), 2, 8)
+    range(4, 10, 3)
+    """
+    first = max(0, -(-(low - rows.start) // rows.step))
+    last = max(first, -(-(high - rows.start) // rows.step))
+    return rows[first:last]
+
+
+def _local_rows(layout: Layout, dim: int, rows: range, rank: int) -> tuple[int, int, int]:
+    """The slice of the local tensor that holds this rank's part of the rows: start, end and step."""
+    own = layout.table.take(layout.rows_of(rank))
+    columns = (own.offsets[:, dim].tolist(), own.sizes[:, dim].tolist(), own.local_offsets[:, dim].tolist())
+    runs = set(zip(*columns, strict=True))
+    found = [(at + part.start - o, len(part)) for o, s, at in runs if (part := _inside(rows, o, o + s))]
+    if not found:
+        return 0, 0, 1
+    begin, count = min(start for start, _ in found), sum(n for _, n in found)
+    return begin, begin + (count - 1) * rows.step + 1, rows.step
+
+
+@register_sharding(aten.select.int)
+def select(x: TensorMeta, dim: int, index: int) -> list[Any]:
+    at = dim % x.ndim
+    if not -x.shape[at] <= index < x.shape[at]:
+        raise IndexError(f"select(): index {index} out of range for tensor of size {list(x.shape)} at dimension {at}")
+    new = [None if d == at else d - (d > at) for d in range(x.ndim)]
+    return [*renumbered(x, new), Strategy((sum_kind(x),), (Shard(at),), _select_here)]
+
+
+def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
+    at = dim % x.ndim
+    layout = view.layouts[0]
+    own = layout.table.take(layout.rows_of(view.rank))
+    row = index % layout.shape[at]
+    for start, size, place in zip(own.offsets[:, at], own.sizes[:, at], own.local_offsets[:, at], strict=True):
+        if start <= row < start + size:
+            return x.select(at, int(place + row - start)).clone()
+    return nothing_like(x, [n for d, n in enumerate(x.shape) if d != at])
+
+
+@handler(aten.select.int)
+def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """By the rule; a row of a sharded dim is marked, since it shares no memory."""
+    tensor: ShardedTensor = args[0]
+    spec = mesh_view(tensor._layout)
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if spec is None or not axes_of(spec, dim % max(1, tensor.ndim)):
+        return NotImplemented
+    return mark_copied(call_op(aten.select.int, types, args, kwargs), "a row of a sharded dim")
+
+
+def _pieces(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
+    """The tensor cut in pieces along a dim, or NotImplemented if that dim is whole on every rank."""
+    spec = mesh_view(tensor._layout)
+    if spec is None or not axes_of(spec, dim) or sum(sizes) != tensor.shape[dim]:
+        return NotImplemented
+    edges = bounds(sizes)
+    return [sliced(tensor, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
+
+
+@register_sharding([aten.split.Tensor, aten.split_with_sizes.default])
+def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Any]:
+    return renumbered(x, [None if d == dim % x.ndim else d for d in range(x.ndim)])
+
+
+@handler(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    tensor, given, dim = args[0], args[1], (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
+    length = tensor.shape[dim]
+    if isinstance(given, int):
+        given = [min(given, length - at) for at in range(0, max(length, 1), max(given, 1))]
+    return _pieces(tensor, dim, given)
+
+
+@register_sharding(aten.unbind.int)
+def unbind(x: TensorMeta, dim: int = 0) -> list[Any]:
+    at = dim % x.ndim
+    return renumbered(x, [None if d == at else d - (d > at) for d in range(x.ndim)])
+
+
+@handler(aten.unbind.int)
+def _unbind(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    tensor, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
+    spec = mesh_view(tensor._layout)
+    if spec is None or not axes_of(spec, dim):
+        return NotImplemented
+    rows = [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
+    return [mark_copied(row, "a row of a sharded dim") for row in rows]
+
+
+def _triangle(op: Any) -> Callable[..., list[Strategy]]:
+    def rule(x: TensorMeta, diagonal: int = 0) -> list[Strategy]:
+        def local(view: Any, x: Tensor, diagonal: int = 0) -> Tensor:
+            first_row, first_column = (view.interval(0, x.ndim + d)[0] for d in (-2, -1))
+            result: Tensor = op(x, diagonal + first_row - first_column)
+            return result
+
+        found = [Strategy((Replicate(),), (Replicate(),)), *(Strategy((p,), (p,)) for p in pending_kinds(x))]
+        return found + [Strategy((Shard(d),), (Shard(d),), local if d >= x.ndim - 2 else None) for d in range(x.ndim)]
+
+    return rule
+
+
+for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_.default):
+    register_sharding(_op)(_triangle(_op))
+
+
+@handler(Tensor.__setitem__)
+def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+    """Write into rows and slices where they lie. A row is taken as a slice of length 1, which shares memory."""
+    tensor, key, value = args
+    keys = key if isinstance(key, tuple) else (key,)
+    simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
+    if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.__setitem__(tensor, key, value)
+    part = tensor[tuple(_as_slice(k) for k in keys)]
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
+        part.fill_(value)
+        return None
+    rows = _row_dims(keys, tensor.ndim)
+    lacking = [n for d, n in enumerate(part.shape) if d not in rows]
+    part.copy_(_with_rows(value.expand(lacking), rows))
+    return None
+
+
+def _as_slice(key: Any) -> Any:
+    return slice(key, key + 1 or None) if isinstance(key, int) else key
+
+
+def _row_dims(keys: Sequence[Any], ndim: int) -> list[int]:
+    """The dims of the result that a number stands at."""
+    given = sum(isinstance(k, int | slice) for k in keys)
+    places: list[int] = []
+    dim = 0
+    for key in keys:
+        if key is Ellipsis:
+            dim += ndim - given
+        else:
+            places += [dim] if isinstance(key, int) else []
+            dim += 1
+    return places
+
+
+def _with_rows(value: Tensor, rows: Sequence[int]) -> Tensor:
+    for dim in rows:
+        value = value.unsqueeze(dim)
+    return value

@@ -1,0 +1,295 @@
+"""Shape, dtype and device of a ShardedTensor, answered without a detour through torch's function protocol.
+
+Models ask for them at every step; from the layout and the local tensors the answer takes a tenth of the time.
+
+The memory of this rank's local tensors: a ShardedTensor has none of its own, so torch must never look for it there.
+
+torch's own versions of these methods would read or share the wrapper's missing storage, which ends the process.
+
+Gradients of a ShardedTensor, answered from its local tensors, which are on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout
+from shardwise.tensor.autograd import dual, gradient_of_addends, gradient_of_whole, on_tape
+from shardwise.tensor.move import everywhere, text_of
+
+
+class Described(Tensor):
+    """What ShardedTensor says about itself. A rank without local tensors asks the wrapper."""
+
+    _layout: Layout
+    _locals: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # answered from the layout
+        """The global shape."""
+        return torch.Size(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # answered from the layout
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # answered from the local tensors
+        """The type of the elements."""
+        return self._locals[0].dtype if self._locals else super().dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # answered from the local tensors
+        """Where this rank's local tensors lie."""
+        return self._locals[0].device if self._locals else super().device
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]  # never
+        """Whether only some elements are stored: never."""
+        return False
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or the length of one dim."""
+        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+
+    def numel(self) -> int:
+        """The number of elements of the whole."""
+        return self._layout.numel
+
+
+class InLocalMemory(Described):
+    """What ShardedTensor does with the memory of its local tensors."""
+
+    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
+        raise NotImplementedError
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether the local tensors lie in pinned memory."""
+        return bool(self._locals) and all(t.is_pinned() for t in self._locals)
+
+    def pin_memory(self, device: Any = None) -> Self:
+        """This tensor with its local tensors in pinned memory; itself if they are there already."""
+        if not self._locals or self.is_pinned():
+            return self
+        return self._like(self._layout, tuple(t.pin_memory() for t in self._locals))
+
+    def is_shared(self) -> bool:
+        """Whether the local tensors lie in memory that other processes can be given."""
+        return bool(self._locals) and all(t.is_shared() for t in self._locals)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def share_memory_(self) -> Self:
+        """Move the local tensors to shared memory, in place."""
+        for tensor in self._locals:
+            tensor.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def apply_(self, callable: Callable[[Any], Any]) -> Self:
+        """Replace each element by what a Python function makes of it, in place; slow, as torch's is."""
+        if self._layout.pending is not None:
+            raise ValueError(
+                f"apply_ changes values, and this tensor holds addends of a pending {self._layout.pending}; "
+                "redistribute to Shard or Replicate first"
+            )
+        with torch.no_grad():
+            for tensor in self._locals:
+                tensor.apply_(callable)
+        return self
+
+
+class LocallyTaped(Described):
+    """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
+
+    _layout: Layout
+    _locals: tuple[Tensor, ...]
+    _comm: Comm
+    _anchor: Tensor | None
+
+    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def redistribute(self, target: Any, *, label: str = "redistribute") -> Any:
+        raise NotImplementedError
+
+    def _on_tape(self) -> tuple[Tensor, ...]:
+        return self._locals or on_tape(self._locals, self._anchor, self.dtype, self.device)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on this tensor are recorded."""
+        return any(t.requires_grad for t in self._on_tape())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Record operations on this tensor, or stop doing so; in place."""
+        if not self._locals and requires_grad and self._anchor is None:
+            self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
+        for tensor in self._on_tape():
+            tensor.requires_grad_(requires_grad)
+        self._forget()
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # answered from the local tensors
+        """Whether this tensor was not computed from others on the tape."""
+        return all(t.is_leaf for t in self._on_tape())
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # answered from the local tensors
+        """The tape's node of the first local tensor."""
+        return self._on_tape()[0].grad_fn
+
+    @property
+    def grad(self) -> Self | None:
+        """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
+        if len(self._locals) == 1 and self._layout.pending is None:
+            return self._only_gradient(self._locals[0].grad)
+        grads = tuple(t.grad for t in self._on_tape())
+        if any(g is None for g in grads):
+            return None
+        return self._gradient(tuple(g for g in grads if g is not None))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.__dict__.pop("_known_gradient", None)
+            for tensor in self._on_tape():
+                tensor.grad = None
+            return
+        self._check_gradient(value)
+        assert isinstance(value, LocallyTaped)
+        if self._anchor is not None:
+            self._anchor.grad = torch.zeros_like(self._anchor)
+        for tensor, grad in zip(self._locals, value._locals, strict=True):
+            tensor.grad = grad
+
+    def _only_gradient(self, grad: Tensor | None) -> Self | None:
+        """The gradient of one local tensor, the same object until it changes: optimizers ask for it again and again."""
+        if grad is None:
+            return None
+        known: Self | None = self.__dict__.get("_known_gradient")
+        if known is None or known._locals[0] is not grad or known._layout is not self._layout:
+            known = self.__dict__["_known_gradient"] = self._like(self._layout, (grad,))
+        return known
+
+    def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
+        """The gradients of the tensors on the tape put together."""
+        whole = gradient_of_whole(self._layout, grads, self._comm) if self._locals else ()
+        return self._like(dual(self._layout), whole)
+
+    def _check_gradient(self, value: Tensor) -> None:
+        if not isinstance(value, LocallyTaped) or value._layout != dual(self._layout):
+            found = text_of(value._layout) if isinstance(value, LocallyTaped) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
+
+    @property
+    def data(self) -> Self:
+        """The same values off the tape; assigning another ShardedTensor gives this one its values and its layout."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, LocallyTaped):
+            raise TypeError(
+                f"the data of a ShardedTensor is a ShardedTensor, got {type(value).__name__}; use shard(t, spec) or "
+                "copy_(t)"
+            )
+        keep = self.requires_grad
+        if len(self._locals) == len(value._locals):
+            for own, new in zip(self._locals, value._locals, strict=True):
+                own.data = new.detach()  # the very tensor stays: optimizers and hooks know it
+        else:
+            self._locals, self._anchor = tuple(t.detach() for t in value._locals), None
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
+        self._layout = value._layout
+        self.__dict__.pop("_varied", None)
+        self._forget()
+        self.requires_grad_(keep)
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
+        given = (inputs,) if isinstance(inputs, Tensor) else inputs
+        leaves = None if given is None else [t for one in given for t in tape_of(one)]
+        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph, inputs=leaves)
+
+    def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of the local tensors that a gradient of the whole means."""
+        divisor = self._layout.pending.divisor if self._layout.pending else 1
+        if gradient is None:
+            if self.numel() != 1:
+                raise RuntimeError(
+                    f"grad can be implicitly created only for scalar outputs; this has shape {tuple(self.shape)}"
+                )
+            return tuple(torch.full_like(t, 1.0 / divisor) for t in self._on_tape())
+        if not isinstance(gradient, LocallyTaped):
+            gradient = self._like(everywhere(tuple(self.shape), self._comm.ranks), (gradient,))
+        held = gradient.redistribute(dual(self._layout), label="backward")._locals
+        if not self._locals:
+            return tuple(torch.zeros_like(t) for t in self._on_tape())
+        own = gradient_of_addends(self._layout, held, self._comm)
+        return own if divisor == 1 else tuple(t / divisor for t in own)
+
+    def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
+        """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
+
+        def on_local(grad: Tensor) -> Tensor | None:
+            changed = hook(self._like(dual(self._layout), (grad,) if self._locals else ()))
+            if changed is not None:
+                self._check_gradient(changed)
+            return changed._locals[0] if changed is not None and self._locals else None
+
+        return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Self], None]) -> Any:
+        """Call `hook(self)` when the gradient of this leaf has been added up."""
+        one = self._only_one_on_tape("register_post_accumulate_grad_hook")
+        return one.register_post_accumulate_grad_hook(lambda _: hook(self))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _only_one_on_tape(self, name: str) -> Tensor:
+        tape = self._on_tape()
+        if len(tape) != 1:
+            raise NotImplementedError(
+                f"{name} needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
+            )
+        return tape[0]
+
+    def retain_grad(self) -> None:
+        """Keep the gradient although this is not a leaf."""
+        for tensor in self._on_tape():
+            tensor.retain_grad()
+
+    def detach(self) -> Self:
+        """The same values off the tape; the local tensors share their memory."""
+        return self._like(self._layout, tuple(t.detach() for t in self._locals))
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
+        """A copy; differentiable."""
+        anchor = None if self._anchor is None else self._anchor.clone()
+        return self._like(self._layout, tuple(t.clone(memory_format=memory_format) for t in self._locals), anchor)
+
+
+def tape_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that stand for a tensor on this rank's tape: a plain one for itself."""
+    return tensor._on_tape() if isinstance(tensor, LocallyTaped) else (tensor,)

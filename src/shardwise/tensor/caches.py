@@ -1,0 +1,49 @@
+"""Caches that hold what was derived from rules and users' ops are cleared whenever one of these changes.
+
+Answers kept for each layout object.
+
+Layouts that mean the same are equal even if they were described on different meshes. Where the description matters,
+an answer must be kept for the object, not for the meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from shardwise.geometry import Layout
+
+_caches: list[dict[Any, Any]] = []
+
+
+def cleared_on_change(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Have a cache cleared on every change; returns it."""
+    _caches.append(cache)
+    return cache
+
+
+def advance() -> None:
+    """Say that something was registered or removed."""
+    for cache in _caches:
+        cache.clear()
+
+
+T = TypeVar("T")
+_MOST = 8192
+
+
+def per_layout(function: Callable[[Layout], T]) -> Callable[[Layout], T]:
+    """Keep the answers of a function of one layout, for each layout object."""
+    answers: dict[int, tuple[Layout, T]] = {}
+
+    @wraps(function)
+    def answer(layout: Layout) -> T:
+        known = answers.get(id(layout))
+        if known is None:
+            if len(answers) >= _MOST:
+                answers.clear()
+            known = answers[id(layout)] = (layout, function(layout))
+        return known[1]
+
+    return answer

@@ -1,0 +1,190 @@
+"""Moving what a ShardedTensor holds: to another layout, whole to every rank, whole to one rank.
+
+Functions here take anything with a layout, local tensors and a comm, and return new local tensors: the source stays
+as it is. All ranks first agree on what is asked, in one small exchange, so that a mismatch is an error on every rank
+and not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, agree, name_ranks
+from shardwise.geometry import (
+    Box,
+    EnumerableSpec,
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Piece,
+    Replicate,
+    ShardingSpec,
+    format_layout,
+    parse_placements,
+)
+from shardwise.tensor.autograd import Link, dual, move_locals, move_on_tape, on_tape
+from shardwise.tensor.execute import Job, Running
+from shardwise.tensor.move_observers import tell_watchers
+from shardwise.tensor.parts import plan_for
+from shardwise.tensor.reductions import check_reducible
+
+DEFAULT_BUFFER_BYTES = 1 << 30
+
+
+class Held(Protocol):
+    """What a ShardedTensor holds on this rank."""
+
+    _layout: Layout
+    _locals: tuple[Tensor, ...]
+    _comm: Comm
+    _anchor: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def target_layout(layout: Layout, target: Any) -> Layout:
+    """The layout that a user asked for: a spec, a Layout, or placements on the same mesh, also in notation."""
+    if isinstance(target, ShardingSpec):
+        return target.layout(layout.shape)
+    if isinstance(target, Layout):
+        if target.shape != layout.shape:
+            raise LayoutError(f"a tensor of shape {layout.shape} cannot take a layout of shape {target.shape}")
+        return target
+    placements = parse_placements(target) if isinstance(target, str) else target
+    if not isinstance(layout.spec, MeshSpec):
+        raise LayoutError(
+            f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; give a MeshSpec(mesh, placements)"
+        )
+    if not isinstance(placements, Sequence):
+        raise LayoutError(f"redistribute takes a spec, a Layout or placements, got {type(target).__name__}: {target!r}")
+    return MeshSpec(layout.spec.mesh, placements).layout(layout.shape)
+
+
+@lru_cache(maxsize=1024)
+def everywhere(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+    """The layout in which each of these ranks holds the whole tensor."""
+    return MeshSpec(Mesh(("all",), ranks), (Replicate(),)).layout(shape)
+
+
+@lru_cache(maxsize=1024)
+def on_one_rank(shape: tuple[int, ...], rank: int) -> Layout:
+    """The layout in which one rank holds the whole tensor."""
+    return EnumerableSpec([Piece(Box.whole(shape), rank)]).layout(shape)
+
+
+def text_of(layout: Layout) -> str:
+    """A layout for messages and for comparison between ranks, without a dtype."""
+    if len(layout.table) > 64:
+        return f"{layout!r} {layout._meaning.hex()}"
+    return format_layout(layout, "f32").removeprefix("f32")
+
+
+def describe(dtype: torch.dtype, layout: Layout) -> str:
+    """A tensor for messages: its dtype, shape and layout.
+
+    >>> describe(torch.float64, everywhere((4, 2), (0, 1)))
+    'torch.float64[4,2] on all=2: R'
+    """
+    return f"{dtype}{text_of(layout)}"
+
+
+def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:
+    """The limit to plan with: none where everything a rank sends and receives fits in it anyway."""
+    limit = DEFAULT_BUFFER_BYTES if wanted is None else wanted
+    return None if most_in_flight(src, dst) * itemsize <= limit else limit
+
+
+@lru_cache(maxsize=4096)
+def most_in_flight(src: Layout, dst: Layout) -> int:
+    """An upper bound of the elements that a rank sends and receives in one step, however it is planned.
+
+    A rank sends what it holds (or has reduced) once to each copy in the destination; it receives what it needs (or
+    reduces) once for each addend in the source.
+    """
+    held = max(src.elements_per_rank().values(), default=0)
+    needed = max(dst.elements_per_rank().values(), default=0)
+    addends = int(src.table.addends.max(initial=0)) + 1
+    copies = int(np.bincount(dst.table.cells).max(initial=1))
+    return held * copies + (max(held, needed) if addends > 1 else needed) * addends
+
+
+def check_move(
+    held: Held, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
+) -> None:
+    """Raise on every rank unless all ask for the same move and it can be done."""
+    problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
+    asked = {"from": text_of(held._layout), "to": text_of(dst), "dtype": held.dtype, **(fields or {})}
+    agree(held._comm, asked, label=label, problem=problem)
+
+
+def _limit_problem(limit: object) -> str | None:
+    if limit is None or (isinstance(limit, int) and limit > 0):
+        return None
+    return f"max_buffer_bytes is a positive number of bytes or None, got {limit!r}"
+
+
+def move_problem(held: Held, dst: Layout) -> str | None:
+    """Why a tensor cannot be moved to a layout, or None."""
+    outside = sorted(set(dst.ranks) - set(held._comm.ranks))
+    if outside:
+        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(held._comm.ranks)})"
+    return _reduction_problem(held._layout, dst, held.dtype)
+
+
+def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | None:
+    for layout in (src, dst):
+        try:
+            if layout.pending is not None and src != dst:
+                check_reducible(layout.pending.op, layout.pending.divisor, dtype)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def is_recorded(held: Held) -> bool:
+    """Whether a move of this tensor goes on the tape."""
+    inputs = (*held._locals, *([held._anchor] if held._anchor is not None else []))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+
+
+def moved(
+    held: Held, dst: Layout, label: str, max_buffer_bytes: int | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The local tensors and the anchor of the same values in another layout; differentiable."""
+    if held._layout == dst:
+        return held._locals, held._anchor
+    limit = buffer_limit(held._layout, dst, held.dtype.itemsize, max_buffer_bytes)
+    link = Link(held._layout, dst, held._comm, held.dtype, label, limit)
+    if not is_recorded(held):
+        return move_locals(link, tuple(t.detach() for t in held._locals)), None
+    dual(dst), dual(held._layout)
+    outputs = move_on_tape(link, on_tape(held._locals, held._anchor, held.dtype, held.device))
+    return (outputs, None) if dst.local_shapes(held._comm.rank) else ((), outputs[0])
+
+
+def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> Running:
+    """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
+    room = 0
+    batches: list[list[Job]] = []
+    for one, dst in zip(held, dsts, strict=True):
+        limit = buffer_limit(one._layout, dst, one.dtype.itemsize, max_buffer_bytes)
+        plan = plan_for(one._layout, dst, one.dtype.itemsize, limit, one._comm.rank)
+        tell_watchers(plan, label)
+        job = Job(plan, tuple(t.detach() for t in one._locals), one.dtype, one.device)
+        size = most_in_flight(one._layout, dst) * one.dtype.itemsize
+        if size > room:
+            batches.append([])
+            room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
+        batches[-1].append(job)
+        room -= size
+    return Running(batches, held[0]._comm, label)

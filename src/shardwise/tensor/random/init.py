@@ -1,0 +1,251 @@
+"""`torch.nn.init` and torch's in-place random methods on ShardedTensors; values do not depend on the layout.
+
+torch's own functions work on a ShardedTensor: those that ask for an override and those that are built on the in-place
+methods, all of which are registered here. The functions of this file have torch's names and arguments too; with them
+`trunc_normal_` takes one draw for each element instead of a loop that compares the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Comm
+from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.inplace import draw_into, fill_with
+from shardwise.tensor.random.distributions import bernoulli, integers, normal, truncated_normal, uniform
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+Types = Sequence[type]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Generator = torch.Generator | None
+
+
+def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Generator = None) -> Tensor:
+    """Fill a tensor with uniform random numbers, in place.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor.creation import empty
+    >>> x = uniform_(empty(ChunkSpec(0, ranks=1), 1000), 2, 3)
+    >>> bool((x.local_tensor() >= 2).all() and (x.local_tensor() < 3).all())
+    True
+    """
+    with torch.no_grad():
+        return tensor.uniform_(a, b, generator=generator)
+
+
+def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Generator = None) -> Tensor:
+    """Fill a tensor with normal random numbers, in place."""
+    with torch.no_grad():
+        return tensor.normal_(mean, std, generator=generator)
+
+
+def trunc_normal_(
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Generator = None
+) -> Tensor:
+    """Fill a tensor with normal random numbers between `a` and `b`, in place.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor.creation import empty
+    >>> x = trunc_normal_(empty(ChunkSpec(0, ranks=1), 1000), a=-1, b=1)
+    >>> bool(x.local_tensor().abs().max() <= 1)
+    True
+    """
+    if not isinstance(tensor, ShardedTensor):
+        return nn.init.trunc_normal_(tensor, mean, std, a, b, generator=generator)
+    fields = {"mean": mean, "std": std, "a": a, "b": b}
+    with torch.no_grad():
+        return draw_into(
+            tensor,
+            lambda: truncated_normal(mean, std, a, b, tensor.dtype),
+            label="trunc_normal_",
+            fields=fields,
+            generator=generator,
+        )
+
+
+def constant_(tensor: Tensor, val: float) -> Tensor:
+    """Fill a tensor with one value, in place."""
+    with torch.no_grad():
+        return tensor.fill_(val)
+
+
+def ones_(tensor: Tensor) -> Tensor:
+    """Fill a tensor with ones, in place."""
+    return constant_(tensor, 1.0)
+
+
+def zeros_(tensor: Tensor) -> Tensor:
+    """Fill a tensor with zeros, in place."""
+    return constant_(tensor, 0.0)
+
+
+def fans(shape: Sequence[int]) -> tuple[int, int]:
+    """How many inputs and outputs a weight of this global shape connects to one value.
+
+    >>> fans((8, 4, 3, 3))
+    (36, 72)
+    """
+    if len(shape) < 2:
+        raise ValueError(
+            "Fan in and fan out can not be computed for tensor with fewer than 2 dimensions; "
+            f"the shape is {tuple(shape)}"
+        )
+    field = math.prod(shape[2:])
+    return shape[1] * field, shape[0] * field
+
+
+def xavier_uniform_(tensor: Tensor, gain: float = 1.0, generator: Generator = None) -> Tensor:
+    """Fill a weight with uniform random numbers of the variance 2 / (fan in + fan out), times the gain squared."""
+    bound = math.sqrt(3.0) * gain * math.sqrt(2.0 / sum(fans(tensor.shape)))
+    return uniform_(tensor, -bound, bound, generator)
+
+
+def xavier_normal_(tensor: Tensor, gain: float = 1.0, generator: Generator = None) -> Tensor:
+    """Fill a weight with normal random numbers of the variance 2 / (fan in + fan out), times the gain squared."""
+    return normal_(tensor, 0.0, gain * math.sqrt(2.0 / sum(fans(tensor.shape))), generator)
+
+
+def kaiming_uniform_(
+    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Generator = None
+) -> Tensor:
+    """Fill a weight with uniform random numbers of the variance gain squared / fan.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor.creation import empty
+    >>> x = kaiming_uniform_(empty(ChunkSpec(0, ranks=1), 64, 6), nonlinearity="relu")
+    >>> bool(x.local_tensor().abs().max() <= 1)
+    True
+    """
+    if 0 in tensor.shape:
+        return _no_elements(tensor)
+    bound = math.sqrt(3.0) * _kaiming_std(tensor, a, mode, nonlinearity)
+    return uniform_(tensor, -bound, bound, generator)
+
+
+def kaiming_normal_(
+    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Generator = None
+) -> Tensor:
+    """Fill a weight with normal random numbers of the variance gain squared / fan."""
+    if 0 in tensor.shape:
+        return _no_elements(tensor)
+    return normal_(tensor, 0.0, _kaiming_std(tensor, a, mode, nonlinearity), generator)
+
+
+def _no_elements(tensor: Tensor) -> Tensor:
+    warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=3)
+    return tensor
+
+
+def _kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: Any) -> float:
+    modes = ["fan_in", "fan_out"]
+    if mode.lower() not in modes:
+        raise ValueError(f"Mode {mode.lower()} not supported, please use one of {modes}")
+    fan = fans(tensor.shape)[modes.index(mode.lower())]
+    return nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+
+
+@handler(nn.init.uniform_)
+def _init_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
+    return uniform_(*args, **kwargs)
+
+
+@handler(nn.init.normal_)
+def _init_normal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
+    return normal_(*args, **kwargs)
+
+
+@handler(nn.init.constant_)
+def _init_constant(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
+    return constant_(*args, **kwargs)
+
+
+@handler(nn.init.kaiming_uniform_)
+def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
+    return kaiming_uniform_(*args, **kwargs)
+
+
+@handler(Tensor.uniform_, torch.ops.aten.uniform_.default)
+def _uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_uniform(*args, **_named(kwargs))
+
+
+def _draw_uniform(
+    tensor: ShardedTensor, from_: float = 0.0, to: float = 1.0, *, generator: Generator = None
+) -> ShardedTensor:
+    fields = {"from": from_, "to": to}
+    return draw_into(
+        tensor, lambda: uniform(from_, to, tensor.dtype), label="uniform_", fields=fields, generator=generator
+    )
+
+
+@handler(Tensor.normal_, torch.ops.aten.normal_.default)
+def _normal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_normal(*args, **kwargs)
+
+
+def _draw_normal(
+    tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, *, generator: Generator = None
+) -> ShardedTensor:
+    fields = {"mean": mean, "std": std}
+    return draw_into(
+        tensor, lambda: normal(mean, std, tensor.dtype), label="normal_", fields=fields, generator=generator
+    )
+
+
+@handler(Tensor.bernoulli_, torch.ops.aten.bernoulli_.float)
+def _bernoulli(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_bernoulli(*args, **kwargs)
+
+
+def _draw_bernoulli(tensor: ShardedTensor, p: Any = 0.5, *, generator: Generator = None) -> ShardedTensor:
+    if isinstance(p, Tensor):
+        raise UnsupportedOpError("bernoulli_ on a ShardedTensor takes one probability for all elements, got a tensor")
+    return draw_into(tensor, lambda: bernoulli(p), label="bernoulli_", fields={"p": p}, generator=generator)
+
+
+@handler(
+    Tensor.random_,
+    torch.ops.aten.random_.default,
+    torch.ops.aten.random_.to,
+    torch.ops.aten.random_.__getattr__("from"),
+)
+def _random(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_integers(*args, **_named(kwargs))
+
+
+def _draw_integers(
+    tensor: ShardedTensor, from_: int | None = None, to: int | None = None, *, generator: Generator = None
+) -> ShardedTensor:
+    low, high = (None, from_) if to is None else (from_, to)
+    fields = {"from": low, "to": high}
+    return draw_into(
+        tensor, lambda: integers(low, high, tensor.dtype), label="random_", fields=fields, generator=generator
+    )
+
+
+def _named(kwargs: Kwargs) -> Kwargs:
+    """The arguments with `from`, which is no name in Python, as `from_`."""
+    return {"from_" if name == "from" else name: value for name, value in kwargs.items()}
+
+
+@handler(torch.fill_, Tensor.fill_, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
+def _fill(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _fill_value(*args, **kwargs)
+
+
+def _fill_value(tensor: ShardedTensor, value: Any) -> ShardedTensor:
+    if isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
+        raise UnsupportedOpError("fill_ takes a number or a plain 0-dim tensor; use x.full() of a ShardedTensor")
+    return fill_with(tensor, value)
+
+
+@handler(torch.zero_, Tensor.zero_, torch.ops.aten.zero_.default)
+def _zero(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _fill_value(args[0], 0)
