@@ -1,27 +1,106 @@
-"""The calls of torch.distributed that changed between versions or are private, in one place."""
+"""Every private name of torch that this package uses, each with the reason, and calls that differ by version.
+
+Everything else that the package takes from torch is public API. `tests/local/test_private_torch.py` has one guard for
+each name: it fails when a new release of torch moves the name or changes what it does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
+SUPPORTED = "torch 2.11 to 2.15"
 
 
-def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start an all-gather of equal flat tensors under the name this version does not deprecate."""
-    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = call(out, tensor, group=group, async_op=True)
-    return work
+def _private(path: str) -> Any:
+    """Return a private name of torch, or say in one sentence which versions have it.
+
+    >>> _private("_C.no_such_name")
+    Traceback (most recent call last):
+    ...
+    ImportError: shardwise uses torch._C.no_such_name, which torch ... does not have; it supports torch 2.11 to 2.15
+    """
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"shardwise uses torch.{path}, which torch {torch.__version__} does not have; it supports {SUPPORTED}"
+            )
+    return found
 
 
-def reduce_scatter_single(out: Tensor, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
-    """Start a reduce-scatter of equal flat runs under the name this version does not deprecate."""
-    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work = call(out, tensor, op=op, group=group, async_op=True)
-    return work
+# Calls a function of torch on a ShardedTensor without entering `__torch_function__` again. There is no public name.
+DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = _private("_C.DisableTorchFunctionSubclass")
+
+# The types of operators: `isinstance` is how an overload is told from a packet. Only the instances are public.
+OpOverload: Any = _private("_ops.OpOverload")
+OpOverloadPacket: Any = _private("_ops.OpOverloadPacket")
+
+# Inside the forward of a `torch.autograd.Function` forward-mode differentiation is off: the only visible sign of it.
+is_forward_grad_enabled: Any = _private("_C._is_fwd_grad_enabled")
+
+# Data-dependent checks on a GPU without a synchronisation.
+assert_async: Any = _private("_assert_async")
+
+# Nested lists, tuples and dicts of tensors, as torch itself takes them apart; `torch.utils.pytree` has fewer functions.
+pytree: Any = _private("utils._pytree")
+
+# Decompositions of operators that have no rule: tried before an operator is refused. The table has no public name.
+decomposition_table: dict[Any, Any] = __import__("torch._decomp", fromlist=["decomposition_table"]).decomposition_table
+
+# Creates a tensor without storage whose class is ours: what every wrapper subclass of torch is made by.
+make_wrapper_subclass: Any = _private("Tensor._make_wrapper_subclass")
+
+_INCLUDED_KEYS = _private("_C._dispatch_tls_local_include_set")()
+_EXCLUDED_KEYS = _private("_C._dispatch_tls_local_exclude_set")()
+_ForceDispatchKeyGuard = _private("_C._ForceDispatchKeyGuard")
+_current_graph_task_id = _private("_C._current_graph_task_id")
+_all_schemas = _private("_C._jit_get_all_schemas")
+_reduction_number = _private("nn._reduction.get_enum")
+
+
+def autograd_on_locals() -> Any:
+    """Return a context in which operators on plain tensors are recorded, inside `__torch_dispatch__` too.
+
+    There torch excludes the autograd keys, since it takes the wrapper to be on the tape already. Ours is not: its local
+    tensors are. So the thread's normal dispatch keys are put back.
+
+    >>> with autograd_on_locals():
+    ...     (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
+    True
+    """
+    return _ForceDispatchKeyGuard(_INCLUDED_KEYS, _EXCLUDED_KEYS)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, where checkpointed code is computed a second time."""
+    return bool(_current_graph_task_id() != -1)
+
+
+def operator_names() -> Iterator[str]:
+    """Return the names of torch's own operators, without `aten::` and overload; `torch.ops.aten` loads them lazily."""
+    return iter(sorted({s.name.removeprefix("aten::") for s in _all_schemas() if s.name.startswith("aten::")}))
+
+
+def reduction_number(name: str) -> int:
+    """Return the number that operators of losses take for "none", "mean" or "sum"."""
+    return int(_reduction_number(name))
+
+
+def clear_dtensor_caches() -> None:
+    """Make DTensor forget the strategies it has chosen, where this version keeps them in C++."""
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 def default_store() -> Store | None:
@@ -30,6 +109,20 @@ def default_store() -> Store | None:
         return c10d._get_default_store()
     except (RuntimeError, ValueError):
         return None
+
+
+def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all-gather of equal flat tensors under the name that this version does not deprecate."""
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = call(out, tensor, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_single(out: Tensor, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
+    """Start a reduce-scatter of equal flat runs under the name that this version does not deprecate."""
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = call(out, tensor, op=op, group=group, async_op=True)
+    return work
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:

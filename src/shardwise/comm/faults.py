@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from shardwise._torch import default_store
+from shardwise._torch import Store, default_store
 from shardwise.comm.protocol import CommError
 
 _PREFIX = "shardwise/fault"

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from shardwise._torch import TCPStore
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
 from shardwise.comm.transports.worker import LOOPBACK, Reply, Task, World, main
 

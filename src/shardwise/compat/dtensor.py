@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from shardwise._torch import pytree
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import Implementation, find_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -75,7 +75,7 @@ def otherwise(function: Callable[..., Any]) -> Implementation:
     known = find_handler(function)
 
     def operators(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     return known or operators

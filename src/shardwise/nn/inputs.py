@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from shardwise._torch import pytree
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch import OpOverload, clear_dtensor_caches
 from shardwise.geometry import Shard
 from shardwise.ops.dtensor_layouts import TENSOR_MODULE, order_of, spec_of, torch_placement
 from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalised
@@ -37,7 +38,7 @@ _before: dict[Any, dict[str, Any]] = {}
 
 def register(op: Any, rule: Rule) -> None:
     """Give a DTensor operator a rule, now or when `torch.distributed.tensor` is loaded."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return
     if hasattr(sys.modules.get(TENSOR_MODULE), "DTensor"):
         _install(op, rule)
@@ -86,9 +87,7 @@ def _schema_info(op: Any) -> Any:
 def _clear_caches(propagator: Any) -> None:
     """Drop what torch derived from the rules before; its caches are per thread."""
     propagator.propagate_op_sharding.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
+    clear_dtensor_caches()
 
 
 def _strategy_of(op: Any, rule: Rule) -> Callable[[Any], Any]:

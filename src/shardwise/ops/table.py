@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import shardwise.ops  # brings the rules
+from shardwise._torch import OpOverload, operator_names
 from shardwise.ops.engine.registry import find_rule, registered_ops
 from shardwise.ops.rules.pointwise import is_pointwise
 from shardwise.tensor import dispatch
@@ -78,8 +79,8 @@ def _enter(found: dict[str, tuple[set[str], set[str]]], op: Any, kind: str, code
 
 
 def _name(op: Any) -> str:
-    if isinstance(op, torch._ops.OpOverload):
-        return op._schema.name.replace("::", ".")
+    if isinstance(op, OpOverload):
+        return str(op._schema.name).replace("::", ".")
     owner = "Tensor." if "Tensor" in getattr(op, "__qualname__", "") or _is_method(op) else ""
     name = getattr(op, "__name__", repr(op))
     module = (getattr(op, "__module__", None) or "torch").replace("torch._C._nn", "torch.nn.functional")
@@ -92,14 +93,7 @@ def _is_method(op: Any) -> bool:
 
 def _operators() -> list[Any]:
     """Every overload of torch's own operators."""
-    names = sorted(
-        {
-            n.removeprefix("aten::").partition(".")[0]
-            for n in torch._C._dispatch_get_all_op_names()
-            if n.startswith("aten::")
-        }
-    )
-    packets = [getattr(torch.ops.aten, n) for n in names if hasattr(torch.ops.aten, n)]
+    packets = [getattr(torch.ops.aten, n) for n in operator_names() if hasattr(torch.ops.aten, n)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 

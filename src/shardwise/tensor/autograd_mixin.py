@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual, gradient_of_addends, gradient_of_whole, on_tape
@@ -215,7 +216,7 @@ class LocallyTaped(Described):
                 own.data = new.detach()  # the very tensor stays: optimizers and hooks know it
         else:
             self._locals, self._anchor = tuple(t.detach() for t in value._locals), None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
         self._layout = value._layout
         self.__dict__.pop("_varied", None)

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, TypeAlias
 
-from torch.utils import _pytree as pytree
-
+from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.tensor import caches
 from shardwise.tensor.comms import Group, comm_of, same_group

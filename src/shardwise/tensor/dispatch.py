@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from shardwise._torch import DisableTorchFunctionSubclass, is_forward_grad_enabled, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.custom_ops import find_custom_op, find_default_op, find_spec_op
@@ -26,7 +26,6 @@ F = TypeVar("F", bound=Implementation)
 Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 Function: TypeAlias = Callable[[Callable[..., Any], Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
-_is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _NO_DATA = "data is not allocated"
 _TABLE: dict[Callable[..., Any], Implementation] = {}
 _ENGINE: list[Operator] = []
@@ -76,7 +75,7 @@ def enter_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a torch function, by the engine's shortcuts where there is an engine."""
-    if not _is_fwd_grad_enabled():
+    if not is_forward_grad_enabled():
         _refuse_without_tape(func, args, kwargs)
     answer = _FUNCTION[0] if _FUNCTION else call_function
     return answer(func, types, args, kwargs)
@@ -113,7 +112,7 @@ def call_function(
         if answer is not NotImplemented:
             return answer
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     except RuntimeError as error:
         if _NO_DATA not in str(error):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.tensor import rrefs
@@ -99,7 +100,7 @@ def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
 def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
     """Make the tensor that `reduce` wrote, on the process group of the moment."""
     comm = _comm_to_load_on(saved.group)
-    tensor: ShardedTensor = Tensor._make_wrapper_subclass(
+    tensor: ShardedTensor = make_wrapper_subclass(
         cls, saved.layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
     tensor._layout, tensor._locals, tensor._anchor, tensor._comm = saved.layout, saved.locals, saved.anchor, comm

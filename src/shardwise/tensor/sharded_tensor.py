@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
@@ -83,7 +84,7 @@ def wrap(
 ) -> ShardedTensor:
     """A ShardedTensor over these local tensors, unchecked; dtype and device count where this rank has none."""
     known = locals_[0] if locals_ else None
-    tensor: ShardedTensor = Tensor._make_wrapper_subclass(
+    tensor: ShardedTensor = make_wrapper_subclass(
         ShardedTensor,
         layout.shape,
         dtype=dtype if known is None else known.dtype,

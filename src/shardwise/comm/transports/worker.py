@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from shardwise._torch import TCPStore
 from shardwise.comm.current import use_comm
 from shardwise.comm.faults import report_exception
 from shardwise.comm.process_group import ProcessGroupComm

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.tensor.custom_ops import Decorator, Op, check_op_arguments
 
 
@@ -15,7 +14,7 @@ def _basic_validation(op: Op, args: Any = (), kwargs: Any = None) -> None:
 def _register_default_op(op: Op, decorator: Callable[[Op], Decorator]) -> None:
     @decorator(op)
     def tensor_default_op(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return op(*args, **(kwargs or {}))
 
 

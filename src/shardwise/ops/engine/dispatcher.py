@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.choose import (
     Operand,
     choose,
@@ -243,7 +243,7 @@ def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Dec
         raise UnsupportedOpError(
             f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
         )
-    with recording():
+    with autograd_on_locals():
         values = [
             varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)
         ]

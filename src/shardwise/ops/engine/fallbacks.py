@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_tensor
-from torch._decomp import decomposition_table
-from torch.utils._pytree import tree_leaves
 
+from shardwise._torch import autograd_on_locals, decomposition_table, pytree
 from shardwise.comm import CommError
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.fast_path import note_operator
 from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated
 from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
@@ -57,7 +55,7 @@ def fall_back(op: Any, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Compute an operator by others; what they cannot do is refused in the operator's name."""
     note_operator(plain=True)  # one more than those that follow: a shortcut is compared with them before it is used
     try:
-        with recording(), plain_as_replicated():
+        with autograd_on_locals(), plain_as_replicated():
             return way(*args, **kwargs)
     except (CommError, UnsupportedOpError, MixedTensorsError):
         raise
@@ -96,7 +94,8 @@ def _into_given(op: Any) -> Way | None:
 
     def way(*args: Any, **kwargs: Any) -> Any:
         given = [kwargs.pop(name) for name in names]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tree_leaves((args, kwargs, given)) if is_tensor(t)):
+        tensors = [t for t in pytree.tree_leaves((args, kwargs, given)) if is_tensor(t)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
         result = _call(functional, args, kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise._torch import autograd_on_locals
 from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.schema import Call
 from shardwise.ops.engine.two_step import all_dims, named, placed
 from shardwise.tensor.caches import per_layout
@@ -65,7 +65,7 @@ def flattened(tensor: ShardedTensor) -> ShardedTensor:
     ranks = tensor._comm.ranks
     cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
     layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
-    with recording():
+    with autograd_on_locals():
         local = torch.cat([piece.reshape(-1) for piece in once._on_tape()])
     return wrap(layout, (local,), tensor._comm)
 

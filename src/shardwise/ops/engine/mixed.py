@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.engine.placement_cost import mesh_view
@@ -98,5 +98,5 @@ def makes_tensors_inside(function: Callable[..., Any]) -> None:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not all(isinstance(t, ShardedTensor) for t in given):
             return NotImplemented
-        with plain_as_replicated(), torch._C.DisableTorchFunctionSubclass():
+        with plain_as_replicated(), DisableTorchFunctionSubclass():
             return function(*args, **kwargs)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import OpOverload, OpOverloadPacket
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -94,13 +96,13 @@ def resolved_op(op: Any) -> Any:
     <OpOverload(op='aten.relu', overload='default')>
     """
     op = getattr(op, "_opoverload", op)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        listed: list[str] = op.overloads()  # type: ignore[no-untyped-call]  # untyped in torch
+    if isinstance(op, OpOverloadPacket):
+        listed: list[str] = op.overloads()
         names = [n for n in listed if "out" not in n]
         if len(names) != 1:
             raise ValueError(f"{op} has the overloads {', '.join(listed)}; name one, as in {op}.{names[0]}")
         return getattr(op, names[0])
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise TypeError(
             f"{op!r} is no operator of torch; give one as in torch.ops.aten.mm.default, or the function that "
             "torch.library.custom_op made"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.explain import forbid
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.move import moved
@@ -72,7 +72,7 @@ def placed(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
     if tensor._layout == layout:
         return tensor
     forbid(name, tensor._layout, layout)
-    with recording():
+    with autograd_on_locals():
         locals_, anchor = moved(tensor, layout, name)
     return wrap(layout, locals_, tensor._comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
@@ -111,7 +111,7 @@ def row_for_each_rank(
     for dim in dims:
         shape[dim] = math.prod(spec.mesh.shape[a] for a in axes_of(tensor, (dim,)))
     rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole(p, dims) for a, p in _each(spec)]
-    with recording():
+    with autograd_on_locals():
         local = reduce(tensor._locals[0])
     layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)
     return gathered(wrap(layout, (local,), tensor._comm), dims, name)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
@@ -193,7 +193,7 @@ _register_at_once(torch.ops.aten._neg_view.default, torch.neg)
 def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Every rank sees the verdicts of all, so that all raise or none."""
     verdicts: ShardedTensor = args[0]
-    with recording():
+    with autograd_on_locals():
         torch.ops.aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
 
 
@@ -206,7 +206,7 @@ def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     if regular and (device is None or torch.device(device) == tensor.device):
         return NotImplemented
     known = {k: v for k, v in kwargs.items() if k in _NAMES and v is not None}
-    with recording():
+    with autograd_on_locals():
         return tensor.to(**known, copy=True)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals, operator_names
 from shardwise.comm import Comm
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.ops.engine.placement_cost import mesh_view
@@ -54,7 +54,7 @@ def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     counts = [len(t._locals) if isinstance(t, ShardedTensor) else 1 for t in lead]
     local_args = [_local(op, value, lead, counts) for value in args]
     local_kwargs = {name: _local(op, value, lead, counts) for name, value in kwargs.items()}
-    with recording():
+    with autograd_on_locals():
         result = op(*local_args, **local_kwargs) if sum(counts) else []
     if written_slots(op):
         for tensor in lead:
@@ -165,7 +165,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
-for _name in sorted({s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas()}):
+for _name in operator_names():
     if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
         for _op in _overloads(_name):
             _register_lists(_op)
@@ -220,7 +220,7 @@ def _group_norms(
     ranks = math.prod(mesh.shape[a] for a in axes)
     rows = MeshSpec(mesh, [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)])
     whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
-    with recording():
+    with autograd_on_locals():
         own = torch.stack([_norm(t._locals[0], order, dtype) for t in tensors])
         if not axes:
             norms = own

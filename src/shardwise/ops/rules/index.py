@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import assert_async
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.view import pending_kinds, renumbered
@@ -38,7 +39,7 @@ def _check_range(index: Tensor, low: int, high: int, dim: int) -> None:
     """Raise for entries outside of a dim; a device is not waited for, it raises by itself."""
     outside = (index < low) | (index >= high)
     if index.device.type != "cpu":
-        torch._assert_async(~outside.any(), f"an index is out of bounds for dim {dim} of length {high}")
+        assert_async(~outside.any(), f"an index is out of bounds for dim {dim} of length {high}")
     elif bool(outside.any()):
         wrong = int(index[outside][0])
         raise IndexError(f"index {wrong} is out of bounds for dim {dim} of length {high}")

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction as _Reduction
 
+from shardwise._torch import autograd_on_locals, reduction_number
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import LocalView, call_op
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.engine.two_step import axes_of, named, settled
@@ -132,7 +131,7 @@ def _nll(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) 
         return NotImplemented
     loss, total = call_op(op, types, tuple({**given, "reduction": SUM}.values()), {})
     total = settled(total, "nll_loss")
-    with recording():
+    with autograd_on_locals():
         return loss / total, total
 
 
@@ -151,7 +150,7 @@ def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], co
     weight = given.arguments["weight"]
     if not _differs(x, _class_dim(x)) and not (isinstance(weight, ShardedTensor) and _differs(weight, 0)):
         return NotImplemented
-    reduction = _Reduction.get_enum(given.arguments["reduction"])
+    reduction = reduction_number(given.arguments["reduction"])
     return _smooth(x, target, weight, given.arguments["ignore_index"], smoothing, reduction)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import TensorMeta, register_sharding
 from shardwise.ops.engine.two_step import all_dims, axes_of, global_rows, named, replaced, settled, spec_of
@@ -103,14 +103,14 @@ class _Chosen(torch.autograd.Function):
 
 def _with_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
     """The value, which is alike on the ranks that share it, on the tape of `x`."""
-    with recording():
+    with autograd_on_locals():
         local: Tensor = _Chosen.apply(x._locals[0], value._locals[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
     return wrap(value._layout, (local,), x._comm)
 
 
 def _equal(own: Tensor, best: Tensor) -> Tensor:
     """Where a rank's values are the best ones; not-a-number is the best if there is one."""
-    with recording():
+    with autograd_on_locals():
         return (own == best) | ((own != own) & (best != best))
 
 
@@ -124,7 +124,7 @@ def _without(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> Shard
         Shard(p.dim - sum(d < p.dim for d in dims), p.sizes, p.groups, p.block) if isinstance(p, Shard) else p
         for p in (Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements)
     ]
-    with recording():
+    with autograd_on_locals():
         local = tensor._locals[0].squeeze(tuple(dims)) if dims else tensor._locals[0]
     return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor._comm)
 
@@ -147,10 +147,10 @@ def _extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
     x = settled(x, name)
     plain = x.detach()
     value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
-    with recording():
+    with autograd_on_locals():
         equal = plain._locals[0] == value._locals[0]
     alike = settled(aten.sum.dim_IntList(wrap(x._layout, (equal,), x._comm), dims, True), name)
-    with recording():
+    with autograd_on_locals():
         share = equal.to(x.dtype) / alike._locals[0]
     return _without(_with_gradient(x, value, share), dims, keepdim)
 
@@ -188,7 +188,7 @@ def _find(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[
     value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
     spec = spec_of(value)
     assert spec is not None
-    with recording():
+    with autograd_on_locals():
         own, best = plain._locals[0], value._locals[0]
         offers = torch.where(_equal(own, best), _flat_positions(x, dims), NOWHERE)
         first = local_extreme(offers, dims, True, "min")
@@ -203,7 +203,7 @@ def _value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
     x = settled(x, op)
     value, where = _find(x, dims, op, op)
     if x.requires_grad and torch.is_grad_enabled():
-        with recording():
+        with autograd_on_locals():
             chosen = (_dim_rows(x, dims[0]) == where._locals[0]).to(x.dtype)
         value = _with_gradient(x, value, chosen)
     return _without(value, dims, keepdim), _without(where, dims, keepdim)

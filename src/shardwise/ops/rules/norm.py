@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
@@ -61,7 +61,7 @@ def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
         return NotImplemented
     wide = _wide(x, "layer_norm")
     average, square = moments(wide, dims, "layer_norm")
-    with recording():
+    with autograd_on_locals():
         scale = (square + eps).rsqrt()
         out = (wide - average) * scale
         out = out if weight is None else out * weight
@@ -71,7 +71,7 @@ def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 
 def _wide(x: Any, name: str) -> ShardedTensor:
     """The settled tensor in the dtype in which sums are taken."""
-    with recording():
+    with autograd_on_locals():
         known = settled(x, name)
         return known.to(accumulation_dtype(x.dtype))
 
@@ -95,7 +95,7 @@ def _rms(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: f
     if not isinstance(input, ShardedTensor) or not axes_of(input, _normalised(input, normalized_shape)):
         return NotImplemented
     wide: Any = _wide(input, "rms_norm")
-    with recording():
+    with autograd_on_locals():
         square = settled((wide * wide).mean(_normalised(input, normalized_shape), True), "rms_norm")
         scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
         out = wide * scale
@@ -136,7 +136,7 @@ def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     spec, (axis, lengths) = mesh_view(x._layout), cut
     assert spec is not None
     own_weight, own_bias = (None if t is None else _along(t, spec, axis, lengths) for t in (weight, bias))
-    with recording():
+    with autograd_on_locals():
         view = LocalView(comm.rank, (x._layout,), (tuple(x.shape),))
         out, mean, scale = _group_part(c // group, view, x._locals[0], own_weight, own_bias, n, c, hxw, group, eps)
     groups = replaced(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
@@ -150,7 +150,7 @@ def _along(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: tuple[int,
     whole[axis] = Shard(0, sizes=lengths)
     held = placed(values, MeshSpec(spec.mesh, whole).layout(tuple(values.shape)), "group_norm")
     varying = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and a != axis]
-    with recording():
+    with autograd_on_locals():
         return varied(held, held._layout, varying)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.irregular import reduce_pieces
 from shardwise.ops.engine.rules import Strategy, TensorMeta
 from shardwise.ops.engine.schema import Call
@@ -106,7 +106,7 @@ def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm
     if not lead._locals:
         return _of_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
     results = []
-    with recording():
+    with autograd_on_locals():
         for slot in range(len(lead._locals)):
             args, kwargs = call.filled([pieces[slot] for pieces in held])
             results.append(call.op(*args, **kwargs))
@@ -122,7 +122,7 @@ def mesh_free(tensor: ShardedTensor) -> bool:
 
 def _of_nothing(call: Call, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
     """The result on a rank that holds nothing: the operator on no elements tells the dtype and stays on the tape."""
-    with recording():
+    with autograd_on_locals():
         args, kwargs = call.filled(stands)
         result = call.op(*args, **kwargs)
     if result is stands[0] and not torch.is_grad_enabled():

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.engine.two_step import axes_of, row_for_each_rank, settled, spec_of
 from shardwise.ops.engine.vary import varied
@@ -96,7 +96,7 @@ def _cumsum(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Com
         return NotImplemented
     x = settled(x, "cumsum")
     totals = row_for_each_rank(x, (dim,), lambda local: local.sum(dim, True, dtype=dtype), "cumsum")
-    with recording():
+    with autograd_on_locals():
         before = _before(x, totals, dim)
         return wrap(x._layout, (x._locals[0].cumsum(dim, dtype=dtype) + before,), x._comm)
 
@@ -119,7 +119,7 @@ def softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Any]:
 def _below_the_largest(x: ShardedTensor, dim: int, name: str) -> tuple[ShardedTensor, ShardedTensor]:
     """`x` less its largest value along the dim, which has no gradient, and the sum of its exponentials."""
     largest = settled(aten.amax.default(x.detach(), [dim], True), name)
-    with recording():
+    with autograd_on_locals():
         below: Any = x - largest
         return below, settled(below.exp().sum(dim, True), name)
 
@@ -130,7 +130,7 @@ def _over_ranks(args: Args, logarithm: bool, name: str) -> Any:
     dim %= max(x.ndim, 1)
     if not axes_of(x, (dim,)):
         return NotImplemented
-    with recording():
+    with autograd_on_locals():
         wide: Any = settled(x, name).to(accumulation_dtype(x.dtype))
         below, total = _below_the_largest(wide, dim, name)
         result = below - total.log() if logarithm else below.exp() / total

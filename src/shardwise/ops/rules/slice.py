@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import DisableTorchFunctionSubclass, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
@@ -76,7 +76,7 @@ def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
         locals_, anchor = moved(tensor, cut.through, "slice")
         part = sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
         return mark_copied(part, "a slice of a dim that had to be gathered")
-    with recording():
+    with autograd_on_locals():
         local = aten.slice.Tensor(tensor._locals[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor._comm)
 
@@ -251,7 +251,7 @@ def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return Tensor.__setitem__(tensor, key, value)
     part = tensor[tuple(_as_slice(k) for k in keys)]
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Partial
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.engine.two_step import all_dims, axes_of, settled
@@ -52,7 +52,7 @@ for _op, _outputs in (
 
 def moments(x: ShardedTensor, dims: Sequence[int], name: str) -> tuple[ShardedTensor, ShardedTensor]:
     """The mean and the mean of squared distances to it, both with the dims kept, settled on every rank."""
-    with recording():
+    with autograd_on_locals():
         average = settled(aten.mean.dim(x, dims, True), name)
         away = x - average
         squares = (away * away.conj()).real if x.is_complex() else away * away
@@ -68,7 +68,7 @@ def _spread(args: Args, kwargs: dict[str, Any], root: bool, name: str) -> Any:
     correction, keepdim = kwargs.get("correction"), kwargs.get("keepdim", False)
     count = math.prod(x.shape[d] for d in dims)
     left = count - (1 if correction is None else correction)
-    with recording():
+    with autograd_on_locals():
         wide: Any = settled(x, name).to(accumulation_dtype(x.dtype))
         average, square = moments(wide, dims, name)
         spread = square * (count / left if left > 0 else math.inf)

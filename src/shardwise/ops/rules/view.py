@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.autograd_on_locals import recording
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.engine.view_sharding import NoViewError, viewed
@@ -131,7 +131,7 @@ def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], 
 def reshaped(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
     """The tensor in another shape, where it lies."""
     layout = _view_layout(tensor._layout, tuple(size))
-    with recording():
+    with autograd_on_locals():
         local = tensor._locals[0].reshape(layout.local_shapes(tensor._comm.rank)[0])
     return wrap(layout, (local,), tensor._comm)
 

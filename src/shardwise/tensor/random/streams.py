@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shardwise._torch import is_in_backward
 from shardwise.comm import Comm, agree
 from shardwise.tensor.comms import Group, comm_for
 
@@ -117,7 +118,7 @@ def next_stream(
     fields = {**fields, "seed": seed}
     if seed is not None:
         return _first_ranks(comm, Stream(seed), fields, label, problem)
-    if problem is None and generator is None and not _alone_in_process(comm) and _in_backward():
+    if problem is None and generator is None and not _alone_in_process(comm) and is_in_backward():
         problem = _COMPUTED_AGAIN
     own = _peek(comm, generator)
     stream = _first_ranks(comm, own, fields, label, problem)
@@ -128,7 +129,7 @@ def next_stream(
 def _note(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
     """Count a stream, note the states of the generator before and after it."""
     book = _book_of(comm if generator is None else generator)
-    known = book.counts.get(seed, 0) if _in_backward() else 0
+    known = book.counts.get(seed, 0) if is_in_backward() else 0
     book.counts[seed] = max(known, count + 1)
     source = torch.default_generator if generator is None else generator
     if generator is None and not _alone_in_process(comm):
@@ -156,7 +157,7 @@ def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
     source = torch.default_generator if generator is None else generator
     torch_seed = source.initial_seed()
     owned = generator is not None or _alone_in_process(comm)
-    if owned and not _in_backward() and _is_fresh(source):
+    if owned and not is_in_backward() and _is_fresh(source):
         book.counts.pop(torch_seed & _MASK, None)
         book.pinned = None
         return Stream(torch_seed)
@@ -170,11 +171,6 @@ def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
 def _alone_in_process(comm: Comm) -> bool:
     """Whether torch's default generator belongs to this rank; ranks that are threads of one process share it."""
     return comm.process_group is not None or comm.world_size == 1
-
-
-def _in_backward() -> bool:
-    """Whether this thread is inside a backward pass: then something is computed again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_fresh(generator: torch.Generator) -> bool:

@@ -1,0 +1,142 @@
+"""Does every private name of torch that the package uses still do what the package needs it for?
+
+One guard for each name of `shardwise._torch`. When a new release of torch breaks one, this file says which.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import _torch
+
+SRC = Path(__file__).parents[2] / "src" / "shardwise"
+PRIVATE = re.compile(r"torch\._(C|ops|decomp|dispatch|dynamo)\b|_make_wrapper_subclass|_pytree\b")
+
+
+class Wrapper(Tensor):
+    """A wrapper without storage around one tensor, which notes the functions and operators that it meets."""
+
+    seen: list[Any]
+
+    @staticmethod
+    def of(inner: Tensor) -> Wrapper:
+        made: Wrapper = _torch.make_wrapper_subclass(Wrapper, inner.shape, dtype=inner.dtype)
+        made.inner = inner  # type: ignore[attr-defined]  # an attribute of this test's own
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        with _torch.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        cls.seen.append(func)
+        with _torch.autograd_on_locals():
+            return func(*[a.inner if isinstance(a, Wrapper) else a for a in args], **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    Wrapper.seen = []
+
+
+def test_missing_name_is_reported_with_the_supported_versions() -> None:
+    with pytest.raises(ImportError, match=r"uses torch\._C\.gone, which torch \S+ does not have; it supports torch 2"):
+        _torch._private("_C.gone")
+
+
+def test_wrapper_has_the_shape_and_no_storage() -> None:
+    made = Wrapper.of(torch.ones(2, 3))
+    assert tuple(made.shape) == (2, 3)
+    assert type(made) is Wrapper
+
+
+def test_disabled_torch_function_leads_to_the_operator() -> None:
+    torch.sin(Wrapper.of(torch.ones(2)))
+    assert Wrapper.seen == [torch.sin, torch.ops.aten.sin.default]
+
+
+def test_operators_on_locals_are_recorded_inside_of_torch_dispatch() -> None:
+    result = torch.sin(Wrapper.of(torch.ones(2, requires_grad=True)))
+    assert result.grad_fn is not None
+
+
+def test_without_the_guard_nothing_would_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "autograd_on_locals", torch.enable_grad)
+    assert torch.sin(Wrapper.of(torch.ones(2, requires_grad=True))).grad_fn is None
+
+
+def test_operators_and_packets_have_their_types() -> None:
+    assert isinstance(torch.ops.aten.sin.default, _torch.OpOverload)
+    assert isinstance(torch.ops.aten.sin, _torch.OpOverloadPacket)
+
+
+def test_forward_mode_is_off_inside_an_autograd_function() -> None:
+    inside: list[bool] = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            inside.append(_torch.is_forward_grad_enabled())
+            return x.clone()
+
+    Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+    assert (_torch.is_forward_grad_enabled(), inside) == (True, [False])
+
+
+def test_asynchronous_assertion_raises_on_the_cpu() -> None:
+    _torch.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        _torch.assert_async(torch.tensor(False), "not fine")
+
+
+def test_trees_are_taken_apart_and_put_together() -> None:
+    tree = {"a": [1, (2,)], "b": 3}
+    leaves, structure = _torch.pytree.tree_flatten(tree)
+    assert leaves == [1, 2, 3] == list(_torch.pytree.tree_iter(tree)) == _torch.pytree.tree_leaves(tree)
+    assert _torch.pytree.tree_unflatten(leaves, structure) == tree
+    assert _torch.pytree.tree_map(lambda x: x + 1, tree) == {"a": [2, (3,)], "b": 4}
+
+
+def test_decompositions_are_keyed_by_overload() -> None:
+    table = _torch.decomposition_table
+    assert torch.ops.aten.addcmul.default in table
+    assert all(isinstance(op, _torch.OpOverload) for op in table if str(op).startswith("aten."))
+
+
+def test_a_backward_pass_is_noticed() -> None:
+    inside: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: inside.append(_torch.is_in_backward()))  # type: ignore[no-untyped-call]
+    (x * 2).backward()
+    assert (_torch.is_in_backward(), inside) == (False, [True])
+
+
+def test_operator_names_are_those_of_aten() -> None:
+    names = list(_torch.operator_names())
+    assert {"add", "_foreach_add", "native_layer_norm"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_reductions_have_their_numbers() -> None:
+    assert [_torch.reduction_number(n) for n in ("none", "mean", "sum")] == [0, 1, 2]
+
+
+def test_no_other_file_uses_private_names() -> None:
+    found = [
+        f"{path.relative_to(SRC)}:{node.lineno} {PRIVATE.search(ast.unparse(node))}"
+        for path in sorted(SRC.rglob("*.py"))
+        if path.name != "_torch.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.ImportFrom | ast.Import) and PRIVATE.search(ast.unparse(node))
+    ]
+    assert found == []
