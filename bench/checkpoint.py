@@ -105,7 +105,7 @@ def _state(count: int, shape: tuple[int, int], dim: int, ranks: int, filled: boo
     spec = ChunkSpec(dim, ranks)
     state: dict[str, Any] = {f"layers.{i}.weight": shardwise.zeros(spec, *shape) for i in range(count)}
     for number, tensor in enumerate(state.values()):
-        for piece, local in zip(tensor.layout.pieces_of(dist.get_rank()), tensor.local_tensors(), strict=True):
+        for piece, local in zip(tensor.sharding.pieces_of(dist.get_rank()), tensor.local_tensors(), strict=True):
             local.copy_(_expected(number, shape)[piece.box.slices] if filled else torch.zeros(()))
     return state
 
@@ -198,7 +198,7 @@ def _read_raw(folder: str, tensors: Sequence[Tensor]) -> None:
 
 def _check(state: dict[str, ShardedTensor], shape: tuple[int, int]) -> None:
     for number, tensor in enumerate(state.values()):
-        piece = tensor.layout.pieces_of(dist.get_rank())[0]
+        piece = tensor.sharding.pieces_of(dist.get_rank())[0]
         if not torch.equal(tensor.local_tensor(), _expected(number, shape)[piece.box.slices]):
             raise AssertionError(f"tensor {number} came back wrong")
 

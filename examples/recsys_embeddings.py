@@ -76,7 +76,7 @@ def moved(model: Model, optimizer: ShardedOptimizer, plan: ShardingPlan) -> tupl
     shard_module(other, plan)
     olds, news = ([p for p in m.parameters() if isinstance(p, ShardedTensor)] for m in (model, other))
     with torch.no_grad():
-        arrived = shardwise.redistribute_many(olds, [table.layout for table in news])
+        arrived = shardwise.redistribute_many(olds, [table.sharding for table in news])
         for table, values in zip(news, arrived, strict=True):
             table.copy_(values)
     fresh = optimizer_of(other)

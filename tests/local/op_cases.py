@@ -152,7 +152,7 @@ def _say(what: str) -> Callable[[str], str]:
 
 def _whole(value: Any) -> Tensor:
     assert isinstance(value, ShardedTensor), f"the result is a {type(value).__name__}"
-    if value.layout.pending is not None and value.layout.pending.op not in ("sum", "avg"):
+    if value.sharding.pending is not None and value.sharding.pending.op not in ("sum", "avg"):
         assert not value.requires_grad, "no gradient passes through a pending maximum"
     return value.full()
 

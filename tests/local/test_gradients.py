@@ -164,7 +164,7 @@ def test_every_pair_of_layouts_gives_the_leaf_its_exact_gradient() -> None:
                 moved = leaf.redistribute(dst)
                 assert moved.requires_grad and (src == dst or not moved.is_leaf), f"{there} -> {here}"
                 (moved.full() * weights).sum().backward()
-                assert leaf.grad is not None and leaf.grad.layout == dual(src), f"{there} -> {here}"
+                assert leaf.grad is not None and leaf.grad.sharding == dual(src), f"{there} -> {here}"
                 held = leaf.grad.local_tensors()
                 assert len(held) == len(expected) and all(map(torch.equal, held, expected)), f"{there} -> {here}"
 
@@ -235,7 +235,7 @@ def test_every_rank_gives_the_same_answers_also_one_that_holds_nothing() -> None
         moved.retain_grad()
         moved.full().sum().backward()
         assert leaf.grad is not None and moved.grad is not None
-        assert leaf.grad.layout == leaf.layout and moved.grad.layout == moved.layout
+        assert leaf.grad.sharding == leaf.sharding and moved.grad.sharding == moved.sharding
         assert not leaf.detach().requires_grad and leaf.clone().requires_grad and not leaf.clone().is_leaf
         leaf.grad = None
         assert leaf.grad is None
@@ -293,14 +293,14 @@ def test_hooks_see_and_change_gradients() -> None:
         seen: list[Layout] = []
 
         def double(grad: ShardedTensor) -> ShardedTensor:
-            seen.append(grad.layout)
-            return grad._like(grad.layout, tuple(t * 2 for t in grad.local_tensors()))
+            seen.append(grad.sharding)
+            return grad._like(grad.sharding, tuple(t * 2 for t in grad.local_tensors()))
 
         handle = leaf.register_hook(double)
         leaf.full().sum().backward()
         handle.remove()
         leaf.full().sum().backward()
-        assert seen == [leaf.layout] and leaf.grad is not None
+        assert seen == [leaf.sharding] and leaf.grad is not None
         assert all(bool((t == 3).all()) for t in leaf.grad.local_tensors())
         many = shard(point().detach(), SMALL["two boxes or none"], None).requires_grad_()
         if comm.rank == 0:
@@ -334,7 +334,7 @@ def test_reshard_keeps_a_leaf_a_leaf() -> None:
         leaf.reshard(SMALL["cyclic"])
         assert leaf.requires_grad and leaf.is_leaf
         leaf.full().sum().backward()
-        assert leaf.grad is not None and leaf.grad.layout == leaf.layout
+        assert leaf.grad is not None and leaf.grad.sharding == leaf.sharding
 
     run_local(body, 2)
 

@@ -47,7 +47,7 @@ def every_pair(comm: Comm, chosen: Mapping[str, Layout], dtype: torch.dtype) -> 
         before = [t.clone() for t in tensor.local_tensors()]
         for here, dst in chosen.items():
             moved = tensor.redistribute(dst)
-            assert moved.layout == dst and moved.dtype == dtype and moved.shape == src.shape
+            assert moved.sharding == dst and moved.dtype == dtype and moved.shape == src.shape
             held[f"{there} -> {here}"] = moved.local_tensors()
         assert all(map(same_bytes, tensor.local_tensors(), before)), f"{there}: the source was changed"
     return held
@@ -347,7 +347,7 @@ def test_moves_the_ranks_disagree_on_are_refused_on_every_rank() -> None:
         odd = comm.rank == 3
         own = MATRIX["rows permuted"] if odd else MATRIX["rows"]
         other = from_local(local_parts(MATRIX["rows"], comm.rank, values((5, 7), torch.float32)), MATRIX["rows"])
-        other._layout = own
+        other.sharding = own
         return [
             error_of(tensor.redistribute, MATRIX["columns" if odd else "grid"]),
             error_of(tensor.redistribute, MATRIX["grid"], max_buffer_bytes=100 if odd else 200),

@@ -220,15 +220,15 @@ class Counting:
     """A comm that counts the bytes it sends to others."""
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+        self.comm = comm
         self.sent: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+        return getattr(self.comm, name)
 
     def exchange(self, sends: Any, receives: Any, *, label: str) -> Any:
-        self.sent[label] = sum(t.nbytes for r, blocks in sends.items() if r != self._comm.rank for t in blocks)
-        return self._comm.exchange(sends, receives, label=label)
+        self.sent[label] = sum(t.nbytes for r, blocks in sends.items() if r != self.comm.rank for t in blocks)
+        return self.comm.exchange(sends, receives, label=label)
 
 
 def _sent(spec: ShardingSpec, function: Callable[[Tensor], Tensor]) -> list[dict[str, int]]:
@@ -237,7 +237,7 @@ def _sent(spec: ShardingSpec, function: Callable[[Tensor], Tensor]) -> list[dict
     def body(comm: Comm) -> dict[str, int]:
         weight = shard(table(), spec)
         counting = Counting(comm)
-        weight._comm = counting  # stands in for a comm
+        weight.comm = counting  # stands in for a comm
         with plain_as_local_batch():
             function(weight)
         return counting.sent

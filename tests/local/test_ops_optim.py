@@ -76,7 +76,7 @@ def test_losses_and_norms_of_five_steps(kind: str, mode: str, clip: float | None
             for param, whole in zip(params, dense, strict=True):
                 torch.testing.assert_close(param.full().detach(), whole.detach())
                 for name, value in optimizer.state[param].items():
-                    assert not isinstance(value, ShardedTensor) or value.layout == param.layout, name
+                    assert not isinstance(value, ShardedTensor) or value.sharding == param.sharding, name
 
         run_local(body, mesh.ranks.size, timeout=60)
 
@@ -119,7 +119,7 @@ def test_lists_in_irregular_pieces_and_in_other_layouts() -> None:
         one, two = shard(ramp(4, 3, grad=False), spec), laid(ramp(4, 3, grad=False), WORLD, (Shard(1),))
         added: Any = torch._foreach_add([one, two], [two, one], alpha=2)
         for result, first in zip(added, (one, two), strict=True):
-            assert result.layout == first.layout
+            assert result.sharding == first.sharding
             torch.testing.assert_close(result.full(), 3 * ramp(4, 3, grad=False))
         torch._foreach_mul_([one, two], [2.0, 3.0])
         torch.testing.assert_close(one.full() * 3, two.full() * 2)

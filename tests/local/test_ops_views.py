@@ -213,6 +213,6 @@ def test_new_tensors_after_others() -> None:
         assert x.new_zeros(4, 3).placements == (Shard(0),) and x.new_full((2,), 3.0).placements == (Replicate(),)
         assert math.isclose(x.new_ones(5).full().sum().item(), 5.0)
         for made in (torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0), torch.empty_like(x)):
-            assert made.layout is x.layout
+            assert made.sharding is x.sharding
 
     run_local(body, 2)

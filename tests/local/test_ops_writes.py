@@ -63,7 +63,7 @@ def test_writes_take_effect_or_are_refused(name: str) -> None:
                     part = view(sharded)
                     with pytest.raises(UnsupportedOpError, match="so what is written to it would be lost"):
                         change(part)
-                    change(part.clone() if not part._layout.pending else part.full())
+                    change(part.clone() if not part.sharding.pending else part.full())
                 else:
                     change(view(dense))
                     change(view(sharded))

@@ -39,7 +39,7 @@ def numbered(spec: ShardingSpec, comm: Comm, **options: Any) -> ShardedTensor:
 
 def assert_same(one: ShardedTensor, other: ShardedTensor) -> None:
     assert type(other) is ShardedTensor and one is not other
-    assert other.sharding_spec() == one.sharding_spec() and other.layout == one.layout
+    assert other.sharding_spec() == one.sharding_spec() and other.sharding == one.sharding
     assert (other.dtype, other.device, other.shape) == (one.dtype, one.device, one.shape)
     assert other.requires_grad == one.requires_grad and other.is_leaf
     assert [t.tolist() for t in other.local_tensors()] == [t.tolist() for t in one.local_tensors()]

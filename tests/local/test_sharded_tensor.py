@@ -288,7 +288,7 @@ def test_reshard_changes_this_very_tensor() -> None:
         old, shards = tensor.local_tensors(), tensor.local_shards()
         before = [t.clone() for t in old]
         assert tensor.reshard(MATRIX["cyclic"].spec) is tensor
-        assert tensor.layout is MATRIX["cyclic"] and tensor.local_shards() is not shards
+        assert tensor.sharding is MATRIX["cyclic"] and tensor.local_shards() is not shards
         assert all(map(same_bytes, old, before))
         assert tensor.metadata().shards_metadata != []
         wrong = error_of(tensor.reshard, MATRIX["rows"])
@@ -335,7 +335,7 @@ def test_conversion_keeps_layout_and_values() -> None:
             copied = tensor.to(torch.float32, copy=True)
             assert copied is not tensor and all(map(same_bytes, copied.local_tensors(), tensor.local_tensors()))
             wide = tensor.to(torch.float64)
-            assert wide.dtype == torch.float64 and wide.layout == tensor.layout
+            assert wide.dtype == torch.float64 and wide.sharding == tensor.sharding
             assert same_bytes(wide.full(), values((5, 7), torch.float64))
             assert tensor.to(device="cpu", dtype=torch.complex64).dtype == torch.complex64
         assert sharded("max", torch.float32, comm).to(torch.int64).full().dtype == torch.int64
@@ -424,8 +424,8 @@ def test_detach_shares_memory_and_clone_does_not() -> None:
     def body(comm: Comm) -> None:
         tensor = sharded("two boxes or none", torch.float32, comm).requires_grad_()
         off, copied = tensor.detach(), tensor.clone()
-        assert off.layout is tensor.layout and not off.requires_grad and tensor.requires_grad
-        assert copied.layout is tensor.layout and copied.requires_grad and not copied.is_leaf
+        assert off.sharding is tensor.sharding and not off.requires_grad and tensor.requires_grad
+        assert copied.sharding is tensor.sharding and copied.requires_grad and not copied.is_leaf
         for a, b, c in zip(tensor.local_tensors(), off.local_tensors(), copied.local_tensors(), strict=True):
             assert a.data_ptr() == b.data_ptr() and (a.data_ptr() != c.data_ptr() or a.numel() == 0)
             assert same_bytes(a, c)
@@ -460,7 +460,7 @@ def test_what_a_tensor_says_of_itself() -> None:
             35,
             2,
         )
-        assert tensor.layout is layout and tensor.sharding_spec() is layout.spec and tensor.placements is None
+        assert tensor.sharding is layout and tensor.sharding_spec() is layout.spec and tensor.placements is None
         assert len({tensor, tensor, tensor.detach()}) == 2
         count = len(layout.local_shapes(comm.rank))
         assert len(tensor.local_shards()) == len(tensor.local_tensors()) == count
@@ -476,7 +476,7 @@ def test_what_a_tensor_says_of_itself() -> None:
 def test_a_fresh_tensor_is_laid_out_and_checked() -> None:
     def body(comm: Comm) -> list[str]:
         tensor = ShardedTensor(ChunkSpec(0, 4), 6, 3, dtype=torch.int32)
-        assert tuple(t.shape for t in tensor.local_tensors()) == tensor.layout.local_shapes(comm.rank)
+        assert tuple(t.shape for t in tensor.local_tensors()) == tensor.sharding.local_shapes(comm.rank)
         assert ShardedTensor(ChunkSpec(0, 4), (6, 3), requires_grad=True).requires_grad
         return [
             error_of(ShardedTensor, "rows", 6, 3),

@@ -140,7 +140,7 @@ def round_trips() -> list[tuple[str, bool, bool, bool]]:
         back = from_dtensor(there)
         shared = there.to_local().data_ptr() == x.local_tensor().data_ptr() == back.local_tensor().data_ptr()
         same = torch.equal(there.full_tensor(), WHOLE) and torch.equal(back.full(), WHOLE)
-        found.append((str(there.placements), same, shared, back.layout == x.layout))
+        found.append((str(there.placements), same, shared, back.sharding == x.sharding))
     return found
 
 

@@ -41,7 +41,7 @@ def source(comm: Any, layout: Layout | None = None) -> ShardedTensor:
 
 def is_whole(tensor: ShardedTensor) -> bool:
     """Whether the local tensors are as `source` made them."""
-    made = local_parts(tensor.layout, tensor.comm.rank, values(SHAPE, torch.float32))
+    made = local_parts(tensor.sharding, tensor.comm.rank, values(SHAPE, torch.float32))
     return all(map(same_bytes, tensor.local_tensors(), made))
 
 

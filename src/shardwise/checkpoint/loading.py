@@ -311,12 +311,12 @@ class Loader:
         pending = [work for work in self.work if work.leaf.layout.pending is not None]
         read = [
             wrap(
-                settled_layout(w.leaf.layout), w.targets, as_sharded(w.leaf, self.comm)._comm, dtype=w.leaf.tensor.dtype
+                settled_layout(w.leaf.layout), w.targets, as_sharded(w.leaf, self.comm).comm, dtype=w.leaf.tensor.dtype
             )
             for w in pending
         ]
         for work, moved in zip(pending, redistributed(read, [w.leaf.layout for w in pending]), strict=True):
-            for mine, addend in zip(work.leaf.locals, moved._locals, strict=True):
+            for mine, addend in zip(work.leaf.locals, moved.local_parts, strict=True):
                 mine.copy_(addend)
 
 

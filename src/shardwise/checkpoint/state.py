@@ -41,7 +41,7 @@ class Leaf:
 def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
     """A tensor of any known class as a leaf."""
     if isinstance(tensor, ShardedTensor):
-        layout, held, plain = tensor._layout, tensor._locals, False
+        layout, held, plain = tensor.sharding, tensor.local_parts, False
     elif is_dtensor(tensor):
         layout, held, plain = *_dtensor_parts(tensor, comm), False
     else:
@@ -212,14 +212,14 @@ def settled_locals(leaves: Sequence[Leaf], comm: Comm) -> dict[str, tuple[Tensor
     held = {leaf.name: leaf.locals for leaf in leaves}
     pending = [leaf for leaf in leaves if leaf.layout.pending is not None]
     moved = redistributed([as_sharded(leaf, comm) for leaf in pending], [settled_layout(e.layout) for e in pending])
-    return held | {leaf.name: tensor._locals for leaf, tensor in zip(pending, moved, strict=True)}
+    return held | {leaf.name: tensor.local_parts for leaf, tensor in zip(pending, moved, strict=True)}
 
 
 def redistributed(tensors: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[ShardedTensor]:
     """The tensors in other layouts; those that share a comm share its exchanges."""
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        groups.setdefault(id(tensor._comm), []).append(number)
+        groups.setdefault(id(tensor.comm), []).append(number)
     results: dict[int, ShardedTensor] = {}
     with torch.no_grad():
         for group in groups.values():

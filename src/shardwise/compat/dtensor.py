@@ -82,17 +82,17 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     groups, so every rank of the world must call this. Layouts that DTensor has no words for (lengths of one's own,
     groups, blocks, pieces without a mesh) are refused with the reason.
     """
-    view = mesh_view(tensor._layout)
+    view = mesh_view(tensor.sharding)
     shape = tuple(tensor.shape)
-    if view is None or len(tensor._locals) > 1:
+    if view is None or len(tensor.local_parts) > 1:
         raise LayoutError(
-            f"{describe(tensor.dtype, tensor._layout)} has no counterpart in DTensor, which needs a mesh and one local "
+            f"{describe(tensor.dtype, tensor.sharding)} has no counterpart in DTensor, which needs a mesh and one local "
             "tensor on each rank; redistribute to a mesh layout"
         )
     words = importlib.import_module(TENSOR_MODULE)
     placements = torch_placements(view, shape)
     mesh = _device_mesh(view, tensor) if device_mesh is None else _checked(device_mesh, view)
-    local = tensor._locals[0] if tensor._locals else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    local = tensor.local_parts[0] if tensor.local_parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     made: DTensor = words.DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
@@ -111,9 +111,9 @@ def _device_mesh(view: MeshSpec, tensor: ShardedTensor) -> DeviceMesh:
     key = (view.mesh, tensor.device.type)
     known = _meshes.get(key)
     if known is None:
-        if tensor._comm.process_group is None:
+        if tensor.comm.process_group is None:
             raise ValueError(
-                f"DTensor needs a torch process group, and the comm of this tensor has none: {tensor._comm!r}; start "
+                f"DTensor needs a torch process group, and the comm of this tensor has none: {tensor.comm!r}; start "
                 "the ranks with shardwise.launch or torchrun"
             )
         made = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
@@ -158,7 +158,7 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     name = getattr(func, "__name__", str(func))
     sharded = list(sharded_leaves(args, kwargs))
     for tensor in sharded:
-        forbid(f"{name} on DTensor", tensor._layout, tensor._layout)
+        forbid(f"{name} on DTensor", tensor.sharding, tensor.sharding)
     given = {id(t): to_dtensor(t) for t in sharded}
     inner_args, inner_kwargs = pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
     try:
@@ -167,7 +167,7 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         raise UnsupportedOpError(f"{reason}; on DTensor: {str(error).partition(chr(10))[0]}") from error
     back = {id(made): tensor for tensor, made in zip(sharded, given.values(), strict=False)}
     kind = importlib.import_module(TENSOR_MODULE).DTensor
-    comm = sharded[0]._comm
+    comm = sharded[0].comm
     outputs = pytree.tree_map(
         lambda leaf: back.get(id(leaf)) or from_dtensor(leaf, comm) if isinstance(leaf, kind) else leaf, result
     )
@@ -176,5 +176,5 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _note(name: str, inputs: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> None:
-    shown = tuple(brief(t._layout) for t in inputs), tuple(brief(t._layout) for t in outputs)
+    shown = tuple(brief(t.sharding) for t in inputs), tuple(brief(t.sharding) for t in outputs)
     record(Entry(f"{name} (run on DTensor)", *shown, 0, user_line()))

@@ -34,7 +34,7 @@ class Options:
     def call(self, weight: ShardedTensor, **fields: object) -> Call:
         """The collective call, after all checks that come out the same on every rank."""
         self._check(weight)
-        layout, comm = weight._layout, weight._comm
+        layout, comm = weight.sharding, weight.comm
         if is_watched():
             forbid(self.name, layout, everywhere(layout.shape, comm.ranks))
         recorded = torch.is_grad_enabled() and weight.requires_grad
@@ -49,7 +49,7 @@ class Options:
             raise RuntimeError(f'{self.name} of a sharded table with flag on "{flag}" not supported! Turn it off')
         if self.max_norm is not None and self.max_norm <= 0.0:
             raise ValueError(f'"max_norm" must be larger than zero! It is {self.max_norm}')
-        if weight._layout.pending is not None:
+        if weight.sharding.pending is not None:
             raise UnsupportedOpError(f"{self.name}: a reduction of the table is pending; redistribute it first")
         rows, padding = weight.shape[0], self.padding_idx
         if padding is not None and not -rows <= padding < rows:
@@ -60,7 +60,7 @@ class Options:
         held: tuple[Tensor, ...] = weight._on_tape()
         if self.max_norm is not None:
             with torch.no_grad():
-                request.renorm(weight._locals, self.max_norm, float(self.norm_type), held[0])
+                request.renorm(weight.local_parts, self.max_norm, float(self.norm_type), held[0])
         return held
 
     def is_padding(self, ids: Numbers, rows: int) -> BoolArray | None:

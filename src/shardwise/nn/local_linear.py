@@ -52,7 +52,7 @@ def _whole(parameter: Tensor) -> Tensor:
     """All of a parameter, its gradients summed over the ranks."""
     if not isinstance(parameter, ShardedTensor):
         return parameter
-    comm = parameter._comm
+    comm = parameter.comm
     dst = everywhere(tuple(parameter.shape), comm.ranks)
     locals_, anchor = moved(parameter, dst, "linear")
     return varied(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
@@ -60,15 +60,15 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def _mesh_of(weight: ShardedTensor) -> Mesh | None:
     """The one axis over all ranks that cuts the weight, if it is laid out so."""
-    view = mesh_view(weight._layout)
-    if view is None or view.mesh.ndim != 1 or set(view.mesh.ranks.tolist()) != set(weight._comm.ranks):
+    view = mesh_view(weight.sharding)
+    if view is None or view.mesh.ndim != 1 or set(view.mesh.ranks.tolist()) != set(weight.comm.ranks):
         return None
-    return view.mesh if isinstance(view.placements[0], Shard) and weight._comm.world_size > 1 else None
+    return view.mesh if isinstance(view.placements[0], Shard) and weight.comm.world_size > 1 else None
 
 
 def _over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tensor | None:
     """The second way, or None where the first one moves less."""
-    comm, rows = weight._comm, as_matrix(input)
+    comm, rows = weight.comm, as_matrix(input)
     own = torch.tensor([*rows.shape, int(input.requires_grad)], device=comm.device)
     told = dict(zip(comm.ranks, (t.tolist() for t in comm.all_gather(own, label="linear")), strict=True))
     _check_widths({r: t[1] for r, t in told.items()}, weight)

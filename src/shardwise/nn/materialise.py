@@ -80,7 +80,7 @@ def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
         with torch.no_grad():
             weight[padding].fill_(0)
         return
-    for band in share(weight._layout, weight._comm.rank, None).bands:
-        local = weight._locals[band.slot].detach()
+    for band in share(weight.sharding, weight.comm.rank, None).bands:
+        local = weight.local_parts[band.slot].detach()
         _, rows = band.runs.find(np.array([padding % weight.shape[0]]))
         band.of_local(local)[rows.tolist()] = 0

@@ -41,7 +41,7 @@ def named_params_with_sharded_tensor(
 
 def local_tensors(parameter: Tensor) -> list[Tensor]:
     """Return what an optimizer on this rank works on: the local tensors of a sharded parameter, or the parameter."""
-    return list(parameter._locals) if isinstance(parameter, ShardedTensor) else [parameter]
+    return list(parameter.local_parts) if isinstance(parameter, ShardedTensor) else [parameter]
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -148,7 +148,7 @@ class ShardedOptimizer(optim.Optimizer):
         for key, value in (states[0] if states else {}).items():
             parts = tuple(state[key] for state in states)
             alike = all(isinstance(p, Tensor) and p.shape == t.shape for p, t in zip(parts, locals_, strict=True))
-            found[key] = wrap(parameter._layout, parts, parameter._comm) if alike else value
+            found[key] = wrap(parameter.sharding, parts, parameter.comm) if alike else value
         return found | _state_held_elsewhere(parameter, found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class ShardedOptimizer(optim.Optimizer):
         if not isinstance(parameter, ShardedTensor):
             return [dict(state)]
         laid_out = {key: _like_parameter(name, key, value, parameter) for key, value in state.items()}
-        return [{key: _slot(value, i) for key, value in laid_out.items()} for i in range(len(parameter._locals))]
+        return [{key: _slot(value, i) for key, value in laid_out.items()} for i in range(len(parameter.local_parts))]
 
 
 def _named(params: object) -> dict[str, Tensor]:
@@ -207,8 +207,8 @@ def _check_elementwise(optimizer: optim.Optimizer, named: Mapping[str, Tensor]) 
 
 
 def _on_every_rank(parameter: ShardedTensor) -> bool:
-    held = parameter._layout.elements_per_rank()
-    return all(held.get(rank) == parameter.numel() for rank in parameter._comm.ranks)
+    held = parameter.sharding.elements_per_rank()
+    return all(held.get(rank) == parameter.numel() for rank in parameter.comm.ranks)
 
 
 def _options(group: Mapping[str, Any]) -> Options:
@@ -217,8 +217,8 @@ def _options(group: Mapping[str, Any]) -> Options:
 
 def _state_held_elsewhere(parameter: ShardedTensor, found: Mapping[str, Any]) -> Options:
     """Return the state that only other ranks hold, counters with their values: every rank then has the same names."""
-    comm = parameter._comm
-    if set(comm.ranks) <= set(parameter._layout.ranks):
+    comm = parameter.comm
+    if set(comm.ranks) <= set(parameter.sharding.ranks):
         return {}
     mine = {key: _described(value) for key, value in found.items()}
     everyone = comm.all_gather_bytes(json.dumps(mine).encode(), label="optimizer state")
@@ -237,16 +237,16 @@ def _described(value: Any) -> Options:
 def _from_description(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
     if "dtype" not in told:
         return told["value"]
-    dtype, device = getattr(torch, told["dtype"]), parameter._comm.device
+    dtype, device = getattr(torch, told["dtype"]), parameter.comm.device
     if "value" in told:
         return torch.tensor(told["value"], dtype=dtype)
-    return wrap(parameter._layout, (), parameter._comm, dtype=dtype, device=device)
+    return wrap(parameter.sharding, (), parameter.comm, dtype=dtype, device=device)
 
 
 def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
     """Return a copy of a state, laid out as its parameter is."""
     if isinstance(value, ShardedTensor):
-        return value.clone() if value._layout == parameter._layout else value.redistribute(parameter._layout)
+        return value.clone() if value.sharding == parameter.sharding else value.redistribute(parameter.sharding)
     if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
         raise ValueError(
             f"state {key!r} of {name!r} is a whole tensor of shape {tuple(value.shape)}; shard it like the parameter "
@@ -257,5 +257,5 @@ def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -
 
 def _slot(value: Any, slot: int) -> Any:
     if isinstance(value, ShardedTensor):
-        return value._locals[slot]
+        return value.local_parts[slot]
     return value.clone() if isinstance(value, Tensor) else value

@@ -27,28 +27,28 @@ from shardwise.tensor.move import everywhere, text_of
 class Described(Tensor):
     """What ShardedTensor says about itself. A rank without local tensors asks the wrapper."""
 
-    _layout: Layout
-    _locals: tuple[Tensor, ...]
+    sharding: Layout
+    local_parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # answered from the layout
         """The global shape."""
-        return torch.Size(self._layout.shape)
+        return torch.Size(self.sharding.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]  # answered from the layout
         """The number of dims."""
-        return len(self._layout.shape)
+        return len(self.sharding.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # answered from the local tensors
         """The type of the elements."""
-        return self._locals[0].dtype if self._locals else super().dtype
+        return self.local_parts[0].dtype if self.local_parts else super().dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # answered from the local tensors
         """Where this rank's local tensors lie."""
-        return self._locals[0].device if self._locals else super().device
+        return self.local_parts[0].device if self.local_parts else super().device
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]  # never
@@ -57,15 +57,15 @@ class Described(Tensor):
 
     def dim(self) -> int:
         """The number of dims."""
-        return len(self._layout.shape)
+        return len(self.sharding.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """The global shape, or the length of one dim."""
-        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+        return torch.Size(self.sharding.shape) if dim is None else self.sharding.shape[dim]
 
     def numel(self) -> int:
         """The number of elements of the whole."""
-        return self._layout.numel
+        return self.sharding.numel
 
 
 class InLocalMemory(Described):
@@ -76,33 +76,33 @@ class InLocalMemory(Described):
 
     def is_pinned(self, device: Any = None) -> bool:
         """Whether the local tensors lie in pinned memory."""
-        return bool(self._locals) and all(t.is_pinned() for t in self._locals)
+        return bool(self.local_parts) and all(t.is_pinned() for t in self.local_parts)
 
     def pin_memory(self, device: Any = None) -> Self:
         """This tensor with its local tensors in pinned memory; itself if they are there already."""
-        if not self._locals or self.is_pinned():
+        if not self.local_parts or self.is_pinned():
             return self
-        return self._like(self._layout, tuple(t.pin_memory() for t in self._locals))
+        return self._like(self.sharding, tuple(t.pin_memory() for t in self.local_parts))
 
     def is_shared(self) -> bool:
         """Whether the local tensors lie in memory that other processes can be given."""
-        return bool(self._locals) and all(t.is_shared() for t in self._locals)  # type: ignore[no-untyped-call]  # untyped in torch
+        return bool(self.local_parts) and all(t.is_shared() for t in self.local_parts)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def share_memory_(self) -> Self:
         """Move the local tensors to shared memory, in place."""
-        for tensor in self._locals:
+        for tensor in self.local_parts:
             tensor.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
     def apply_(self, callable: Callable[[Any], Any]) -> Self:
         """Replace each element by what a Python function makes of it, in place; slow, as torch's is."""
-        if self._layout.pending is not None:
+        if self.sharding.pending is not None:
             raise ValueError(
-                f"apply_ changes values, and this tensor holds addends of a pending {self._layout.pending}; "
+                f"apply_ changes values, and this tensor holds addends of a pending {self.sharding.pending}; "
                 "redistribute to Shard or Replicate first"
             )
         with torch.no_grad():
-            for tensor in self._locals:
+            for tensor in self.local_parts:
                 tensor.apply_(callable)
         return self
 
@@ -110,9 +110,9 @@ class InLocalMemory(Described):
 class LocallyTaped(Described):
     """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
 
-    _layout: Layout
-    _locals: tuple[Tensor, ...]
-    _comm: Comm
+    sharding: Layout
+    local_parts: tuple[Tensor, ...]
+    comm: Comm
     _anchor: Tensor | None
 
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
@@ -125,7 +125,7 @@ class LocallyTaped(Described):
         raise NotImplementedError
 
     def _on_tape(self) -> tuple[Tensor, ...]:
-        return self._locals or on_tape(self._locals, self._anchor, self.dtype, self.device)
+        return self.local_parts or on_tape(self.local_parts, self._anchor, self.dtype, self.device)
 
     @property
     def requires_grad(self) -> bool:
@@ -138,7 +138,7 @@ class LocallyTaped(Described):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Record operations on this tensor, or stop doing so; in place."""
-        if not self._locals and requires_grad and self._anchor is None:
+        if not self.local_parts and requires_grad and self._anchor is None:
             self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
         for tensor in self._on_tape():
             tensor.requires_grad_(requires_grad)
@@ -158,8 +158,8 @@ class LocallyTaped(Described):
     @property
     def grad(self) -> Self | None:
         """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
-        if len(self._locals) == 1 and self._layout.pending is None:
-            return self._only_gradient(self._locals[0].grad)
+        if len(self.local_parts) == 1 and self.sharding.pending is None:
+            return self._only_gradient(self.local_parts[0].grad)
         grads = tuple(t.grad for t in self._on_tape())
         if any(g is None for g in grads):
             return None
@@ -176,7 +176,7 @@ class LocallyTaped(Described):
         assert isinstance(value, LocallyTaped)
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
-        for tensor, grad in zip(self._locals, value._locals, strict=True):
+        for tensor, grad in zip(self.local_parts, value.local_parts, strict=True):
             tensor.grad = grad
 
     def _only_gradient(self, grad: Tensor | None) -> Self | None:
@@ -184,19 +184,19 @@ class LocallyTaped(Described):
         if grad is None:
             return None
         known: Self | None = self.__dict__.get("_known_gradient")
-        if known is None or known._locals[0] is not grad or known._layout is not self._layout:
-            known = self.__dict__["_known_gradient"] = self._like(self._layout, (grad,))
+        if known is None or known.local_parts[0] is not grad or known.sharding is not self.sharding:
+            known = self.__dict__["_known_gradient"] = self._like(self.sharding, (grad,))
         return known
 
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""
-        whole = gradient_of_whole(self._layout, grads, self._comm) if self._locals else ()
-        return self._like(dual(self._layout), whole)
+        whole = gradient_of_whole(self.sharding, grads, self.comm) if self.local_parts else ()
+        return self._like(dual(self.sharding), whole)
 
     def _check_gradient(self, value: Tensor) -> None:
-        if not isinstance(value, LocallyTaped) or value._layout != dual(self._layout):
-            found = text_of(value._layout) if isinstance(value, LocallyTaped) else type(value).__name__
-            raise ValueError(f"the gradient has the layout {text_of(dual(self._layout))}, got {found}; redistribute it")
+        if not isinstance(value, LocallyTaped) or value.sharding != dual(self.sharding):
+            found = text_of(value.sharding) if isinstance(value, LocallyTaped) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {text_of(dual(self.sharding))}, got {found}; redistribute it")
 
     @property
     def data(self) -> Self:
@@ -211,14 +211,14 @@ class LocallyTaped(Described):
                 "copy_(t)"
             )
         keep = self.requires_grad
-        if len(self._locals) == len(value._locals):
-            for own, new in zip(self._locals, value._locals, strict=True):
+        if len(self.local_parts) == len(value.local_parts):
+            for own, new in zip(self.local_parts, value.local_parts, strict=True):
                 own.data = new.detach()  # the very tensor stays: optimizers and hooks know it
         else:
-            self._locals, self._anchor = tuple(t.detach() for t in value._locals), None
+            self.local_parts, self._anchor = tuple(t.detach() for t in value.local_parts), None
         with DisableTorchFunctionSubclass():
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
-        self._layout = value._layout
+        self.sharding = value.sharding
         self.__dict__.pop("_varied", None)
         self._forget()
         self.requires_grad_(keep)
@@ -237,7 +237,7 @@ class LocallyTaped(Described):
 
     def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
         """The gradients of the local tensors that a gradient of the whole means."""
-        divisor = self._layout.pending.divisor if self._layout.pending else 1
+        divisor = self.sharding.pending.divisor if self.sharding.pending else 1
         if gradient is None:
             if self.numel() != 1:
                 raise RuntimeError(
@@ -245,21 +245,21 @@ class LocallyTaped(Described):
                 )
             return tuple(torch.full_like(t, 1.0 / divisor) for t in self._on_tape())
         if not isinstance(gradient, LocallyTaped):
-            gradient = self._like(everywhere(tuple(self.shape), self._comm.ranks), (gradient,))
-        held = gradient.redistribute(dual(self._layout), label="backward")._locals
-        if not self._locals:
+            gradient = self._like(everywhere(tuple(self.shape), self.comm.ranks), (gradient,))
+        held = gradient.redistribute(dual(self.sharding), label="backward").local_parts
+        if not self.local_parts:
             return tuple(torch.zeros_like(t) for t in self._on_tape())
-        own = gradient_of_addends(self._layout, held, self._comm)
+        own = gradient_of_addends(self.sharding, held, self.comm)
         return own if divisor == 1 else tuple(t / divisor for t in own)
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
 
         def on_local(grad: Tensor) -> Tensor | None:
-            changed = hook(self._like(dual(self._layout), (grad,) if self._locals else ()))
+            changed = hook(self._like(dual(self.sharding), (grad,) if self.local_parts else ()))
             if changed is not None:
                 self._check_gradient(changed)
-            return changed._locals[0] if changed is not None and self._locals else None
+            return changed.local_parts[0] if changed is not None and self.local_parts else None
 
         return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -283,12 +283,12 @@ class LocallyTaped(Described):
 
     def detach(self) -> Self:
         """The same values off the tape; the local tensors share their memory."""
-        return self._like(self._layout, tuple(t.detach() for t in self._locals))
+        return self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
 
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
         """A copy; differentiable."""
         anchor = None if self._anchor is None else self._anchor.clone()
-        return self._like(self._layout, tuple(t.clone(memory_format=memory_format) for t in self._locals), anchor)
+        return self._like(self.sharding, tuple(t.clone(memory_format=memory_format) for t in self.local_parts), anchor)
 
 
 def tape_of(tensor: Tensor) -> tuple[Tensor, ...]:

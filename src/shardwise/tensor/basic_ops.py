@@ -41,7 +41,7 @@ def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor
         raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
     check_writable(target)
     held = _aligned(source, target)
-    for local, values in zip(target._locals, held, strict=True):
+    for local, values in zip(target.local_parts, held, strict=True):
         local.copy_(values)
     return target
 
@@ -49,11 +49,11 @@ def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor
 def _aligned(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
     """Another tensor's values in the layout of `target`."""
     if isinstance(source, ShardedTensor):
-        check_move(source, target._layout, "align")
-        return moved(source, target._layout, "align")[0]
-    comm = target._comm
+        check_move(source, target.sharding, "align")
+        return moved(source, target.sharding, "align")[0]
+    comm = target.comm
     held = wrap(everywhere(tuple(source.shape), comm.ranks), (source,), comm)
-    return moved(held, target._layout, "align")[0]
+    return moved(held, target.sharding, "align")[0]
 
 
 def _everywhere_true(comm: Comm, verdict: bool, label: str) -> bool:
@@ -68,10 +68,10 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         return False
     # What torch refuses for these dtypes it must refuse on every rank, also on one that holds nothing.
     compare(torch.zeros(1, dtype=first.dtype), torch.zeros(1, dtype=second.dtype), *args[2:], **kwargs)
-    held = _aligned(second, first) if first._layout.pending is None else None
+    held = _aligned(second, first) if first.sharding.pending is None else None
     if held is None:
         raise UnsupportedOpError(f"{label} needs values, and a reduction is pending; redistribute first")
-    same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first._locals, held, strict=True))
+    same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first.local_parts, held, strict=True))
     return _everywhere_true(comm, same, label)
 
 
@@ -91,5 +91,5 @@ def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
 def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return wrap(
-        tensor._layout, tuple(t.contiguous() for t in tensor._locals), comm, dtype=tensor.dtype, anchor=tensor._anchor
+        tensor.sharding, tuple(t.contiguous() for t in tensor.local_parts), comm, dtype=tensor.dtype, anchor=tensor._anchor
     )

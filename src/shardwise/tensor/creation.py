@@ -59,14 +59,14 @@ def empty(
 
 def _on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = False) -> ShardedTensor:
     """An empty tensor like this one, on a device."""
-    named = {d for d in tensor._layout.table.devices or () if d is not None and torch.device(d) != device}
+    named = {d for d in tensor.sharding.table.devices or () if d is not None and torch.device(d) != device}
     if named:
         raise LayoutError(
-            f"device={str(device)!r} was asked for, and the spec {tensor._layout.spec!r} places shards on "
+            f"device={str(device)!r} was asked for, and the spec {tensor.sharding.spec!r} places shards on "
             f"{sorted(named)}; leave one of them out"
         )
-    locals_ = allocate(tensor._layout, tensor._comm, tensor.dtype, device=device, pin_memory=pin_memory)
-    made = wrap(tensor._layout, locals_, tensor._comm, dtype=tensor.dtype, device=device)
+    locals_ = allocate(tensor.sharding, tensor.comm, tensor.dtype, device=device, pin_memory=pin_memory)
+    made = wrap(tensor.sharding, locals_, tensor.comm, dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -275,9 +275,9 @@ def empty_like(
     dtype, place = dtype or tensor.dtype, torch.device(device) if device is not None else tensor.device
     locals_ = tuple(
         torch.empty(t.shape, dtype=dtype, device=t.device if device is None else place, pin_memory=pin_memory)
-        for t in tensor._locals
+        for t in tensor.local_parts
     )
-    made = wrap(tensor._layout, locals_, tensor._comm, dtype=dtype, device=place)
+    made = wrap(tensor.sharding, locals_, tensor.comm, dtype=dtype, device=place)
     return made.requires_grad_(requires_grad)
 
 

@@ -24,7 +24,7 @@ _PACKAGE = "torch.distributed.checkpoint"
 class Sharded(Protocol):
     """What is asked of a ShardedTensor."""
 
-    _layout: Layout
+    sharding: Layout
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -51,9 +51,9 @@ def write_items(tensor: Sharded, name: str) -> list[WriteItem]:
 
 def chunks(tensor: Sharded) -> list[ChunkStorageMetadata]:
     """The boxes that this rank holds, without the empty ones."""
-    if tensor._layout.pending is not None:
+    if tensor.sharding.pending is not None:
         raise ValueError(
-            f"{tensor._layout!r} has a {tensor._layout.pending} pending, which torch.distributed.checkpoint cannot "
+            f"{tensor.sharding!r} has a {tensor.sharding.pending} pending, which torch.distributed.checkpoint cannot "
             "store; redistribute it to Shard or Replicate first, or use shardwise.save"
         )
     chunk = sys.modules[f"{_PACKAGE}.metadata"].ChunkStorageMetadata

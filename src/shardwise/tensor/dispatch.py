@@ -65,10 +65,10 @@ def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[A
     """The ShardedTensors among arguments, in order."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            if isinstance(getattr(value, "_layout", None), Layout):
+            if isinstance(getattr(value, "sharding", None), Layout):
                 yield value
         elif isinstance(value, list | tuple | dict):
-            yield from (v for v in pytree.tree_iter(value) if isinstance(getattr(v, "_layout", None), Layout))
+            yield from (v for v in pytree.tree_iter(value) if isinstance(getattr(v, "sharding", None), Layout))
 
 
 def enter_function(
@@ -103,12 +103,12 @@ def call_function(
     """Answer a torch function."""
     first = next(sharded_leaves(args, kwargs), None)
     if first is not None:
-        group = first._comm.process_group or first._comm
-        own = find_custom_op(func) or find_spec_op(first._layout.spec, func) or find_default_op(func)
+        group = first.comm.process_group or first.comm
+        own = find_custom_op(func) or find_spec_op(first.sharding.spec, func) or find_default_op(func)
         if own is not None:
             return own(types, args, kwargs, group)
         known = _TABLE.get(func) if "out" not in kwargs else None  # what writes to a given tensor is an operator's task
-        answer = NotImplemented if known is None else known(types, args, kwargs, first._comm)
+        answer = NotImplemented if known is None else known(types, args, kwargs, first.comm)
         if answer is not NotImplemented:
             return answer
     try:
@@ -130,14 +130,14 @@ def call_operator(
     known = _TABLE.get(func)
     leaves = list(sharded_leaves(args, kwargs))
     if known is not None and leaves:
-        answer = known(types, args, kwargs, leaves[0]._comm)
+        answer = known(types, args, kwargs, leaves[0].comm)
         if answer is not NotImplemented:
             for note in _NOTES:
                 note()
             return answer
     if _ENGINE and leaves:
         return _ENGINE[0](func, types, args, kwargs)
-    layouts = ", ".join(repr(leaf._layout.spec) for leaf in leaves)
+    layouts = ", ".join(repr(leaf.sharding.spec) for leaf in leaves)
     raise UnsupportedOpError(
         f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
         "register an implementation with shardwise.custom_sharded_op_impl(function)"

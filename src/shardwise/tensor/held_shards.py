@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 def held_shards(tensor: ShardedTensor) -> list[Shard]:
     """The shards of this rank; their tensors are views of the local tensors."""
-    rows = tensor._layout.rows_of(tensor._comm.rank)
-    own = tensor._layout.table.take(rows)
+    rows = tensor.sharding.rows_of(tensor.comm.rank)
+    own = tensor.sharding.table.take(rows)
     described = tensor.metadata().shards_metadata
     shards = []
     for row, slot, start, size in zip(
         rows.tolist(), own.slots.tolist(), own.local_offsets.tolist(), own.sizes.tolist(), strict=True
     ):
-        local = tensor._locals[slot]
+        local = tensor.local_parts[slot]
         shard = Shard(view_of(local, Box(tuple(start), tuple(size))), described[row])
         shard._replaced = partial(_replace, ref(tensor), slot, tuple(size) == tuple(local.shape))
         shards.append(shard)
@@ -44,7 +44,7 @@ def _replace(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tensor, new
         return
     if not whole:
         raise ValueError(
-            f"a shard that is a part of a local tensor of shape {tuple(tensor._locals[slot].shape)} cannot be given "
+            f"a shard that is a part of a local tensor of shape {tuple(tensor.local_parts[slot].shape)} cannot be given "
             "memory of its own; write the values into it: shard.tensor.copy_(new)"
         )
     if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:
@@ -53,14 +53,14 @@ def _replace(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tensor, new
             f"{new.dtype}; convert it first, or make a new ShardedTensor with to() or from_local()"
         )
     if new.device != old.device:
-        tensor._layout = spec_on_device(tensor._layout.spec, new.device).layout(tensor._layout.shape)
-    tensor._locals = (*tensor._locals[:slot], new, *tensor._locals[slot + 1 :])
+        tensor.sharding = spec_on_device(tensor.sharding.spec, new.device).layout(tensor.sharding.shape)
+    tensor.local_parts = (*tensor.local_parts[:slot], new, *tensor.local_parts[slot + 1 :])
     tensor.__dict__.pop("_described", None)
 
 
 def _is_current(tensor: ShardedTensor, slot: int, old: Tensor) -> bool:
     """Whether a shard's tensor is still memory of the ShardedTensor, which may have been resharded since."""
-    if slot >= len(tensor._locals):
+    if slot >= len(tensor.local_parts):
         return False
-    held = tensor._locals[slot]
+    held = tensor.local_parts[slot]
     return old is held or old._base is held

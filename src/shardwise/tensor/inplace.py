@@ -34,23 +34,23 @@ def draw_into(
 
     A mistake in the arguments is raised as it is on the rank that made it, and with its number on the others.
     """
-    asked = {"layout": text_of(tensor._layout), "dtype": tensor.dtype, **(fields or {})}
+    asked = {"layout": text_of(tensor.sharding), "dtype": tensor.dtype, **(fields or {})}
     distribution, problem = None, None
     try:
         check_writable(tensor)
-        check_not_pending(tensor._layout, label)
+        check_not_pending(tensor.sharding, label)
         distribution = values()
     except (ValueError, RuntimeError) as error:
         problem = error
     text = None if problem is None else str(problem)
     try:
-        stream = next_stream(tensor._comm, fields=asked, label=label, generator=generator, seed=seed, problem=text)
+        stream = next_stream(tensor.comm, fields=asked, label=label, generator=generator, seed=seed, problem=text)
     except DisagreementError:
         if problem is not None:
             raise problem from None
         raise
     assert distribution is not None
-    fill_locals(tensor._layout, tensor._comm.rank, tensor._locals, stream, distribution)
+    fill_locals(tensor.sharding, tensor.comm.rank, tensor.local_parts, stream, distribution)
     return tensor
 
 
@@ -59,7 +59,7 @@ def mark_copied(tensor: ShardedTensor, name: str) -> ShardedTensor:
 
     The note is kept with the memory, so that it holds for views of this tensor as well, however they are made.
     """
-    for local in tensor._locals:
+    for local in tensor.local_parts:
         local.untyped_storage().__dict__[_COPIED_BY] = name
     return tensor
 
@@ -68,7 +68,7 @@ def mark_moved_views(
     op: Any, given: Sequence[ShardedTensor], taken: Sequence[ShardedTensor], outputs: ShardedTensor | Sequence[Any]
 ) -> None:
     """Mark what an operator gave as views, if tensors were moved before it took them."""
-    if gives_views(op) and any(t._locals[0] is not g._locals[0] for g, t in zip(given, taken, strict=True)):
+    if gives_views(op) and any(t.local_parts[0] is not g.local_parts[0] for g, t in zip(given, taken, strict=True)):
         for output in [outputs] if isinstance(outputs, ShardedTensor) else outputs:
             mark_copied(output, f"what {op} gave, after its input had to be moved,")
 
@@ -86,10 +86,10 @@ def gives_views(op: Any) -> bool:
 
 def check_writable(tensor: ShardedTensor) -> None:
     """Raise if what is written to a tensor would be lost: it stands for a view, but had to be copied."""
-    name = next((n for t in tensor._locals if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None)
+    name = next((n for t in tensor.local_parts if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None)
     if name is not None:
         raise UnsupportedOpError(
-            f"{name} was copied to {text_of(tensor._layout)} and shares no memory with the tensor it was taken from, "
+            f"{name} was copied to {text_of(tensor.sharding)} and shares no memory with the tensor it was taken from, "
             "so what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
         )
 
@@ -97,8 +97,8 @@ def check_writable(tensor: ShardedTensor) -> None:
 def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
     """Overwrite a tensor with one value."""
     check_writable(tensor)
-    check_fill(tensor._layout, value)
-    for local in tensor._locals:
+    check_fill(tensor.sharding, value)
+    for local in tensor.local_parts:
         local.fill_(value)
     return tensor
 

@@ -41,9 +41,9 @@ DEFAULT_BUFFER_BYTES = 1 << 30
 class Held(Protocol):
     """What a ShardedTensor holds on this rank."""
 
-    _layout: Layout
-    _locals: tuple[Tensor, ...]
-    _comm: Comm
+    sharding: Layout
+    local_parts: tuple[Tensor, ...]
+    comm: Comm
     _anchor: Tensor | None
 
     @property
@@ -123,8 +123,8 @@ def check_move(
 ) -> None:
     """Raise on every rank unless all ask for the same move and it can be done."""
     problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
-    asked = {"from": text_of(held._layout), "to": text_of(dst), "dtype": held.dtype, **(fields or {})}
-    agree(held._comm, asked, label=label, problem=problem)
+    asked = {"from": text_of(held.sharding), "to": text_of(dst), "dtype": held.dtype, **(fields or {})}
+    agree(held.comm, asked, label=label, problem=problem)
 
 
 def _limit_problem(limit: object) -> str | None:
@@ -135,10 +135,10 @@ def _limit_problem(limit: object) -> str | None:
 
 def move_problem(held: Held, dst: Layout) -> str | None:
     """Why a tensor cannot be moved to a layout, or None."""
-    outside = sorted(set(dst.ranks) - set(held._comm.ranks))
+    outside = sorted(set(dst.ranks) - set(held.comm.ranks))
     if outside:
-        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(held._comm.ranks)})"
-    return _reduction_problem(held._layout, dst, held.dtype)
+        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(held.comm.ranks)})"
+    return _reduction_problem(held.sharding, dst, held.dtype)
 
 
 def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | None:
@@ -153,7 +153,7 @@ def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | No
 
 def is_recorded(held: Held) -> bool:
     """Whether a move of this tensor goes on the tape."""
-    inputs = (*held._locals, *([held._anchor] if held._anchor is not None else []))
+    inputs = (*held.local_parts, *([held._anchor] if held._anchor is not None else []))
     return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
 
 
@@ -161,15 +161,15 @@ def moved(
     held: Held, dst: Layout, label: str, max_buffer_bytes: int | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The local tensors and the anchor of the same values in another layout; differentiable."""
-    if held._layout == dst:
-        return held._locals, held._anchor
-    limit = buffer_limit(held._layout, dst, held.dtype.itemsize, max_buffer_bytes)
-    link = Link(held._layout, dst, held._comm, held.dtype, label, limit)
+    if held.sharding == dst:
+        return held.local_parts, held._anchor
+    limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
+    link = Link(held.sharding, dst, held.comm, held.dtype, label, limit)
     if not is_recorded(held):
-        return move_locals(link, tuple(t.detach() for t in held._locals)), None
-    dual(dst), dual(held._layout)
-    outputs = move_on_tape(link, on_tape(held._locals, held._anchor, held.dtype, held.device))
-    return (outputs, None) if dst.local_shapes(held._comm.rank) else ((), outputs[0])
+        return move_locals(link, tuple(t.detach() for t in held.local_parts)), None
+    dual(dst), dual(held.sharding)
+    outputs = move_on_tape(link, on_tape(held.local_parts, held._anchor, held.dtype, held.device))
+    return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])
 
 
 def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> Running:
@@ -177,14 +177,14 @@ def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_b
     room = 0
     batches: list[list[Job]] = []
     for one, dst in zip(held, dsts, strict=True):
-        limit = buffer_limit(one._layout, dst, one.dtype.itemsize, max_buffer_bytes)
-        plan = plan_for(one._layout, dst, one.dtype.itemsize, limit, one._comm.rank)
+        limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
+        plan = plan_for(one.sharding, dst, one.dtype.itemsize, limit, one.comm.rank)
         tell_watchers(plan, label)
-        job = Job(plan, tuple(t.detach() for t in one._locals), one.dtype, one.device)
-        size = most_in_flight(one._layout, dst) * one.dtype.itemsize
+        job = Job(plan, tuple(t.detach() for t in one.local_parts), one.dtype, one.device)
+        size = most_in_flight(one.sharding, dst) * one.dtype.itemsize
         if size > room:
             batches.append([])
             room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
         batches[-1].append(job)
         room -= size
-    return Running(batches, held[0]._comm, label)
+    return Running(batches, held[0].comm, label)

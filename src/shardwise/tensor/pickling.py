@@ -86,13 +86,13 @@ class SavedTensor:
 def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
     """Say how pickle writes a tensor: for `__reduce_ex__`."""
     saved = SavedTensor(
-        layout=tensor._layout,
-        locals=tensor._locals,
+        layout=tensor.sharding,
+        locals=tensor.local_parts,
         anchor=tensor._anchor,
         sample=torch.empty(0, dtype=tensor.dtype, device=tensor.device),
         is_parameter=getattr(tensor, "_is_param", False),
         init_rrefs=tensor._init_rrefs,
-        group=ProcessGroupState.of(tensor._comm),
+        group=ProcessGroupState.of(tensor.comm),
     )
     return rebuild, (type(tensor), saved)
 
@@ -103,13 +103,13 @@ def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
     tensor: ShardedTensor = make_wrapper_subclass(
         cls, saved.layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
-    tensor._layout, tensor._locals, tensor._anchor, tensor._comm = saved.layout, saved.locals, saved.anchor, comm
+    tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = saved.layout, saved.locals, saved.anchor, comm
     return _finished(tensor, saved.init_rrefs, saved.is_parameter)
 
 
 def get_state(tensor: ShardedTensor) -> State:
     """Return torch's state of a tensor: shards, metadata, group, spec, and whether it has remote references."""
-    group = ProcessGroupState.of(tensor._comm)
+    group = ProcessGroupState.of(tensor.comm)
     return tensor.local_shards(), tensor.metadata(), group, tensor.sharding_spec(), tensor._init_rrefs
 
 
@@ -124,8 +124,8 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
             "make a tensor of the state's shape and dtype, or use pickle, which does"
         )
     layout = spec.layout(metadata.size)
-    tensor._locals = _locals_of(shards, layout, comm.rank)
-    tensor._layout, tensor._comm, tensor._anchor = layout, comm, None
+    tensor.local_parts = _locals_of(shards, layout, comm.rank)
+    tensor.sharding, tensor.comm, tensor._anchor = layout, comm, None
     tensor._sharded_tensor_id = None
     tensor._forget()
     tensor.requires_grad_(metadata.tensor_properties.requires_grad)
@@ -134,20 +134,20 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another tensor over the same local tensors: for `__copy__`."""
-    return _like(tensor, tensor._locals, tensor._anchor)
+    return _like(tensor, tensor.local_parts, tensor._anchor)
 
 
 def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return a tensor with copies of the local tensors on the same comm: for `__deepcopy__`."""
     if id(tensor) not in memo:
-        locals_, anchor = copy.deepcopy((tensor._locals, tensor._anchor), memo)
+        locals_, anchor = copy.deepcopy((tensor.local_parts, tensor._anchor), memo)
         memo[id(tensor)] = _like(tensor, locals_, anchor)
     copied: ShardedTensor = memo[id(tensor)]
     return copied
 
 
 def _like(tensor: ShardedTensor, locals_: tuple[Tensor, ...], anchor: Tensor | None) -> ShardedTensor:
-    made = tensor._like(tensor._layout, locals_, anchor)
+    made = tensor._like(tensor.sharding, locals_, anchor)
     return _finished(made, tensor._init_rrefs, getattr(tensor, "_is_param", False))
 
 

@@ -188,11 +188,11 @@ def redistribute_many(
     if not tensors and not targets:
         return Handle(Running([], comm_for(), label), lambda results: []) if async_op else []
     _check_sharded(tensors, label)
-    if not tensors or any(t._comm is not tensors[0]._comm for t in tensors):
+    if not tensors or any(t.comm is not tensors[0].comm for t in tensors):
         raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
     dsts, problem = _many_layouts(tensors, targets)
-    moves = [f"{describe(t.dtype, t._layout)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
-    agree(tensors[0]._comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
+    moves = [f"{describe(t.dtype, t.sharding)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
+    agree(tensors[0].comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
     if not async_op and any(is_recorded(t) for t in tensors):
         return [t._like(dst, *moved(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
     running = start(tensors, dsts, label, max_buffer_bytes)
@@ -214,7 +214,7 @@ def _many_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> t
     if len(tensors) != len(targets):
         return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
     try:
-        dsts = [target_layout(t._layout, target) for t, target in zip(tensors, targets, strict=True)]
+        dsts = [target_layout(t.sharding, target) for t, target in zip(tensors, targets, strict=True)]
     except ValueError as error:
         return [], str(error)
     problems = [problem for t, dst in zip(tensors, dsts, strict=True) if (problem := move_problem(t, dst))]

@@ -53,7 +53,7 @@ def forget(tensor: ShardedTensor) -> None:
 def init_rpc(tensor: ShardedTensor) -> None:
     """Send references to this rank's shards to the other ranks of the tensor's group and receive theirs."""
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
-    comm, tensor._remote_shards = tensor._comm, {}
+    comm, tensor._remote_shards = tensor.comm, {}
     numbers = _tell_numbers(comm, tensor._sharded_tensor_id)
     shards = tensor.local_shards()
     sent = []

@@ -90,9 +90,9 @@ def wrap(
         dtype=dtype if known is None else known.dtype,
         device=(device or comm.device) if known is None else known.device,
     )
-    tensor._layout = layout
-    tensor._locals = locals_
-    tensor._comm = comm
+    tensor.sharding = layout
+    tensor.local_parts = locals_
+    tensor.comm = comm
     if anchor is not None:
         tensor._anchor = anchor
     return tensor
@@ -109,11 +109,15 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
     ...     return x.redistribute(ChunkSpec(1, 2)).local_tensor().tolist()
     >>> run_local(body, 2)
     [[[0.0], [2.0], [4.0]], [[1.0], [3.0], [5.0]]]
+
+    Three plain attributes say all about it, and rules and extensions read them: `sharding`, the Layout (which rank has
+    which boxes); `local_parts`, this rank's local tensors, which are on the autograd tape; `comm`, through which its
+    ranks communicate. They are set once; operations return new tensors.
     """
 
-    _layout: Layout
-    _locals: tuple[Tensor, ...]
-    _comm: Comm
+    sharding: Layout
+    local_parts: tuple[Tensor, ...]
+    comm: Comm
     _anchor: Tensor | None = None
     _init_rrefs: bool = False
     _sharded_tensor_id: int | None = None
@@ -160,36 +164,31 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
     # What is where
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]  # the native answer; torch's is always strided
-        """Which rank holds which boxes."""
-        return self._layout
+    def layout(self) -> torch.layout:  # type: ignore[override]  # a property, as the others
+        """Torch's word for how elements are stored: always `torch.strided`. Where the pieces are is `sharding`."""
+        return torch.strided
 
     @property
     def placements(self) -> tuple[Placement, ...] | None:
         """What each mesh axis does, or None for layouts without a mesh."""
-        return getattr(self._layout.spec, "placements", None) if hasattr(self._layout.spec, "mesh") else None
-
-    @property
-    def comm(self) -> Comm:
-        """Through what this tensor's ranks talk."""
-        return self._comm
+        return getattr(self.sharding.spec, "placements", None) if hasattr(self.sharding.spec, "mesh") else None
 
     def sharding_spec(self) -> ShardingSpec:
         """The spec that this tensor was laid out by."""
-        return self._layout.spec
+        return self.sharding.spec
 
     def local_tensors(self) -> tuple[Tensor, ...]:
         """This rank's local tensors, on the tape: none, one or many."""
-        return self._locals
+        return self.local_parts
 
     def local_tensor(self) -> Tensor:
         """This rank's only local tensor."""
-        if len(self._locals) != 1:
+        if len(self.local_parts) != 1:
             raise NotImplementedError(
-                f"Only single local shard is supported by local_tensor(). Number of shards: {len(self._locals)}; "
+                f"Only single local shard is supported by local_tensor(). Number of shards: {len(self.local_parts)}; "
                 "use local_tensors() or local_shards()"
             )
-        return self._locals[0]
+        return self.local_parts[0]
 
     def local_shards(self) -> list[Shard]:
         """This rank's pieces with their metadata; the tensors are views of the local tensors.
@@ -207,7 +206,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
             properties = TensorProperties(
                 dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned()
             )
-            self.__dict__["_described"] = metadata_of(self._layout, properties, self.device)
+            self.__dict__["_described"] = metadata_of(self.sharding, properties, self.device)
         described: ShardedTensorMetadata = self.__dict__["_described"]
         return described
 
@@ -233,10 +232,10 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
 
     @property
     def _process_group(self) -> dist.ProcessGroup | None:
-        return self._comm.process_group
+        return self.comm.process_group
 
     def _get_preferred_device(self) -> torch.device:
-        return self._comm.device
+        return self.comm.device
 
     @classmethod
     def _init_from_local_shards(
@@ -277,7 +276,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
     # Moving
 
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> ShardedTensor:
-        return wrap(layout, locals_, self._comm, dtype=self.dtype, device=self.device, anchor=anchor)
+        return wrap(layout, locals_, self.comm, dtype=self.dtype, device=self.device, anchor=anchor)
 
     def redistribute(
         self, target: Any, *, async_op: bool = False, max_buffer_bytes: int | None = None, label: str = "redistribute"
@@ -289,10 +288,10 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         """
         problem = dst = None
         try:
-            dst = target_layout(self._layout, target)
+            dst = target_layout(self.sharding, target)
         except ValueError as error:
             problem = str(error)
-        check_move(self, dst or self._layout, label, {"max_buffer_bytes": max_buffer_bytes}, problem)
+        check_move(self, dst or self.sharding, label, {"max_buffer_bytes": max_buffer_bytes}, problem)
         assert dst is not None
         if async_op:
             running = start([self], [dst], label, max_buffer_bytes)
@@ -305,10 +304,10 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
         `local_tensor()` gives it without a copy.
         """
-        dst = everywhere(tuple(self.shape), self._comm.ranks)
+        dst = everywhere(tuple(self.shape), self.comm.ranks)
         check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
         whole = moved(self, dst, "full", max_buffer_bytes)[0][0]
-        return whole.clone() if self._layout == dst else whole
+        return whole.clone() if self.sharding == dst else whole
 
     def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
         self,
@@ -327,23 +326,23 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         if enforce_dtype:
             warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
         problem = self._gather_problem(dst, out)
-        layout = on_one_rank(tuple(self.shape), dst if problem is None else self._comm.ranks[0])
+        layout = on_one_rank(tuple(self.shape), dst if problem is None else self.comm.ranks[0])
         asked = {"dst": dst, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
         check_move(self, layout, "gather", asked, problem)
         locals_, anchor = moved(self, layout, "gather", max_buffer_bytes)
-        if self._comm.rank != dst:
+        if self.comm.rank != dst:
             return anchor
         result = locals_[0] if dtype is None else locals_[0].to(dtype)
         if out is not None:
             return out.copy_(result)
-        return result.clone() if self._layout == layout and result is locals_[0] else result
+        return result.clone() if self.sharding == layout and result is locals_[0] else result
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
-        if dst not in self._comm.ranks:
-            return f"gather to rank {dst}, which is not in the comm ({name_ranks(self._comm.ranks)})"
+        if dst not in self.comm.ranks:
+            return f"gather to rank {dst}, which is not in the comm ({name_ranks(self.comm.ranks)})"
         if out is None:
             return None
-        if self._comm.rank != dst:
+        if self.comm.rank != dst:
             return f"Argument ``out`` must NOT be specified on non-destination ranks; dst is {dst}"
         if tuple(out.shape) != tuple(self.shape):
             return f"Argument ``out`` has size {tuple(out.shape)}, but should be {tuple(self.shape)}"
@@ -356,7 +355,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         with torch.no_grad():
             new: ShardedTensor = self.redistribute(resharding_spec, label="reshard")
         keep = self.requires_grad
-        self._layout, self._locals, self._anchor = new._layout, tuple(t.detach() for t in new._locals), None
+        self.sharding, self.local_parts, self._anchor = new.sharding, tuple(t.detach() for t in new.local_parts), None
         self._forget()
         self.requires_grad_(keep)
         return self
@@ -374,11 +373,11 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         same = moved_probe.dtype == self.dtype and moved_probe.device == self.device and not kwargs.get("copy", False)
         if same and group is None:
             return self
-        check_conversion(self._layout.pending, self.dtype, moved_probe.dtype)
-        locals_ = tuple(t.to(*args, **kwargs) for t in self._locals)
+        check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
+        locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
-        comm = self._comm if group is None else comm_for(group)
-        where = spec_on_device(self._layout.spec, moved_probe.device).layout(self._layout.shape)
+        comm = self.comm if group is None else comm_for(group)
+        where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
         return wrap(where, locals_, comm, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor)
 
     def cpu(
@@ -425,9 +424,9 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # data is never printed
         grad = ", requires_grad=True" if self.requires_grad else ""
-        held = ", ".join(str(tuple(t.shape)) for t in self._locals) or "nothing"
+        held = ", ".join(str(tuple(t.shape)) for t in self.local_parts) or "nothing"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"ShardedTensor({dtype}, {self._layout!r}, rank {self._comm.rank} holds {held}{grad})"
+        return f"ShardedTensor({dtype}, {self.sharding!r}, rank {self.comm.rank} holds {held}{grad})"
 
     def __copy__(self) -> ShardedTensor:
         return pickling.shallow_copy(self)

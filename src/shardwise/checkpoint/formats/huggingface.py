@@ -162,7 +162,7 @@ def _brought(
     targets = [on_one_rank(t.layout.shape, owner) for t, _ in batch]
     with torch.no_grad():
         moved = redistribute_many(sources, targets, max_buffer_bytes=max_buffer_bytes)
-    return [tensor._locals[0] for tensor in moved] if comm.rank == owner else []
+    return [tensor.local_parts[0] for tensor in moved] if comm.rank == owner else []
 
 
 def _commit(target: Path, token: str, files: dict[str, list[Described]]) -> None:

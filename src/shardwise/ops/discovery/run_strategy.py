@@ -159,7 +159,7 @@ def _gradient_deviations(case: Case, held: Sequence[ShardedTensor], whole: Seque
     for number, (tensor, expected) in enumerate(zip(held, case.gradients, strict=True)):
         if not tensor.requires_grad:
             continue
-        for local in tensor._locals:
+        for local in tensor.local_parts:
             local.grad = torch.zeros_like(local) if local.grad is None else local.grad
         gradient = tensor.grad
         assert gradient is not None

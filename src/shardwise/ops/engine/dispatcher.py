@@ -92,8 +92,8 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     """Compute an operator on ShardedTensors."""
     call = take_apart(op, args, kwargs)
     tensors = as_sharded(call)
-    comm = tensors[0]._comm
-    if any(mesh_view(t._layout) is None for t in tensors):
+    comm = tensors[0].comm
+    if any(mesh_view(t.sharding) is None for t in tensors):
         return irregular_pointwise(call, tensors, comm)
     if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
@@ -105,7 +105,7 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
 def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
     if len(_decisions) > _MOST:
         _decisions.clear()
-    key = (call.key, tuple((id(t._layout), t.dtype) for t in tensors), _first_places(tensors))
+    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_places(tensors))
     known = _decisions.get(key)
     if known is None:
         known = _decisions[key] = _decide(call, tensors)
@@ -119,7 +119,7 @@ def _first_places(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
 
 
 def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
-    specs = [view for t in tensors if (view := mesh_view(t._layout)) is not None]
+    specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
     mesh = _common_mesh(call, tensors, specs)
     operands = _operands(call, tensors, specs)
     strategies = _strategies(call, tensors, specs)
@@ -137,12 +137,12 @@ def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
         cuts = without_lengths(cuts)
         wanted = _all_wanted(tensors, operands, chosen, cuts, order)
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
-        if operand.written and tensor._layout != layout:
+        if operand.written and tensor.sharding != layout:
             raise UnsupportedOpError(
                 f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
             )
     vary = tuple(_varying(i, chosen, mesh) for i in range(len(tensors)))
-    given = tuple(t._layout for t in tensors)
+    given = tuple(t.sharding for t in tensors)
     return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
 
 
@@ -166,7 +166,7 @@ def _wanted(
 ) -> Layout:
     """The wanted layout; the tensor's own object where it means the same on the same mesh."""
     wanted = input_layout(operand, index, chosen, cuts, order)
-    own = tensor._layout
+    own = tensor.sharding
     return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
 
 
@@ -213,7 +213,7 @@ def _written(call: Call) -> set[int]:
 
 def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
     rule = find_rule(call.op)
-    metas = [TensorMeta(tuple(t.shape), t.dtype, t._layout, s.placements) for t, s in zip(tensors, specs, strict=True)]
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements) for t, s in zip(tensors, specs, strict=True)]
     args, kwargs = call.filled(metas)
     if rule is None:
         strategies = pointwise_rule(call.op, metas)
@@ -239,13 +239,13 @@ def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, .
 def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
     name = str(call.op)
     aligned = _all_aligned(tensors, decision.inputs, name)
-    if not aligned[0]._locals and comm.rank not in decision.mesh.ranks:
+    if not aligned[0].local_parts and comm.rank not in decision.mesh.ranks:
         raise UnsupportedOpError(
             f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
         )
     with autograd_on_locals():
         values = [
-            varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in zip(aligned, decision.vary, strict=True)
+            varied(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in zip(aligned, decision.vary, strict=True)
         ]
         args, kwargs = call.filled(values)
         local = next((s.local for s in decision.chosen if s.local is not None), None)
@@ -267,7 +267,7 @@ def _note(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, own:
     """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
     given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
     turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
-    moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t._layout is not w]
+    moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t.sharding is not w]
     copied = bool(moves) and gives_views(call.op)  # then the results are marked
     written = [tensors[i] for i in sorted(_written(call))]
     note_operator(given and own and not turned and not copied, moves, written, str(call.op))
@@ -284,17 +284,17 @@ def _all_aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], nam
 
 
 def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
-    if tensor._layout is wanted:
+    if tensor.sharding is wanted:
         return tensor
-    if tensor._layout == wanted:
-        return wrap(wanted, tensor._locals, tensor._comm, dtype=tensor.dtype, anchor=tensor._anchor)
+    if tensor.sharding == wanted:
+        return wrap(wanted, tensor.local_parts, tensor.comm, dtype=tensor.dtype, anchor=tensor._anchor)
     locals_, anchor = moved(tensor, wanted, name)
-    return wrap(wanted, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
+    return wrap(wanted, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
 
 
 def _record(name: str, decision: Decision, outputs: Any) -> None:
     flat = outputs if isinstance(outputs, list | tuple) else [outputs]
-    given = tuple(brief(o._layout) for o in flat if isinstance(o, ShardedTensor))
+    given = tuple(brief(o.sharding) for o in flat if isinstance(o, ShardedTensor))
     record(Entry(name, tuple(brief(layout) for layout in decision.inputs), given, 0, user_line()))
 
 
@@ -372,4 +372,4 @@ def _accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> st
 
 
 def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:
-    return f"{call.op} of {', '.join(f'{t.dtype}{text_of(t._layout)}' for t in tensors)}"
+    return f"{call.op} of {', '.join(f'{t.dtype}{text_of(t.sharding)}' for t in tensors)}"

@@ -82,7 +82,7 @@ def run_short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...
     if shortcut.writes:
         tensors[0].__dict__.pop("_varied", None)
         return tensors[0]
-    comm = tensors[0]._comm
+    comm = tensors[0].comm
     if shortcut.several is None:
         return wrap(shortcut.outputs[0], (result,), comm)
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
@@ -93,23 +93,23 @@ def _direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwa
     local_args: list[Any] = []
     for value in args:
         if type(value) is ShardedTensor:
-            comm = value._comm
-            value = value._locals[0]
+            comm = value.comm
+            value = value.local_parts[0]
         local_args.append(value)
     if not kwargs:
         return wrap(layout, (func(*local_args),), comm)
     local_kwargs = {}
     for name, value in kwargs.items():
         if type(value) is ShardedTensor:
-            comm = value._comm
-            value = value._locals[0]
+            comm = value.comm
+            value = value.local_parts[0]
         local_kwargs[name] = value
     return wrap(layout, (func(*local_args, **local_kwargs),), comm)
 
 
 def _reshaped(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
-    comm = tensor._comm
-    return wrap(layout, (tensor._locals[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
+    comm = tensor.comm
+    return wrap(layout, (tensor.local_parts[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
 
 
 def _local_tensors(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list[Tensor]:
@@ -117,7 +117,7 @@ def _local_tensors(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list
     of every rank must meet them in one order."""
     aligned = _aligned(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
     pairs = zip(aligned, shortcut.vary, strict=True)
-    return [varied(t, t._layout, axes) if axes else t._locals[0] for t, axes in pairs]
+    return [varied(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
 
 
 def _aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:
@@ -130,7 +130,7 @@ def _aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], 
 
 def _moved(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
     locals_, anchor = moved(tensor, layout, label)
-    return wrap(layout, locals_, tensor._comm, dtype=tensor.dtype, anchor=anchor)
+    return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
 
 
 UNKNOWN: Any = object()
@@ -211,9 +211,9 @@ def _shortcut(
 ) -> Any:
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
-    keep = tuple(t._layout for t in tensors)
+    keep = tuple(t.sharding for t in tensors)
     if func in _RESHAPES and recording.operators == 1 and type(result) is type(args[0]) is ShardedTensor and not kwargs:
-        return Shortcut((result._layout,), None, ((),), False, keep, reshape=True)
+        return Shortcut((result.sharding,), None, ((),), False, keep, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
         return None
     if recording.operators > 1:
@@ -223,12 +223,12 @@ def _shortcut(
     moves = _moves(tensors, recording)
     if moves is None:
         return None
-    wanted = [move or t._layout for t, move in zip(tensors, moves, strict=True)]
-    vary = _varying_axes(wanted, [o._layout for o in outputs])
+    wanted = [move or t.sharding for t, move in zip(tensors, moves, strict=True)]
+    vary = _varying_axes(wanted, [o.sharding for o in outputs])
     if vary is None:
         return None
     several = type(result) if type(result) in (list, tuple) else None
-    layouts, writes = tuple(o._layout for o in outputs), bool(recording.written)
+    layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     if any(move is not None for move in moves):
         return Shortcut(layouts, several, vary, False, keep, moves=moves, label=recording.label, writes=writes)
     direct = several is None and not any(vary) and not writes
@@ -267,11 +267,11 @@ def _of_several(
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
     if recording.moves or recording.written or any(o is t for o in outputs for t in tensors):
         return None
-    vary = _varying_axes([t._layout for t in tensors], [o._layout for o in outputs])
-    if vary is None or any(vary) or not all(_is_even(t._layout) for t in tensors):
+    vary = _varying_axes([t.sharding for t in tensors], [o.sharding for o in outputs])
+    if vary is None or any(vary) or not all(_is_even(t.sharding) for t in tensors):
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
-    keep, layouts = tuple(t._layout for t in tensors), tuple(o._layout for o in outputs)
+    keep, layouts = tuple(t.sharding for t in tensors), tuple(o.sharding for o in outputs)
     made = Shortcut(layouts, several, vary, several is None, keep)
     verdict = _gives_the_same(made, func, args, kwargs, outputs)
     return UNKNOWN if verdict is None else (made if verdict else None)
@@ -322,7 +322,7 @@ def _gives_the_same(
         return False
     if any(a.requires_grad != o.requires_grad for a, o in zip(again, outputs, strict=True)):
         return False
-    pairs = [(a._locals[0].detach(), o._locals[0].detach()) for a, o in zip(again, outputs, strict=True)]
+    pairs = [(a.local_parts[0].detach(), o.local_parts[0].detach()) for a, o in zip(again, outputs, strict=True)]
     if not all(_same(a, o) for a, o in pairs):
         return False
     return True if all(bool(o.any()) for _, o in pairs) else None
@@ -355,13 +355,13 @@ def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[An
         for value in args:
             kind = type(value)
             if kind is ShardedTensor:
-                if len(value._locals) != 1:
+                if len(value.local_parts) != 1:
                     break
-                held = value._locals[0]
-                key.append(id(value._layout))
+                held = value.local_parts[0]
+                key.append(id(value.sharding))
                 key.append(held.dtype)
                 local.append(held)
-                comm = value._comm
+                comm = value.comm
             elif kind in _SIMPLE:
                 key.append(kind)
                 key.append(value)
@@ -403,9 +403,9 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is ShardedTensor:
-            if len(value._locals) != 1:
+            if len(value.local_parts) != 1:
                 return None
-            parts.append((id(value._layout), value._locals[0].dtype))
+            parts.append((id(value.sharding), value.local_parts[0].dtype))
         elif kind in _SIMPLE or kind is str:
             parts.append((kind, value))
         elif kind is tuple or kind is torch.Size or kind is list:

@@ -60,14 +60,14 @@ def reduce_pieces(call: Call, tensors: Sequence[ShardedTensor]) -> Any:
 
 def flattened(tensor: ShardedTensor) -> ShardedTensor:
     """All elements, each once, as a 1-D tensor of which every rank has one run; their order is that of the pieces."""
-    once = placed(tensor, single(tensor._layout), "reduction")
-    counts = once._layout.elements_per_rank()
-    ranks = tensor._comm.ranks
+    once = placed(tensor, single(tensor.sharding), "reduction")
+    counts = once.sharding.elements_per_rank()
+    ranks = tensor.comm.ranks
     cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
     layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
     with autograd_on_locals():
         local = torch.cat([piece.reshape(-1) for piece in once._on_tape()])
-    return wrap(layout, (local,), tensor._comm)
+    return wrap(layout, (local,), tensor.comm)
 
 
 @per_layout

@@ -42,7 +42,7 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
     Without `like` it takes the mesh of the tensors it is computed with.
     """
     if like is not None:
-        return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like._comm)
+        return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like.comm)
     comm = comm_for(None)
     made = wrap(_replicated(tuple(tensor.shape), Mesh(("all",), comm.ranks)), (tensor,), comm)
     made.__dict__[_ANY_MESH] = True
@@ -50,8 +50,8 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
 
 
 def _mesh_of(tensor: ShardedTensor) -> Mesh:
-    view = mesh_view(tensor._layout)
-    return view.mesh if view is not None else Mesh(("all",), tensor._comm.ranks)
+    view = mesh_view(tensor.sharding)
+    return view.mesh if view is not None else Mesh(("all",), tensor.comm.ranks)
 
 
 def _replicated(shape: tuple[int, ...], mesh: Mesh) -> Layout:
@@ -65,7 +65,7 @@ def as_sharded(call: Call) -> list[ShardedTensor]:
     found = []
     for number, tensor in enumerate(call.tensors):
         if isinstance(tensor, ShardedTensor):
-            found.append(replicate(tensor._locals[0], first) if _ANY_MESH in tensor.__dict__ else tensor)
+            found.append(replicate(tensor.local_parts[0], first) if _ANY_MESH in tensor.__dict__ else tensor)
         elif tensor.ndim == 0 or _plain_is_replicated.get():
             found.append(replicate(tensor, first))
         else:

@@ -46,7 +46,7 @@ def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
 
 def spec_of(tensor: ShardedTensor) -> MeshSpec | None:
     """The tensor's placements on a mesh, or None for irregular layouts."""
-    return mesh_view(tensor._layout)
+    return mesh_view(tensor.sharding)
 
 
 def axes_of(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
@@ -69,12 +69,12 @@ def replaced(spec: MeshSpec, axes: Iterable[int], placement: Placement) -> MeshS
 
 def placed(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
     """The tensor in another layout; all ranks come here with the same layouts, so they need not agree first."""
-    if tensor._layout == layout:
+    if tensor.sharding == layout:
         return tensor
-    forbid(name, tensor._layout, layout)
+    forbid(name, tensor.sharding, layout)
     with autograd_on_locals():
         locals_, anchor = moved(tensor, layout, name)
-    return wrap(layout, locals_, tensor._comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
+    return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
 
 def settled(tensor: ShardedTensor, name: str) -> ShardedTensor:
@@ -105,16 +105,16 @@ def row_for_each_rank(
     `reduce` keeps the dims, with length 1. The result's dims have one row for each rank along them.
     """
     spec = spec_of(tensor)
-    assert spec is not None and tensor._layout.pending is None
+    assert spec is not None and tensor.sharding.pending is None
     axes = axes_of(tensor, dims)
     shape = list(tensor.shape)
     for dim in dims:
         shape[dim] = math.prod(spec.mesh.shape[a] for a in axes_of(tensor, (dim,)))
     rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole(p, dims) for a, p in _each(spec)]
     with autograd_on_locals():
-        local = reduce(tensor._locals[0])
+        local = reduce(tensor.local_parts[0])
     layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)
-    return gathered(wrap(layout, (local,), tensor._comm), dims, name)
+    return gathered(wrap(layout, (local,), tensor.comm), dims, name)
 
 
 def _each(spec: MeshSpec) -> Iterable[tuple[int, Placement]]:

@@ -33,7 +33,7 @@ class _Vary(torch.autograd.Function):
 
 def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
     """The local tensor of a tensor that is replicated along these axes, its gradient summed over them."""
-    local = tensor._locals[0]
+    local = tensor.local_parts[0]
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
     cache: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = tensor.__dict__.setdefault("_varied", {})
@@ -52,7 +52,7 @@ def _gradient_link(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...])
     src = known.get(axes)
     if src is None:
         src = known[axes] = _pending_along(dual(layout), axes)
-    return Link(src, dual(layout), tensor._comm, tensor.dtype, "gradient of a replicated tensor")
+    return Link(src, dual(layout), tensor.comm, tensor.dtype, "gradient of a replicated tensor")
 
 
 @per_layout

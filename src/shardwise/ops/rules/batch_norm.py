@@ -109,6 +109,6 @@ def _as_channels(values: Tensor, ndim: int) -> Tensor:
 
 def _track(running: ShardedTensor, found: Any, momentum: float) -> None:
     """Move a running statistic towards the one found, in place, on every rank alike."""
-    local = placed(found, running._layout, "batch_norm")._locals[0]
+    local = placed(found, running.sharding, "batch_norm").local_parts[0]
     with torch.no_grad():
-        running._locals[0].mul_(1 - momentum).add_(local.to(running.dtype), alpha=momentum)
+        running.local_parts[0].mul_(1 - momentum).add_(local.to(running.dtype), alpha=momentum)

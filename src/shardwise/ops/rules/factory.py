@@ -89,13 +89,13 @@ handler(aten.randn_like.default)(_drawn_like(randn_like))
 
 def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
     """Where a new tensor lies that is made from another: as that one if the shape is the same, else everywhere."""
-    spec = mesh_view(tensor._layout)
+    spec = mesh_view(tensor.sharding)
     if spec is None:
         raise UnsupportedOpError(
-            f"a new tensor of shape {list(size)} made from one in irregular pieces ({tensor._layout.spec!r}) has no "
+            f"a new tensor of shape {list(size)} made from one in irregular pieces ({tensor.sharding.spec!r}) has no "
             "mesh; make it with shardwise.zeros(spec, size) and the like"
         )
-    same = tuple(size) == tensor._layout.shape and tensor._layout.pending is None
+    same = tuple(size) == tensor.sharding.shape and tensor.sharding.pending is None
     placements = spec.placements if same else (Replicate(),) * spec.mesh.ndim
     return MeshSpec(spec.mesh, placements, spec.order).layout(size)
 
@@ -107,7 +107,7 @@ def _register_new(op: Any) -> None:
     def new(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
         tensor, size, *rest = args
         layout = new_layout(tensor, tuple(size))
-        return wrap(layout, (op(tensor._locals[0], layout.local_shapes(comm.rank)[0], *rest, **kwargs),), comm)
+        return wrap(layout, (op(tensor.local_parts[0], layout.local_shapes(comm.rank)[0], *rest, **kwargs),), comm)
 
 
 for _op in (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default):
@@ -180,7 +180,7 @@ def _register_at_once(op: Any, function: Callable[[Tensor], Tensor]) -> None:
 
     @handler(op)
     def at_once(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        if mesh_view(args[0]._layout) is None:
+        if mesh_view(args[0].sharding) is None:
             return NotImplemented
         return mark_copied(call_op(op, types, args, kwargs), "a conjugate or negative")
 
@@ -202,7 +202,7 @@ def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     """Pending sums, irregular pieces and other devices, piece by piece; anything else by the rule."""
     tensor: ShardedTensor = args[0]
     device = kwargs.get("device")
-    regular = mesh_view(tensor._layout) is not None and tensor._layout.pending is None
+    regular = mesh_view(tensor.sharding) is not None and tensor.sharding.pending is None
     if regular and (device is None or torch.device(device) == tensor.device):
         return NotImplemented
     known = {k: v for k, v in kwargs.items() if k in _NAMES and v is not None}
@@ -216,4 +216,4 @@ def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
 def _item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """What `item()`, `float()` and `bool()` ask for; pending sums are added up, and every rank gets the value."""
     tensor: ShardedTensor = args[0].detach()
-    return placed(tensor, everywhere(tuple(tensor.shape), comm.ranks), "item")._locals[0].item()
+    return placed(tensor, everywhere(tuple(tensor.shape), comm.ranks), "item").local_parts[0].item()

@@ -51,7 +51,7 @@ def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if written_slots(op):
         _check_writable(lead)
     _check_pending(op, lead, args)
-    counts = [len(t._locals) if isinstance(t, ShardedTensor) else 1 for t in lead]
+    counts = [len(t.local_parts) if isinstance(t, ShardedTensor) else 1 for t in lead]
     local_args = [_local(op, value, lead, counts) for value in args]
     local_kwargs = {name: _local(op, value, lead, counts) for name, value in kwargs.items()}
     with autograd_on_locals():
@@ -77,7 +77,7 @@ def _regrouped(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequenc
         own = tuple(result[position : position + count])
         position += count
         sharded = isinstance(tensor, ShardedTensor)
-        found.append(wrap(tensor._layout, own, tensor._comm, dtype=tensor.dtype) if sharded else own[0])  # type: ignore[attr-defined]
+        found.append(wrap(tensor.sharding, own, tensor.comm, dtype=tensor.dtype) if sharded else own[0])  # type: ignore[attr-defined]
     return found
 
 
@@ -96,10 +96,10 @@ def _whole(op: Any, tensor: ShardedTensor) -> Tensor:
     """The value of a tensor that all lists are combined with; every rank needs it."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise UnsupportedOpError(f"{op}: no gradient passes to the one tensor beside lists; use a loop over the lists")
-    spec = mesh_view(tensor._layout)
-    target = everywhere(tuple(tensor.shape), tensor._comm.ranks)
+    spec = mesh_view(tensor.sharding)
+    target = everywhere(tuple(tensor.shape), tensor.comm.ranks)
     if spec is not None:
-        target = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tensor._layout.shape)
+        target = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tensor.sharding.shape)
     return moved(tensor, target, str(op))[0][0]
 
 
@@ -116,12 +116,12 @@ def _aligned(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Ten
             f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} stands beside a ShardedTensor of shape "
             f"{tuple(first.shape)}; shard it alike"
         )
-    return moved(tensor, first._layout, str(op))[0]
+    return moved(tensor, first.sharding, str(op))[0]
 
 
 def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None:
     """Raise if a tensor of the first list is a pending sum and the operator is not linear."""
-    pending = [t for t in lead if isinstance(t, ShardedTensor) and t._layout.pending is not None]
+    pending = [t for t in lead if isinstance(t, ShardedTensor) and t.sharding.pending is not None]
     name, lists = op._schema.name, sum(_is_list(a) for a in args)
     together = (
         name in LINEAR_TOGETHER and lists == 2 and all(_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
@@ -129,16 +129,16 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
     linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
     if pending and not (linear and all(_is_sum(t) for t in pending)):
         raise UnsupportedOpError(
-            f"{op} on a tensor with a pending {pending[0]._layout.pending}: redistribute it to Shard or Replicate first"
+            f"{op} on a tensor with a pending {pending[0].sharding.pending}: redistribute it to Shard or Replicate first"
         )
 
 
 def _same_layouts(one: Any, other: Any) -> bool:
-    return getattr(one, "_layout", None) == getattr(other, "_layout", None)
+    return getattr(one, "sharding", None) == getattr(other, "sharding", None)
 
 
 def _is_sum(tensor: ShardedTensor) -> bool:
-    return tensor._layout.pending is not None and tensor._layout.pending.op == "sum"
+    return tensor.sharding.pending is not None and tensor.sharding.pending.op == "sum"
 
 
 def _register_lists(op: Any) -> None:
@@ -176,10 +176,10 @@ _register_each(aten._foreach_max.default, aten.max.default, lambda rest: ())
 def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Multiply gradients by a plain scale; `found_inf`, plain as well, is set on every rank if it is on one."""
     grads, found_inf, inverse = args
-    local = [t for grad in grads for t in (grad._locals if isinstance(grad, ShardedTensor) else (grad,))]
+    local = [t for grad in grads for t in (grad.local_parts if isinstance(grad, ShardedTensor) else (grad,))]
     if local:
         aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
-    for one in dict.fromkeys(grad._comm for grad in grads if isinstance(grad, ShardedTensor)):
+    for one in dict.fromkeys(grad.comm for grad in grads if isinstance(grad, ShardedTensor)):
         one.all_reduce(found_inf, "max", label="found_inf").wait()
 
 
@@ -205,23 +205,23 @@ def _norms(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _group(tensor: Any, order: float) -> Any:
     """What tensors must have in common to be taken together; None for one that is taken alone."""
-    if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor._locals) != 1:
+    if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor.local_parts) != 1:
         return None
     spec = spec_of(tensor)
-    if spec is None or tensor._layout.pending is not None:
+    if spec is None or tensor.sharding.pending is not None:
         return None
-    return spec.mesh, axes_of(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor._comm
+    return spec.mesh, axes_of(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
 
 
 def _group_norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: Any, mesh: Mesh, axes: tuple[int, ...]
 ) -> list[ShardedTensor]:
-    comm = tensors[0]._comm
+    comm = tensors[0].comm
     ranks = math.prod(mesh.shape[a] for a in axes)
     rows = MeshSpec(mesh, [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)])
     whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
     with autograd_on_locals():
-        own = torch.stack([_norm(t._locals[0], order, dtype) for t in tensors])
+        own = torch.stack([_norm(t.local_parts[0], order, dtype) for t in tensors])
         if not axes:
             norms = own
         else:

@@ -159,7 +159,7 @@ _signature = inspect.signature(F.cross_entropy)
 
 def _differs(tensor: ShardedTensor, dim: int) -> bool:
     """Whether ranks hold different classes, or addends."""
-    return bool(axes_of(tensor, (dim,))) or tensor._layout.pending is not None
+    return bool(axes_of(tensor, (dim,))) or tensor.sharding.pending is not None
 
 
 def _smooth(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:

@@ -104,8 +104,8 @@ class _Chosen(torch.autograd.Function):
 def _with_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
     """The value, which is alike on the ranks that share it, on the tape of `x`."""
     with autograd_on_locals():
-        local: Tensor = _Chosen.apply(x._locals[0], value._locals[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
-    return wrap(value._layout, (local,), x._comm)
+        local: Tensor = _Chosen.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+    return wrap(value.sharding, (local,), x.comm)
 
 
 def _equal(own: Tensor, best: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ def _without(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> Shard
         for p in (Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements)
     ]
     with autograd_on_locals():
-        local = tensor._locals[0].squeeze(tuple(dims)) if dims else tensor._locals[0]
-    return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor._comm)
+        local = tensor.local_parts[0].squeeze(tuple(dims)) if dims else tensor.local_parts[0]
+    return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor.comm)
 
 
 def _asked(args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, tuple[int, ...], bool]:
@@ -148,10 +148,10 @@ def _extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
     plain = x.detach()
     value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
     with autograd_on_locals():
-        equal = plain._locals[0] == value._locals[0]
-    alike = settled(aten.sum.dim_IntList(wrap(x._layout, (equal,), x._comm), dims, True), name)
+        equal = plain.local_parts[0] == value.local_parts[0]
+    alike = settled(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
     with autograd_on_locals():
-        share = equal.to(x.dtype) / alike._locals[0]
+        share = equal.to(x.dtype) / alike.local_parts[0]
     return _without(_with_gradient(x, value, share), dims, keepdim)
 
 
@@ -169,7 +169,7 @@ def _amin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 
 
 def _dim_rows(x: ShardedTensor, dim: int) -> Tensor:
-    rows = global_rows(x._layout, x._comm.rank, dim, x.device)
+    rows = global_rows(x.sharding, x.comm.rank, dim, x.device)
     return rows.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
 
 
@@ -189,11 +189,11 @@ def _find(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[
     spec = spec_of(value)
     assert spec is not None
     with autograd_on_locals():
-        own, best = plain._locals[0], value._locals[0]
+        own, best = plain.local_parts[0], value.local_parts[0]
         offers = torch.where(_equal(own, best), _flat_positions(x, dims), NOWHERE)
         first = local_extreme(offers, dims, True, "min")
     pending = replaced(spec, axes, Partial("min")).layout(tuple(value.shape))
-    return value, settled(wrap(pending, (first,), x._comm), name)
+    return value, settled(wrap(pending, (first,), x.comm), name)
 
 
 def _value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
@@ -204,7 +204,7 @@ def _value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
     value, where = _find(x, dims, op, op)
     if x.requires_grad and torch.is_grad_enabled():
         with autograd_on_locals():
-            chosen = (_dim_rows(x, dims[0]) == where._locals[0]).to(x.dtype)
+            chosen = (_dim_rows(x, dims[0]) == where.local_parts[0]).to(x.dtype)
         value = _with_gradient(x, value, chosen)
     return _without(value, dims, keepdim), _without(where, dims, keepdim)
 

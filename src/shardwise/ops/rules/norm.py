@@ -133,15 +133,15 @@ def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     cut = _whole_groups(x, c // group)
     if cut is None or not all(t is None or isinstance(t, ShardedTensor) for t in (weight, bias)):
         return NotImplemented
-    spec, (axis, lengths) = mesh_view(x._layout), cut
+    spec, (axis, lengths) = mesh_view(x.sharding), cut
     assert spec is not None
     own_weight, own_bias = (None if t is None else _along(t, spec, axis, lengths) for t in (weight, bias))
     with autograd_on_locals():
-        view = LocalView(comm.rank, (x._layout,), (tuple(x.shape),))
-        out, mean, scale = _group_part(c // group, view, x._locals[0], own_weight, own_bias, n, c, hxw, group, eps)
+        view = LocalView(comm.rank, (x.sharding,), (tuple(x.shape),))
+        out, mean, scale = _group_part(c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps)
     groups = replaced(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
     stats = groups.layout((n, group))
-    return wrap(x._layout, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)
+    return wrap(x.sharding, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)
 
 
 def _along(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: tuple[int, ...]) -> Tensor:
@@ -151,13 +151,13 @@ def _along(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: tuple[int,
     held = placed(values, MeshSpec(spec.mesh, whole).layout(tuple(values.shape)), "group_norm")
     varying = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and a != axis]
     with autograd_on_locals():
-        return varied(held, held._layout, varying)
+        return varied(held, held.sharding, varying)
 
 
 def _whole_groups(x: ShardedTensor, per_group: int) -> tuple[int, tuple[int, ...]] | None:
     """The one axis that cuts the channels and their lengths, if every rank has whole groups and whole examples."""
-    spec = mesh_view(x._layout)
-    if spec is None or x._layout.pending is not None or axes_of(x, range(2, x.ndim)):
+    spec = mesh_view(x.sharding)
+    if spec is None or x.sharding.pending is not None or axes_of(x, range(2, x.ndim)):
         return None
     cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
     if len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:

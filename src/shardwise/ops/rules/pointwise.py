@@ -99,25 +99,25 @@ def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm
     same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
     if not is_pointwise(call.op) or not same_shape:
         raise UnsupportedOpError(
-            f"{call.op}: tensors in irregular pieces ({lead._layout.spec!r}) support pointwise operators on equal "
+            f"{call.op}: tensors in irregular pieces ({lead.sharding.spec!r}) support pointwise operators on equal "
             "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
         )
     held = [_pieces(t, lead) for t in tensors]
-    if not lead._locals:
+    if not lead.local_parts:
         return _of_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
     results = []
     with autograd_on_locals():
-        for slot in range(len(lead._locals)):
+        for slot in range(len(lead.local_parts)):
             args, kwargs = call.filled([pieces[slot] for pieces in held])
             results.append(call.op(*args, **kwargs))
     if results and results[0] is held[0][0] and not torch.is_grad_enabled():
         return tensors[0]
-    return wrap(lead._layout, tuple(results), comm, dtype=lead.dtype)
+    return wrap(lead.sharding, tuple(results), comm, dtype=lead.dtype)
 
 
 def mesh_free(tensor: ShardedTensor) -> bool:
     """Whether the tensor's layout has no product form with one local tensor per rank."""
-    return not tensor._layout.is_regular
+    return not tensor.sharding.is_regular
 
 
 def _of_nothing(call: Call, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
@@ -127,11 +127,11 @@ def _of_nothing(call: Call, lead: ShardedTensor, stands: Sequence[Any], comm: Co
         result = call.op(*args, **kwargs)
     if result is stands[0] and not torch.is_grad_enabled():
         return first
-    return wrap(lead._layout, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)
+    return wrap(lead.sharding, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)
 
 
 def _pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
     if tensor.shape != lead.shape:
-        return [tensor._locals[0]] * max(1, len(lead._locals))
-    locals_, anchor = moved(tensor, lead._layout, "pointwise")
+        return [tensor.local_parts[0]] * max(1, len(lead.local_parts))
+    locals_, anchor = moved(tensor, lead.sharding, "pointwise")
     return locals_ or on_tape((), anchor, tensor.dtype, tensor.device)

@@ -98,15 +98,15 @@ def _cumsum(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Com
     totals = row_for_each_rank(x, (dim,), lambda local: local.sum(dim, True, dtype=dtype), "cumsum")
     with autograd_on_locals():
         before = _before(x, totals, dim)
-        return wrap(x._layout, (x._locals[0].cumsum(dim, dtype=dtype) + before,), x._comm)
+        return wrap(x.sharding, (x.local_parts[0].cumsum(dim, dtype=dtype) + before,), x.comm)
 
 
 def _before(x: ShardedTensor, totals: ShardedTensor, dim: int) -> Tensor:
     """The sum of the totals of the ranks before this one, which differs from rank to rank."""
     spec, axis = spec_of(x), axes_of(x, (dim,))[0]
     assert spec is not None
-    place = spec.mesh.coordinates(x._comm.rank)[spec.mesh.axes[axis]]
-    return varied(totals, totals._layout, (axis,)).narrow(dim, 0, place).sum(dim, True)
+    place = spec.mesh.coordinates(x.comm.rank)[spec.mesh.axes[axis]]
+    return varied(totals, totals.sharding, (axis,)).narrow(dim, 0, place).sum(dim, True)
 
 
 

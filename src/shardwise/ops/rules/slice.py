@@ -46,7 +46,7 @@ def _slice(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any],
     tensor: ShardedTensor = given["self"]
     dim, step = given.get("dim", 0) % tensor.ndim, given.get("step", 1)
     rows = range(*slice(given.get("start"), given.get("end"), step).indices(tensor.shape[dim]))
-    return NotImplemented if mesh_view(tensor._layout) is None else sliced(tensor, dim, rows)
+    return NotImplemented if mesh_view(tensor.sharding) is None else sliced(tensor, dim, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +65,20 @@ _cuts: dict[tuple[int, int, range, int], Cut] = {}
 
 def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
     """Rows of a dim, each where it lies; inner axes are replicated first if they would be cut differently."""
-    key = (id(tensor._layout), dim, rows, tensor._comm.rank)
+    key = (id(tensor.sharding), dim, rows, tensor.comm.rank)
     cut = _cuts.get(key)
     if cut is None:
         if len(_cuts) >= _MOST:
             _cuts.clear()
-        cut = _cuts[key] = _plan(tensor._layout, dim, rows, tensor._comm.rank)
+        cut = _cuts[key] = _plan(tensor.sharding, dim, rows, tensor.comm.rank)
     if cut.result is None:
         assert cut.through is not None
         locals_, anchor = moved(tensor, cut.through, "slice")
-        part = sliced(wrap(cut.through, locals_, tensor._comm, anchor=anchor), dim, rows)
+        part = sliced(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
         return mark_copied(part, "a slice of a dim that had to be gathered")
     with autograd_on_locals():
-        local = aten.slice.Tensor(tensor._locals[0], dim, *cut.rows)
-    return wrap(cut.result, (local,), tensor._comm)
+        local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
+    return wrap(cut.result, (local,), tensor.comm)
 
 
 def _plan(layout: Layout, dim: int, rows: range, rank: int) -> Cut:
@@ -181,7 +181,7 @@ def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
 def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """By the rule; a row of a sharded dim is marked, since it shares no memory."""
     tensor: ShardedTensor = args[0]
-    spec = mesh_view(tensor._layout)
+    spec = mesh_view(tensor.sharding)
     dim = args[1] if len(args) > 1 else kwargs["dim"]
     if spec is None or not axes_of(spec, dim % max(1, tensor.ndim)):
         return NotImplemented
@@ -190,7 +190,7 @@ def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _pieces(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
     """The tensor cut in pieces along a dim, or NotImplemented if that dim is whole on every rank."""
-    spec = mesh_view(tensor._layout)
+    spec = mesh_view(tensor.sharding)
     if spec is None or not axes_of(spec, dim) or sum(sizes) != tensor.shape[dim]:
         return NotImplemented
     edges = bounds(sizes)
@@ -220,7 +220,7 @@ def unbind(x: TensorMeta, dim: int = 0) -> list[Any]:
 @handler(aten.unbind.int)
 def _unbind(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     tensor, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
-    spec = mesh_view(tensor._layout)
+    spec = mesh_view(tensor.sharding)
     if spec is None or not axes_of(spec, dim):
         return NotImplemented
     rows = [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]

@@ -130,10 +130,10 @@ def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def reshaped(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
     """The tensor in another shape, where it lies."""
-    layout = _view_layout(tensor._layout, tuple(size))
+    layout = _view_layout(tensor.sharding, tuple(size))
     with autograd_on_locals():
-        local = tensor._locals[0].reshape(layout.local_shapes(tensor._comm.rank)[0])
-    return wrap(layout, (local,), tensor._comm)
+        local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
+    return wrap(layout, (local,), tensor.comm)
 
 
 def _view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
