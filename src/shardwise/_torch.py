@@ -125,7 +125,7 @@ def reduce_scatter_single(out: Tensor, tensor: Tensor, op: Any, group: dist.Proc
     return work
 
 
-def backends(group: dist.ProcessGroup) -> dict[str, str]:
+def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of a group for each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = dist.get_backend_config(group)
     pairs = (entry.split(":") for entry in str(config).split(",") if ":" in entry)

@@ -26,7 +26,7 @@ from shardwise.compat._shard.sharded_tensor import utils
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat._shard.sharding_spec import _internals as internals
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Replicate, Shard
-from shardwise.tensor.placement_specs import metadata_of, spec_on_device, table_of
+from shardwise.tensor.placement_specs import metadata_of, spec_on_device, build_piece_table
 from shardwise.tensor.remote_devices import rank_of
 
 infer = sharding_spec._infer_sharding_spec_from_shards_metadata
@@ -426,7 +426,7 @@ def test_local_shards_are_checked() -> None:
 
 def test_tables_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="remote device is None"):
-        table_of([ShardMetadata([0], [1])], (1,))
+        build_piece_table([ShardMetadata([0], [1])], (1,))
 
 
 def test_native_and_torch_like_specs_mean_the_same() -> None:

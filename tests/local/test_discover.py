@@ -13,9 +13,9 @@ from torch import Tensor
 import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.discovery.auto_rule import AutoRule, brief
-from shardwise.ops.discovery.discover import Discovered, discover_sharding
-from shardwise.ops.engine.registry import TensorMeta, find_rule, normalised
+from shardwise.ops.discovery.auto_rule import AutoRule, format_strategy
+from shardwise.ops.discovery.discover import DiscoveryReport, discover_sharding
+from shardwise.ops.engine.registry import TensorMeta, find_rule, normalise_strategies
 from shardwise.ops.engine.rules import register_sharding, remove_sharding
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ LIBRARY = "shardwise_discover"
 
 
 def found(op: Any, *args: Any, **kwargs: Any) -> set[str]:
-    return {brief(s) for s in discover_sharding(op, *args, **kwargs).strategies}
+    return {format_strategy(s) for s in discover_sharding(op, *args, **kwargs).strategies}
 
 
 INDEX = torch.tensor([1, 7, 0, 3])
@@ -73,7 +73,7 @@ def test_integers_stay_in_the_range_of_the_sample() -> None:
 
 def test_an_operator_that_needs_the_samples_own_values() -> None:
     discovered = discover_sharding(aten.linalg_cholesky.default, torch.eye(4).expand(5, 4, 4).clone())
-    assert {brief(s) for s in discovered.strategies} >= {"S(0) -> S(0)"}
+    assert {format_strategy(s) for s in discovered.strategies} >= {"S(0) -> S(0)"}
     assert "the sample's own values" in discovered.notes[0]
 
 
@@ -97,7 +97,7 @@ def test_a_name_with_several_overloads_is_an_error_that_lists_them() -> None:
 # Sources
 
 
-def rule_from(discovered: Discovered) -> Any:
+def rule_from(discovered: DiscoveryReport) -> Any:
     names: dict[str, Any] = {"torch": torch}
     text = discovered.source().replace("register_sharding(torch.ops", "(lambda op: lambda f: f)(torch.ops")
     exec(compile(text, "rule", "exec"), names)
@@ -109,18 +109,18 @@ def meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, layout, (Replicate(),))
 
 
-def strategies_of(discovered: Discovered, rule: Any, *replaced: Any) -> set[str]:
-    args, kwargs = discovered.call.filled([meta(t) for t in discovered.call.tensors])
+def strategies_of(discovered: DiscoveryReport, rule: Any, *replaced: Any) -> set[str]:
+    args, kwargs = discovered.call.fill_slots([meta(t) for t in discovered.call.tensors])
     args = (*args[: len(args) - len(replaced)], *replaced)
-    given = normalised(rule(*args, **kwargs), discovered.call.args, kwargs, len(discovered.call.tensors))
-    return {brief(s) for s in given}
+    given = normalise_strategies(rule(*args, **kwargs), discovered.call.args, kwargs, len(discovered.call.tensors))
+    return {format_strategy(s) for s in given}
 
 
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n != "no tensor comes out"])
 def test_the_source_gives_the_same_strategies(name: str) -> None:
     op, args, _ = EXPECTED[name]
     discovered = discover_sharding(op, *args)
-    assert strategies_of(discovered, rule_from(discovered)) == {brief(s) for s in discovered.strategies}
+    assert strategies_of(discovered, rule_from(discovered)) == {format_strategy(s) for s in discovered.strategies}
 
 
 def test_dims_in_the_source_follow_the_argument() -> None:

@@ -24,7 +24,7 @@ import shardwise.compat
 from shardwise.comm import Comm, run_local
 from shardwise.compat import to_dtensor
 from shardwise.geometry import LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.dtensor_layouts import spec_of, torch_placements
+from shardwise.ops.dtensor_layouts import spec_from_dtensor, torch_placements
 
 SQUARE, CUBE = Mesh.of(dp=2, tp=2), Mesh.of(pp=2, dp=3, tp=2)
 
@@ -50,7 +50,7 @@ def test_every_pair_of_placements_on_a_square(shape: tuple[int, ...]) -> None:
         spec = MeshSpec(SQUARE, placements)
         there = torch_placements(spec, shape)
         assert_same_boxes(spec, there, shape)
-        assert spec_of(torchs(SQUARE), there, shape).layout(shape) == spec.layout(shape)
+        assert spec_from_dtensor(torchs(SQUARE), there, shape).layout(shape) == spec.layout(shape)
 
 
 @pytest.mark.parametrize("order", list(permutations(CUBE.axes)))
@@ -59,18 +59,18 @@ def test_every_order_of_splits(order: tuple[str, ...]) -> None:
     there = torch_placements(spec, shape)
     assert any(isinstance(p, _StridedShard) for p in there) == (order != CUBE.axes)
     assert_same_boxes(spec, there, shape)
-    assert spec_of(torchs(CUBE), there, shape).layout(shape) == spec.layout(shape)
+    assert spec_from_dtensor(torchs(CUBE), there, shape).layout(shape) == spec.layout(shape)
 
 
 def test_an_order_given_apart_from_the_placements() -> None:
     order = (SimpleNamespace(tensor_dim=0, mesh_dims=(1, 0)),)
-    spec = spec_of(torchs(SQUARE), (TorchShard(0), TorchShard(0)), (8,), order)
+    spec = spec_from_dtensor(torchs(SQUARE), (TorchShard(0), TorchShard(0)), (8,), order)
     assert spec.order == ("tp", "dp")
 
 
 def test_axes_without_names_get_some() -> None:
     mesh = SimpleNamespace(mesh=torch.tensor([[0, 1]]), mesh_dim_names=None)
-    assert spec_of(mesh, (TorchReplicate(), TorchPartial("max")), (4,)).mesh.axes == ("axis0", "axis1")
+    assert spec_from_dtensor(mesh, (TorchReplicate(), TorchPartial("max")), (4,)).mesh.axes == ("axis0", "axis1")
 
 
 def test_what_torch_has_no_words_for_is_refused() -> None:
@@ -83,10 +83,10 @@ def test_what_torch_has_no_words_for_is_refused() -> None:
 
 def test_what_we_have_no_words_for_is_refused() -> None:
     with pytest.raises(LayoutError, match="no order of the axes"):
-        spec_of(torchs(SQUARE), (_StridedShard(0, split_factor=3), TorchShard(0)), (12,))
+        spec_from_dtensor(torchs(SQUARE), (_StridedShard(0, split_factor=3), TorchShard(0)), (12,))
     private = type("_MaskPartial", (), {"dim": 0})()
     with pytest.raises(LayoutError, match="has no counterpart; redistribute"):
-        spec_of(torchs(SQUARE), (private, TorchReplicate()), (12,))
+        spec_from_dtensor(torchs(SQUARE), (private, TorchReplicate()), (12,))
 
 
 def test_a_world_of_threads_has_no_dtensor() -> None:

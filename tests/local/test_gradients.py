@@ -28,7 +28,7 @@ from shardwise.geometry import (
     ShardingSpec,
 )
 from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
-from shardwise.tensor.autograd import dual
+from shardwise.tensor.autograd import dual_layout
 from tests.moving import error_of, layouts, local_parts, values
 
 PAIR = Mesh.of(tp=2)
@@ -151,7 +151,7 @@ def test_shapes_without_dims_or_elements(shape: tuple[int, ...]) -> None:
 def expected_grads(layout: Layout, rank: int, weights: Tensor) -> list[Tensor]:
     """What the local tensors of a leaf get when the whole gets `weights`: an addend of an average its share."""
     divisor = layout.pending.divisor if layout.pending else 1
-    return [part / divisor for part in local_parts(dual(layout), rank, weights)]
+    return [part / divisor for part in local_parts(dual_layout(layout), rank, weights)]
 
 
 def test_every_pair_of_layouts_gives_the_leaf_its_exact_gradient() -> None:
@@ -164,7 +164,7 @@ def test_every_pair_of_layouts_gives_the_leaf_its_exact_gradient() -> None:
                 moved = leaf.redistribute(dst)
                 assert moved.requires_grad and (src == dst or not moved.is_leaf), f"{there} -> {here}"
                 (moved.full() * weights).sum().backward()
-                assert leaf.grad is not None and leaf.grad.sharding == dual(src), f"{there} -> {here}"
+                assert leaf.grad is not None and leaf.grad.sharding == dual_layout(src), f"{there} -> {here}"
                 held = leaf.grad.local_tensors()
                 assert len(held) == len(expected) and all(map(torch.equal, held, expected)), f"{there} -> {here}"
 

@@ -83,7 +83,7 @@ def test_moved_inputs_take_the_short_way(name: str) -> None:
 
 
 def test_writes_take_the_short_way() -> None:
-    caches.advance()  # what other tests have made known is forgotten
+    caches.invalidate_caches()  # what other tests have made known is forgotten
 
     def body(comm: Comm) -> int:
         first = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops import no_communication
-from shardwise.ops.engine.view_sharding import NoViewError, viewed
+from shardwise.ops.engine.view_sharding import NoViewError, view_spec
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import LINES, check_op, lay_out, ramp
 
@@ -123,7 +123,7 @@ def test_small_views_keep_every_element_in_its_place(numel: int, every: int) -> 
     for before, pair, after in views_of(numel)[::every]:
         try:
             layout = MeshSpec(mesh, pair).layout(before)
-            result = viewed(MeshSpec(mesh, pair), before, after).layout(after)
+            result = view_spec(MeshSpec(mesh, pair), before, after).layout(after)
         except (LayoutError, NoViewError):
             continue
         kept += 1

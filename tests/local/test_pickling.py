@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Partial, Shard, ShardingSpec
-from shardwise.tensor.comms import comm_for, get_current_process_group, load_with_process_group
+from shardwise.tensor.comms import resolve_comm, get_current_process_group, load_with_process_group
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -170,7 +170,7 @@ def test_a_sub_group_is_restored_with_load_with_process_group() -> None:
         tensor = numbered(ChunkSpec(0, ranks=(1, 2)), comm, process_group=part)
         data = pickle.dumps(tensor)
         with load_with_process_group(part):
-            assert get_current_process_group() is part and comm_for() is part
+            assert get_current_process_group() is part and resolve_comm() is part
             assert_same(tensor, pickle.loads(data))
         for copied in (copy.copy(tensor), copy.deepcopy(tensor)):
             assert_same(tensor, copied)
@@ -183,7 +183,7 @@ def test_a_sub_group_is_restored_with_load_with_process_group() -> None:
 
 
 def test_load_with_process_group_does_not_nest_and_ends() -> None:
-    comm = comm_for()
+    comm = resolve_comm()
     with pytest.raises(KeyError), load_with_process_group(comm):
         raise KeyError
     with load_with_process_group(comm) as outer:
@@ -197,4 +197,4 @@ def test_load_with_process_group_does_not_nest_and_ends() -> None:
 
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="a torch ProcessGroup, a shardwise Comm or None; got str"):
-        comm_for("gloo")  # type: ignore[arg-type]  # the mistake under test
+        resolve_comm("gloo")  # type: ignore[arg-type]  # the mistake under test

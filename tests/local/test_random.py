@@ -16,7 +16,7 @@ import shardwise.tensor.random.fill as drawing
 from shardwise.comm import Comm, DisagreementError, run_local
 from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial
 from shardwise.tensor.random.distributions import Distribution, bernoulli, integers, normal, truncated_normal, uniform
-from shardwise.tensor.random.fill import Source, Tiling, check_not_pending, fill_box, fill_locals, unit_of
+from shardwise.tensor.random.fill import NumberSource, Tiling, check_not_pending, fill_box, fill_locals, unit_of
 from shardwise.tensor.random.streams import Stream, manual_seed, next_stream
 from shardwise.testing import small_layouts
 from shardwise.testing.strategies import layouts
@@ -178,7 +178,7 @@ def test_little_more_is_drawn_than_is_held(
     monkeypatch: pytest.MonkeyPatch, shape: Any, offsets: Any, sizes: Any, factor: float
 ) -> None:
     counted = []
-    monkeypatch.setattr(Source, "draw", lambda self, ribbon, position, out: counted.append(len(out)))
+    monkeypatch.setattr(NumberSource, "draw", lambda self, ribbon, position, out: counted.append(len(out)))
     monkeypatch.setattr(drawing.Buffers, "values", lambda self, count: torch.zeros(count))
     fill_box(torch.empty(sizes), shape, Box(offsets, sizes), Stream(0), uniform(0, 1, torch.float32))
     assert math.prod(sizes) <= sum(counted) <= math.prod(sizes) * factor

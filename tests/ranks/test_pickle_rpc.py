@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from shardwise.comm import default_comm
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import rrefs
-from shardwise.tensor.comms import comm_for, get_current_process_group, load_with_process_group
+from shardwise.tensor.comms import resolve_comm, get_current_process_group, load_with_process_group
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.ranks.world import Ranks, world_fixture
@@ -102,7 +102,7 @@ def load_on_a_group_of_one(folder: str) -> list[str]:
     data = pickle.dumps(tensor)
     with load_with_process_group(own) as group:
         again = pickle.loads(data)
-        assert group is own and get_current_process_group() is own and comm_for().process_group is own
+        assert group is own and get_current_process_group() is own and resolve_comm().process_group is own
     assert get_current_process_group() is dist.group.WORLD
     assert again._process_group is own and again.local_tensor().equal(tensor.local_tensor())
     with pytest.raises(RuntimeError) as caught:

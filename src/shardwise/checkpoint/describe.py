@@ -21,7 +21,7 @@ from shardwise.checkpoint.state import Leaf
 from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
 from shardwise.geometry import DType, Layout, find_dtype, layout_from_json, layout_to_json
-from shardwise.tensor.move import everywhere
+from shardwise.tensor.move import replicated_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,7 +139,7 @@ def _merged_tensor(name: str, by_rank: Mapping[int, Json]) -> Described:
             )
     dtype, plain, text = entry
     if plain:
-        return Described(name, find_dtype(dtype), everywhere(tuple(json.loads(text)), tuple(by_rank)))
+        return Described(name, find_dtype(dtype), replicated_layout(tuple(json.loads(text)), tuple(by_rank)))
     layout = layout_from_json(json.loads(text))
     missing = sorted(set(layout.ranks) - set(by_rank))
     if missing:

@@ -42,7 +42,7 @@ from shardwise.checkpoint.tree import Scalar
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
-from shardwise.tensor.comms import comm_for
+from shardwise.tensor.comms import resolve_comm
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | None
@@ -171,7 +171,7 @@ def load(
     ...     load({"w": torch.zeros(4, dtype=torch.float64), "step": 0}, f"{folder}/ckpt", cast=True)
     {'w': tensor([0., 1., 2., 3.], dtype=torch.float64), 'step': 3}
     """
-    comm = comm_for(comm)
+    comm = resolve_comm(comm)
     finish_running(comm)
     found, problem = attempt(lambda: _look(state, path, comm, strict, names, cast, max_buffer_bytes))
     asked = None if found is None else [found[0].digest, _wanted_digest(found[1].tensors), verify, cast]

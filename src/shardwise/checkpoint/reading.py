@@ -38,7 +38,7 @@ from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.checkpoint.writing import as_array, is_plain
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.tensor.execute import view_of
+from shardwise.tensor.execute import view_box
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 _WORTH_BYTES = 32 << 20
@@ -303,7 +303,7 @@ def _copy_all_mapped(store: Store, reads: Sequence[Mapped]) -> None:
 
 def _copy_mapped(store: Store, tensor: TensorEntry, read: Read, local: Tensor) -> None:
     whole = store.piece(tensor, read.box)
-    source, target = whole[read.there.slices], view_of(local, read.here)
+    source, target = whole[read.there.slices], view_box(local, read.here)
     place, file, begin = _place(target, tensor), tensor.files[read.box], tensor.begins[read.box]
     for rows in _mapped_steps(source, store.step_bytes):
         part = source[rows]

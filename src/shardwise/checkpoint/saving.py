@@ -40,8 +40,8 @@ from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.geometry.serialize import layout_to_json
-from shardwise.tensor.comms import comm_for
-from shardwise.tensor.execute import view_of
+from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.execute import view_box
 
 SHARED_BOX_BYTES = 8 << 20
 
@@ -224,7 +224,7 @@ def save(
     ...     checkpoint.names(), checkpoint["w"][1:3].tolist(), checkpoint.values()
     (['w'], [1.0, 2.0], {'step': 3})
     """
-    comm = comm_for(comm)
+    comm = resolve_comm(comm)
     finish_running(comm)
     finish_removals()
     plan = _planned(state, path, comm, max_file_bytes, async_op)
@@ -269,7 +269,7 @@ def _planned(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_byte
     tensors = [t if t.layout.pending is None else replace(t, layout=settled_layout(t.layout)) for t in tensors]
     held = settled_locals(leaves, comm)
     cuts, parts = assign(tensors, comm.rank)
-    sources = [view_of(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
+    sources = [view_box(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
     return SavePlan(target, everyone[0][3], tree, tensors, cuts, parts, sources)
 
 

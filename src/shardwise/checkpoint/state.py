@@ -21,9 +21,9 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.tree import MAX_DEPTH, Json, Scalar
 from shardwise.comm import Comm
 from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, spec_of
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, spec_from_dtensor
 from shardwise.tensor import ShardedTensor, redistribute_many, wrap
-from shardwise.tensor.move import everywhere, on_one_rank
+from shardwise.tensor.move import replicated_layout, single_rank_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,7 +46,7 @@ def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
         layout, held, plain = *_dtensor_parts(tensor, comm), False
     else:
         _check_plain(name, tensor)
-        layout, held, plain = everywhere(tuple(tensor.shape), comm.ranks), (tensor,), True
+        layout, held, plain = replicated_layout(tuple(tensor.shape), comm.ranks), (tensor,), True
     if layout.ranks != comm.ranks and (outside := sorted(set(layout.ranks) - set(comm.ranks))):
         raise CheckpointError(
             f"{name}: it lies on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
@@ -64,7 +64,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def _dtensor_parts(tensor: Tensor, comm: Comm) -> tuple[Layout, tuple[Tensor, ...]]:
     spec = tensor._spec  # type: ignore[attr-defined]  # only DTensors come here
-    ours = spec_of(spec.mesh, spec.placements, tensor.shape, getattr(spec, "shard_order", None))
+    ours = spec_from_dtensor(spec.mesh, spec.placements, tensor.shape, getattr(spec, "shard_order", None))
     layout = ours.layout(tuple(tensor.shape))
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # only DTensors come here
     return layout, (local,) if comm.rank in layout.ranks else ()
@@ -204,7 +204,7 @@ def settled_layout(layout: Layout) -> Layout:
     """
     if layout.pending is None:
         return layout
-    return ChunkSpec(0, layout.ranks).layout(layout.shape) if layout.ndim else on_one_rank((), layout.ranks[0])
+    return ChunkSpec(0, layout.ranks).layout(layout.shape) if layout.ndim else single_rank_layout((), layout.ranks[0])
 
 
 def settled_locals(leaves: Sequence[Leaf], comm: Comm) -> dict[str, tuple[Tensor, ...]]:

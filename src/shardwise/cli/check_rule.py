@@ -101,7 +101,7 @@ def _number(text: str) -> int | float:
 def _tensor(scanner: Scanner) -> Sample:
     at = scanner.at
     dtype = scanner.word()
-    with scanner.pointing(at):
+    with scanner.errors_at(at):
         find_dtype(dtype)
     scanner.expect("[", f"after {dtype}, as in {dtype}[8,6]")
     shape = scanner.items(lambda: scanner.integer("the length of a dim"), "]", "in a shape")
@@ -183,17 +183,17 @@ def _made(value: Any) -> Any:
 
 def to_json(checked: Any) -> dict[str, Any]:
     """A check's result as plain data."""
-    from shardwise.ops.discovery.auto_rule import brief
+    from shardwise.ops.discovery.auto_rule import format_strategy
 
     wrong = [
-        {"strategy": brief(w.strategy), "ranks": w.ranks, "cut": w.cut, "problem": w.problem, "error": w.error}
+        {"strategy": format_strategy(w.strategy), "ranks": w.ranks, "cut": w.cut, "problem": w.problem, "error": w.error}
         for w in checked.wrong
     ]
     return {
         "operator": str(checked.op),
         "ok": checked.ok,
         "gradients": checked.gradients,
-        "strategies": [brief(s) for s in checked.strategies],
+        "strategies": [format_strategy(s) for s in checked.strategies],
         "wrong": wrong,
-        "missing": [brief(s) for s in checked.missing],
+        "missing": [format_strategy(s) for s in checked.missing],
     }

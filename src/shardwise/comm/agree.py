@@ -37,7 +37,7 @@ def agree(
     ...     print(error)
     'shard': the ranks give different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; give the same on every rank
     """
-    texts = {name: _text(value) for name, value in fields.items()}
+    texts = {name: _field_text(value) for name, value in fields.items()}
     if problem is not None:
         texts[_PROBLEM] = problem
     text = json.dumps(texts, sort_keys=True).encode()
@@ -50,19 +50,19 @@ def agree(
     if problems:
         raise DisagreementError(f"{label!r}: {fold_texts(problems)}")
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
-    parts = [part for name in names if (part := _difference(name, by_rank))]
+    parts = [part for name in names if (part := _describe_difference(name, by_rank))]
     raise DisagreementError(
         f"{label!r}: the ranks give different {what}: {'; '.join(parts)}; give the same on every rank"
     )
 
 
-def _text(value: object) -> str:
+def _field_text(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in sorted(value.items(), key=str)) + "}"
+        return "{" + ", ".join(f"{_field_text(k)}: {_field_text(v)}" for k, v in sorted(value.items(), key=str)) + "}"
     return repr(value)
 
 
-def _difference(name: str, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
+def _describe_difference(name: str, by_rank: Mapping[int, Mapping[str, Any]]) -> str:
     """Return who has which value of one field, or nothing if all have the same."""
     values = {rank: fields.get(name, _ABSENT) for rank, fields in by_rank.items()}
     if len(set(values.values())) == 1:

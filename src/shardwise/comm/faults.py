@@ -31,7 +31,7 @@ _PREFIX = "shardwise/fault"
 
 
 @dataclass(frozen=True)
-class Note:
+class FaultNote:
     """One rank's account of a call that failed or waits long: `ended` if the blamed ranks' connections have ended."""
 
     number: int
@@ -41,7 +41,7 @@ class Note:
     ended: bool = False
 
 
-class Accident(Exception):
+class TransportError(Exception):
     """A transport's failure, with the ranks it was seen on; an exact one needs no search for the cause."""
 
     def __init__(self, reason: str, suspects: Iterable[int], *, exact: bool = False, timed_out: bool = False) -> None:
@@ -49,18 +49,18 @@ class Accident(Exception):
         self.reason, self.suspects, self.exact, self.timed_out = reason, tuple(suspects), exact, timed_out
 
 
-def failure(error: BaseException, suspects: Iterable[int]) -> Accident:
+def to_transport_error(error: BaseException, suspects: Iterable[int]) -> TransportError:
     """Turn what torch raised into an accident; that a wait was too long is told by its text alone."""
     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return Accident(reason, suspects, timed_out="timed out" in reason.lower())
+    return TransportError(reason, suspects, timed_out="timed out" in reason.lower())
 
 
 def report_exception(rank: int, error: BaseException) -> None:
     """Tell the world that this rank raised, so that the others can say so."""
-    _write(f"{_PREFIX}/rank/{rank}", Note(0, "", f"{type(error).__name__}: {error}"[:500]))
+    _write_note(f"{_PREFIX}/rank/{rank}", FaultNote(0, "", f"{type(error).__name__}: {error}"[:500]))
 
 
-class Board:
+class FaultLog:
     """The notes of one comm: the `instance`-th that this process made for a group."""
 
     def __init__(self, group: str, instance: int, rank: int) -> None:
@@ -68,14 +68,14 @@ class Board:
 
     def note_wait(self, number: int, label: str, awaited: tuple[int, ...]) -> None:
         """Tell the others for whom this rank waits; an empty number of ranks takes it back."""
-        _write(f"{self._key}/waits/{self._rank}", Note(number, label, "", awaited))
+        _write_note(f"{self._key}/waits/{self._rank}", FaultNote(number, label, "", awaited))
 
-    def explain(self, accident: Accident, *, number: int, label: str, grace: float) -> CommError:
+    def explain(self, accident: TransportError, *, number: int, label: str, grace: float) -> CommError:
         """Turn a transport's failure into an error that names the ranks at fault."""
         if accident.exact:
             return CommError(accident.reason, accident.suspects)
-        mine = Note(number, label, accident.reason, accident.suspects, not accident.timed_out)
-        _write(f"{self._key}/failed/{self._rank}", mine)
+        mine = FaultNote(number, label, accident.reason, accident.suspects, not accident.timed_out)
+        _write_note(f"{self._key}/failed/{self._rank}", mine)
         notes, raised = self._collect(mine, grace)
         if raised:
             texts = "; ".join(f"rank {r} raised {note.reason}" for r, note in sorted(raised.items()))
@@ -84,38 +84,38 @@ class Board:
         if other:
             texts = "; ".join(f"rank {r} was in {note.label!r}" for r, note in sorted(other.items()))
             return CommError(f"{label!r}: the ranks made different calls: {texts}", tuple(sorted(other)))
-        silent = tuple(sorted(set(_blamed(mine, notes)) - set(notes) - {self._rank}))
+        silent = tuple(sorted(set(_collect_blamed_ranks(mine, notes)) - set(notes) - {self._rank}))
         if silent:
             names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             text = f"{label!r}: {names} did not take part (ended, hung, or never called): {accident.reason}"
             return CommError(text, silent)
         return CommError(f"{label!r}: {accident.reason}", accident.suspects)
 
-    def _collect(self, mine: Note, grace: float) -> tuple[dict[int, Note], dict[int, Note]]:
+    def _collect(self, mine: FaultNote, grace: float) -> tuple[dict[int, FaultNote], dict[int, FaultNote]]:
         """Read the notes of the blamed and of whom they blame, until all have written or the grace is over."""
-        raised: dict[int, Note] = {}
+        raised: dict[int, FaultNote] = {}
         deadline = time.monotonic() + grace
         while True:
-            notes: dict[int, Note] = {}
-            while wanted := {r: ended for r, ended in _blamed(mine, notes).items() if r not in notes}:
+            notes: dict[int, FaultNote] = {}
+            while wanted := {r: ended for r, ended in _collect_blamed_ranks(mine, notes).items() if r not in notes}:
                 found = {r: note for r, ended in wanted.items() if (note := self._note_of(r, ended)) is not None}
                 notes |= found
-                raised |= {r: note for r in wanted if (note := _read(f"{_PREFIX}/rank/{r}")) is not None}
+                raised |= {r: note for r in wanted if (note := _read_note(f"{_PREFIX}/rank/{r}")) is not None}
                 if not found:
                     break
             if not set(wanted) - set(raised) - {self._rank} or time.monotonic() > deadline:
                 return notes, raised
             time.sleep(0.02)
 
-    def _note_of(self, rank: int, ended: bool) -> Note | None:
-        note = _read(f"{self._key}/failed/{rank}")
+    def _note_of(self, rank: int, ended: bool) -> FaultNote | None:
+        note = _read_note(f"{self._key}/failed/{rank}")
         if note is None and not ended:
-            note = _read(f"{self._key}/waits/{rank}")
+            note = _read_note(f"{self._key}/waits/{rank}")
             note = note if note is not None and note.blames else None
         return note
 
 
-def _blamed(mine: Note, notes: dict[int, Note]) -> dict[int, bool]:
+def _collect_blamed_ranks(mine: FaultNote, notes: dict[int, FaultNote]) -> dict[int, bool]:
     """Return all ranks that someone blames, and whether someone saw their connection end."""
     blamed: dict[int, bool] = {}
     for note in (mine, *notes.values()):
@@ -124,12 +124,12 @@ def _blamed(mine: Note, notes: dict[int, Note]) -> dict[int, bool]:
     return blamed
 
 
-def _store() -> Store | None:
+def _fault_store() -> Store | None:
     return default_store() if dist.is_initialized() else None
 
 
-def _write(key: str, note: Note) -> None:
-    store = _store()
+def _write_note(key: str, note: FaultNote) -> None:
+    store = _fault_store()
     if store is None:
         return
     try:
@@ -138,29 +138,29 @@ def _write(key: str, note: Note) -> None:
         return  # the store's host is gone; the error we are about to raise still tells what this rank saw
 
 
-def _read(key: str) -> Note | None:
-    store = _store()
+def _read_note(key: str) -> FaultNote | None:
+    store = _fault_store()
     try:
         if store is None or not store.check([key]):
             return None
         entry = json.loads(store.get(key))
     except RuntimeError:
         return None
-    return Note(entry["number"], entry["label"], entry["reason"], tuple(entry["blames"]), entry["ended"])
+    return FaultNote(entry["number"], entry["label"], entry["reason"], tuple(entry["blames"]), entry["ended"])
 
 
 _LONG = 0.5
 _PERIOD = 0.2
 
 
-class Waits:
+class PendingCalls:
     """The calls of one comm that have begun and not ended; `awaited` tells for whom the transport waits now."""
 
-    def __init__(self, board: Board, awaited: Callable[[], tuple[int, ...]]) -> None:
+    def __init__(self, board: FaultLog, awaited: Callable[[], tuple[int, ...]]) -> None:
         self._board, self._awaited = board, awaited
         self._begun: dict[int, tuple[float, str]] = {}
         self._noted: set[int] = set()
-        _watch(self)
+        _watch_calls(self)
 
     def begin(self, number: int, label: str) -> None:
         """A call starts to wait."""
@@ -173,7 +173,7 @@ class Waits:
             self._noted.discard(number)
             self._board.note_wait(number, "", ())
 
-    def note_long_ones(self) -> None:
+    def note_long_waits(self) -> None:
         """Write down the calls that have waited long, once each."""
         now = time.monotonic()
         for number, (since, label) in list(self._begun.items()):
@@ -184,24 +184,24 @@ class Waits:
                     self._board.note_wait(number, "", ())
 
 
-_watched: weakref.WeakSet[Waits] = weakref.WeakSet()
+_watched_calls: weakref.WeakSet[PendingCalls] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def _watch(waits: Waits) -> None:
+def _watch_calls(waits: PendingCalls) -> None:
     global _thread
     with _lock:
-        _watched.add(waits)
+        _watched_calls.add(waits)
         if _thread is None:
-            _thread = threading.Thread(target=_run, name="shardwise-waits", daemon=True)
+            _thread = threading.Thread(target=_note_periodically, name="shardwise-waits", daemon=True)
             _thread.start()
 
 
-def _run() -> None:
+def _note_periodically() -> None:
     while True:
         time.sleep(_PERIOD)
         with _lock:
-            watched = list(_watched)
+            watched = list(_watched_calls)
         for waits in watched:
-            waits.note_long_ones()
+            waits.note_long_waits()

@@ -11,11 +11,11 @@ from torch import Tensor
 from shardwise.comm.protocol import ReduceOp
 from shardwise.comm.rank_text import name_ranks
 
-_BLOCK = 1 << 16  # elements that stay in cache while they are reduced
+_REDUCE_BLOCK_ELEMENTS = 1 << 16  # elements that stay in cache while they are reduced
 _OPS = ("sum", "avg", "min", "max", "product")
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The part of a comm that argument checks need."""
 
     @property
@@ -33,7 +33,7 @@ def as_bytes(tensor: Tensor, *, label: str) -> Tensor:
     torch.Size([48])
     """
     check_contiguous(tensor, label=label)
-    return _run(tensor).view(torch.uint8)
+    return _as_one_run(tensor).view(torch.uint8)
 
 
 def check_contiguous(tensor: Tensor, *, label: str) -> None:
@@ -47,13 +47,13 @@ def check_contiguous(tensor: Tensor, *, label: str) -> None:
         raise ValueError(f"{label!r}: a lazily conjugated or negated tensor; pass tensor.resolve_conj().resolve_neg()")
 
 
-def flat(tensor: Tensor, *, label: str) -> Tensor:
+def flatten_contiguous(tensor: Tensor, *, label: str) -> Tensor:
     """Return a contiguous tensor as a flat view of the same memory, off the autograd tape."""
     check_contiguous(tensor, label=label)
-    return _run(tensor)
+    return _as_one_run(tensor)
 
 
-def _run(tensor: Tensor) -> Tensor:
+def _as_one_run(tensor: Tensor) -> Tensor:
     """A contiguous tensor's elements as one run; a single element keeps no stride from where it was taken."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -66,7 +66,7 @@ def nonempty_bytes(tensors: Sequence[Tensor], *, label: str) -> list[Tensor]:
 Edges = dict[int, list[Tensor]]
 
 
-def edges(group: Group, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> Edges:
+def check_edges(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> Edges:
     """Check the ranks of one side of an exchange and return its byte views, ranks without bytes left out."""
     unknown = sorted(set(given) - set(group.ranks))
     if unknown:
@@ -119,7 +119,7 @@ def check_scatter(out: Tensor, tensor: Tensor, world_size: int, *, label: str) -
         )
 
 
-def check_member(group: Group, rank: int, what: str, *, label: str) -> None:
+def check_member(group: RankGroup, rank: int, what: str, *, label: str) -> None:
     """Refuse a rank that is not in the group."""
     if rank not in group.ranks:
         raise ValueError(
@@ -128,7 +128,7 @@ def check_member(group: Group, rank: int, what: str, *, label: str) -> None:
         )
 
 
-def check_subset(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
+def check_subset(group: RankGroup, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of a subset in ascending order, or say why it cannot be made."""
     wanted = tuple(sorted(ranks))
     if len(set(wanted)) != len(wanted) or not set(wanted) <= set(group.ranks):
@@ -143,7 +143,7 @@ def check_subset(group: Group, ranks: Sequence[int]) -> tuple[int, ...]:
     return wanted
 
 
-def combine(total: Tensor, other: Tensor, op: ReduceOp) -> None:
+def accumulate_run(total: Tensor, other: Tensor, op: ReduceOp) -> None:
     """Fold `other` into `total`, in place."""
     if op in ("sum", "avg"):
         total.add_(other)
@@ -155,7 +155,7 @@ def combine(total: Tensor, other: Tensor, op: ReduceOp) -> None:
         torch.maximum(total, other, out=total)
 
 
-def finish(total: Tensor, op: ReduceOp, count: int) -> None:
+def finish_average(total: Tensor, op: ReduceOp, count: int) -> None:
     """Turn a sum into an average where one is asked for."""
     if op == "avg":
         total.div_(count)
@@ -163,10 +163,10 @@ def finish(total: Tensor, op: ReduceOp, count: int) -> None:
 
 def reduce_runs(out: Tensor, runs: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce flat tensors of one length into `out`, in the order given: every rank gets the same bits."""
-    for at in range(0, len(out), _BLOCK):
-        block = slice(at, at + _BLOCK)
+    for at in range(0, len(out), _REDUCE_BLOCK_ELEMENTS):
+        block = slice(at, at + _REDUCE_BLOCK_ELEMENTS)
         total = runs[0][block].clone()
         for other in runs[1:]:
-            combine(total, other[block], op)
-        finish(total, op, len(runs))
+            accumulate_run(total, other[block], op)
+        finish_average(total, op, len(runs))
         out[block].copy_(total)

@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from shardwise._torch import TCPStore
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
-from shardwise.comm.transports.worker import LOOPBACK, Reply, Task, World, main
+from shardwise.comm.transports.worker import LOOPBACK, WorkerReply, WorkerTask, WorldConfig, worker_main
 
 T = TypeVar("T")
-_GRACE = 5.0
+_STOP_GRACE_SECONDS = 5.0
 _AFTERMATH = 10.0  # what the other ranks get to tell how they ended, once one has failed
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,12 +46,12 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
     Under torchrun the world is already given: `fn` runs in this process only and the list holds its one result.
     """
     if all(name in os.environ for name in _TORCHRUN):
-        return [_in_given_world(fn, args)]
+        return [_run_in_given_world(fn, args)]
     with LocalWorld(nprocs, timeout=timeout) as world:
         return results_of(world.outcomes(fn, *args, last=True))
 
 
-def _in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     if dist.is_initialized():
         return fn(*args)
     gpu = torch.cuda.is_available() and dist.is_nccl_available()
@@ -115,13 +115,13 @@ class LocalWorld:
         self, fn: Callable[..., Any], *args: Any, limit: float | None = None, last: bool = False
     ) -> list[Outcome]:
         """Call `fn(*args)` on every rank and return how each ended; a world that lost a rank starts anew next time."""
-        task = _pickled_task(Task(fn, args, last))
+        task = _pickle_task(WorkerTask(fn, args, last))
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send_bytes(task)
         outcomes = self._collect(limit)
-        if len(outcomes) < self._size or any(_lost(outcome) for outcome in outcomes.values()):
+        if len(outcomes) < self._size or any(_is_lost(outcome) for outcome in outcomes.values()):
             self._stop()
         missing = CommError("stopped: it had not ended when its world was given up")
         return [outcomes.get(rank, Outcome(rank, error=missing)) for rank in range(self._size)]
@@ -129,21 +129,21 @@ class LocalWorld:
     def close(self) -> None:
         """End all ranks."""
         for _, pipe in self._ranks:
-            _tell(pipe, pickle.dumps(None))
-        deadline = time.monotonic() + _GRACE
+            _send_to_worker(pipe, pickle.dumps(None))
+        deadline = time.monotonic() + _STOP_GRACE_SECONDS
         for process, _ in self._ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         self._stop()
 
     def _start(self) -> None:
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        world = World(self._size, self._store.port, self._timeout)
+        world = WorldConfig(self._size, self._store.port, self._timeout)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        with _interrupts_held():
+        with _hold_interrupts():
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=main, args=(rank, world, theirs), name=f"rank {rank}")
+                process = context.Process(target=worker_main, args=(rank, world, theirs), name=f"rank {rank}")
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
@@ -162,17 +162,17 @@ class LocalWorld:
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._outcome(rank, pipe)
                 if outcomes[rank].error is not None:
-                    grace = time.monotonic() + _AFTERMATH + (self._timeout if _lost(outcomes[rank]) else 0.0)
+                    grace = time.monotonic() + _AFTERMATH + (self._timeout if _is_lost(outcomes[rank]) else 0.0)
                     deadline = min(deadline or grace, grace)
         return outcomes
 
     def _outcome(self, rank: int, pipe: Connection) -> Outcome:
         try:
-            reply: Reply = pickle.loads(pipe.recv_bytes())
+            reply: WorkerReply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             process = self._ranks[rank][0]
-            process.join(_GRACE)
-            return Outcome(rank, error=_death(rank, process.exitcode))
+            process.join(_STOP_GRACE_SECONDS)
+            return Outcome(rank, error=_dead_rank_error(rank, process.exitcode))
         if reply.error is not None:
             reply.error.add_note(f"on rank {rank} of {self._size}:\n{reply.trace}")
         return Outcome(rank, reply.value, reply.error)
@@ -181,7 +181,7 @@ class LocalWorld:
         for process, pipe in self._ranks:
             pipe.close()
             process.terminate()
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _STOP_GRACE_SECONDS
         for process, _ in self._ranks:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -191,7 +191,7 @@ class LocalWorld:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def _hold_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back from this thread, and for good from the processes that it starts meanwhile."""
     resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts with the first process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -201,26 +201,26 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Death(CommError):
+class _DeadRankError(CommError):
     """A rank's process ended without a reply."""
 
 
-def _death(rank: int, code: int | None) -> CommError:
-    return _Death(f"rank {rank} ended with exit code {code} and without a result", (rank,))
+def _dead_rank_error(rank: int, code: int | None) -> CommError:
+    return _DeadRankError(f"rank {rank} ended with exit code {code} and without a result", (rank,))
 
 
-def _lost(outcome: Outcome) -> bool:
-    return isinstance(outcome.error, _Death)
+def _is_lost(outcome: Outcome) -> bool:
+    return isinstance(outcome.error, _DeadRankError)
 
 
-def _tell(pipe: Connection, data: bytes) -> None:
+def _send_to_worker(pipe: Connection, data: bytes) -> None:
     try:
         pipe.send_bytes(data)
     except OSError:
         return  # the rank has ended already
 
 
-def _pickled_task(task: Task) -> bytes:
+def _pickle_task(task: WorkerTask) -> bytes:
     try:
         return pickle.dumps(task)
     except Exception as problem:

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, Pending, ReduceOp, Work
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 
-Job = Callable[[], None]
+RendezvousJob = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """What one rank asks for; calls of one meeting must agree in all but the payload."""
 
     kind: str
@@ -44,7 +44,7 @@ class Call:
 
 
 @dataclass
-class Room:
+class ThreadWorldState:
     """What all ranks of one world share: the lock, who failed, who has returned."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -65,44 +65,44 @@ class Room:
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """One collective: the calls so far, then its jobs."""
 
-    calls: dict[int, Call] = field(default_factory=dict)
-    jobs: list[Job] = field(default_factory=list)
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    jobs: list[RendezvousJob] = field(default_factory=list)
     complete: bool = False
     running: int = 0
     error: CommError | None = None
 
 
-class Hub:
+class RendezvousHub:
     """The meetings of one group of ranks of a world of threads."""
 
-    def __init__(self, ranks: tuple[int, ...], room: Room) -> None:
+    def __init__(self, ranks: tuple[int, ...], room: ThreadWorldState) -> None:
         self.ranks, self.room = ranks, room
         self._posted = dict.fromkeys(ranks, 0)
-        self._open: dict[int, Meeting] = {}
-        self._children: dict[tuple[int, ...], Hub] = {}
+        self._open: dict[int, Rendezvous] = {}
+        self._children: dict[tuple[int, ...], RendezvousHub] = {}
 
-    def child(self, ranks: tuple[int, ...]) -> Hub:
+    def child(self, ranks: tuple[int, ...]) -> RendezvousHub:
         """Return the hub of a subset, the same one for all its members."""
         with self.room.changed:
-            return self._children.setdefault(ranks, Hub(ranks, self.room))
+            return self._children.setdefault(ranks, RendezvousHub(ranks, self.room))
 
-    def post(self, rank: int, call: Call, plan: Callable[[Mapping[int, Any]], list[Job]]) -> Meeting:
+    def post(self, rank: int, call: CollectiveCall, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]) -> Rendezvous:
         """Add one rank's call to its next meeting; the last one turns the calls into jobs."""
         with self.room.changed:
             number = self._posted[rank]
             self._posted[rank] += 1
-            meeting = self._open.setdefault(number, Meeting())
+            meeting = self._open.setdefault(number, Rendezvous())
             meeting.calls[rank] = call
             if len(meeting.calls) == len(self.ranks):
                 del self._open[number]
                 self._close(meeting, plan)
             return meeting
 
-    def _close(self, meeting: Meeting, plan: Callable[[Mapping[int, Any]], list[Job]]) -> None:
-        meeting.error = _difference(meeting.calls)
+    def _close(self, meeting: Rendezvous, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]) -> None:
+        meeting.error = _mismatch_error(meeting.calls)
         if meeting.error is None:
             try:
                 meeting.jobs = plan({rank: meeting.calls[rank].payload for rank in self.ranks})
@@ -111,15 +111,15 @@ class Hub:
         meeting.complete = True
         self.room.changed.notify_all()
 
-    def finish(self, rank: int, meeting: Meeting, timeout: float) -> None:
+    def finish(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         """Return when the meeting's jobs are done, doing those that nobody does; raise if it cannot be completed."""
         deadline = time.monotonic() + timeout
         with self.room.changed:
             while not meeting.complete:
                 self._check(rank, meeting)
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise _absence(meeting.calls[rank], self._absent(meeting), f"within {timeout:g} s")
-        self._work_off(meeting)
+                    raise _absence_error(meeting.calls[rank], self._absent_ranks(meeting), f"within {timeout:g} s")
+        self._run_jobs(meeting)
         with self.room.changed:
             while meeting.running and meeting.error is None:
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
@@ -127,21 +127,21 @@ class Hub:
             if meeting.error is not None:
                 raise CommError(str(meeting.error), meeting.error.ranks) from meeting.error.__cause__
 
-    def _work_off(self, meeting: Meeting) -> None:
+    def _run_jobs(self, meeting: Rendezvous) -> None:
         while True:
             with self.room.changed:
                 if not meeting.jobs or meeting.error is not None:
                     return
                 job = meeting.jobs.pop()
                 meeting.running += 1
-            error = _attempt(job, meeting)
+            error = _run_job(job, meeting)
             with self.room.changed:
                 meeting.running -= 1
                 if error is not None:
                     meeting.error = error
                 self.room.changed.notify_all()
 
-    def _check(self, rank: int, meeting: Meeting) -> None:
+    def _check(self, rank: int, meeting: Rendezvous) -> None:
         call = meeting.calls[rank]
         if self.room.failure is not None:
             who, error = self.room.failure
@@ -150,17 +150,17 @@ class Hub:
             raise CommError(f"{call}: rank {who} raised {type(error).__name__}: {error}", (who,)) from error
         gone = [r for r in self.ranks if r in self.room.left and r not in meeting.calls]
         if gone:
-            raise _absence(call, gone, "before it returned")
+            raise _absence_error(call, gone, "before it returned")
 
-    def _absent(self, meeting: Meeting) -> list[int]:
+    def _absent_ranks(self, meeting: Rendezvous) -> list[int]:
         return [r for r in self.ranks if r not in meeting.calls]
 
 
-def _absence(call: Call, absent: list[int], until: str) -> CommError:
+def _absence_error(call: CollectiveCall, absent: list[int], until: str) -> CommError:
     return CommError(f"{call}: {name_ranks(absent)} did not take part {until}", tuple(absent))
 
 
-def _attempt(job: Job, meeting: Meeting) -> CommError | None:
+def _run_job(job: RendezvousJob, meeting: Rendezvous) -> CommError | None:
     try:
         job()
     except Exception as cause:
@@ -170,7 +170,7 @@ def _attempt(job: Job, meeting: Meeting) -> CommError | None:
     return None
 
 
-def _difference(calls: Mapping[int, Call]) -> CommError | None:
+def _mismatch_error(calls: Mapping[int, CollectiveCall]) -> CommError | None:
     texts = {rank: str(calls[rank]) for rank in sorted(calls)}
     if len(set(texts.values())) == 1:
         return None
@@ -178,7 +178,7 @@ def _difference(calls: Mapping[int, Call]) -> CommError | None:
     return CommError(f"the ranks made different calls ({who}); every rank must make the same calls in the same order")
 
 
-Plan = Callable[[Mapping[int, Any]], list[Job]]
+JobPlanner = Callable[[Mapping[int, Any]], list[RendezvousJob]]
 
 
 class LocalComm:
@@ -191,14 +191,14 @@ class LocalComm:
 
     process_group = None
 
-    def __init__(self, rank: int, hub: Hub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT):
+    def __init__(self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT):
         self.rank, self.ranks, self._hub = rank, hub.ranks, hub
         self.device, self.timeout = torch.device(device), timeout
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> LocalComm:
         """Return the comm of a world of one rank, for a script that runs without any set-up."""
-        return cls(0, Hub((0,), Room()), device=device)
+        return cls(0, RendezvousHub((0,), ThreadWorldState()), device=device)
 
     def __repr__(self) -> str:
         return f"LocalComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
@@ -212,8 +212,8 @@ class LocalComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Copy each edge's k-th sent tensor into its k-th received one."""
-        outgoing = tensors.edges(self, sends, "sends to", label=label)
-        incoming = tensors.edges(self, receives, "receives from", label=label)
+        outgoing = tensors.check_edges(self, sends, "sends to", label=label)
+        incoming = tensors.check_edges(self, receives, "receives from", label=label)
         return self._start("exchange", label, "", (outgoing, incoming), partial(_plan_exchange, label=label))
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
@@ -225,30 +225,30 @@ class LocalComm:
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
-        payload = (tensors.flat(out, label=label), tensors.flat(tensor, label=label))
-        return self._start("all_gather", label, _describe(tensor), payload, _plan_gather)
+        payload = (tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label))
+        return self._start("all_gather", label, _describe_tensor(tensor), payload, _plan_gather)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
         tensors.check_op(op, tensor.dtype, label=label)
         tensors.check_scatter(out, tensor, self.world_size, label=label)
-        payload = (tensors.flat(out, label=label), tensors.flat(tensor, label=label))
+        payload = (tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label))
         return self._start(
-            "reduce_scatter", label, f"{op} of {_describe(out)}", payload, partial(_plan_reduce_scatter, op=op)
+            "reduce_scatter", label, f"{op} of {_describe_tensor(out)}", payload, partial(_plan_reduce_scatter, op=op)
         )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a tensor over all ranks, in place."""
         tensors.check_op(op, tensor.dtype, label=label)
-        detail = f"{op} of {_describe(tensor)}"
-        whole = tensors.flat(tensor, label=label)
+        detail = f"{op} of {_describe_tensor(tensor)}"
+        whole = tensors.flatten_contiguous(tensor, label=label)
         return self._start("all_reduce", label, detail, whole, partial(_plan_all_reduce, op=op))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
         tensors.check_member(self, src, "source rank", label=label)
-        detail = f"{_describe(tensor)} from rank {src}"
-        whole = tensors.flat(tensor, label=label)
+        detail = f"{_describe_tensor(tensor)} from rank {src}"
+        whole = tensors.flatten_contiguous(tensor, label=label)
         return self._start("broadcast", label, detail, whole, partial(_plan_broadcast, src=src))
 
     def barrier(self, *, label: str) -> None:
@@ -268,55 +268,55 @@ class LocalComm:
         self._hub.finish(self.rank, meeting, self.timeout)
         return [meeting.calls[rank].payload for rank in self.ranks]
 
-    def _post(self, kind: str, label: str, detail: str, payload: Any, plan: Plan) -> Meeting:
-        self._settle()
-        return self._hub.post(self.rank, Call(kind, label, detail, payload), plan)
+    def _post(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Rendezvous:
+        self._synchronize_device()
+        return self._hub.post(self.rank, CollectiveCall(kind, label, detail, payload), plan)
 
-    def _start(self, kind: str, label: str, detail: str, payload: Any, plan: Plan) -> Work:
+    def _start(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Work:
         meeting = self._post(kind, label, detail, payload, plan)
-        return Pending(partial(self._finish, meeting))
+        return PendingWork(partial(self._finish, meeting))
 
-    def _finish(self, meeting: Meeting) -> None:
+    def _finish(self, meeting: Rendezvous) -> None:
         self._hub.finish(self.rank, meeting, self.timeout)
-        self._settle()
+        self._synchronize_device()
 
-    def _settle(self) -> None:
+    def _synchronize_device(self) -> None:
         """Let a device finish: another rank's thread may use another stream."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _describe(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _plan_nothing(payloads: Mapping[int, Any]) -> list[Job]:
+def _plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:
     return []
 
 
-def _plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -> list[Job]:
-    jobs: list[Job] = []
+def _plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -> list[RendezvousJob]:
+    jobs: list[RendezvousJob] = []
     for src, (outgoing, _) in payloads.items():
         for dst, (_, incoming) in payloads.items():
             sent, wanted = outgoing.get(dst, []), incoming.get(src, [])
             wrong = tensors.check_edge(src, dst, [len(t) for t in sent], [len(t) for t in wanted], label=label)
             if wrong:
                 raise CommError(wrong, (src, dst))
-            jobs += [partial(_copy, target, source) for target, source in zip(wanted, sent, strict=True)]
+            jobs += [partial(_copy_run, target, source) for target, source in zip(wanted, sent, strict=True)]
     return jobs
 
 
-def _plan_gather(payloads: Mapping[int, tuple[Tensor, Tensor]]) -> list[Job]:
+def _plan_gather(payloads: Mapping[int, tuple[Tensor, Tensor]]) -> list[RendezvousJob]:
     parts = [tensor for _, tensor in payloads.values()]
     count = len(parts[0])
     return [
-        partial(_copy, out[i * count : (i + 1) * count], part)
+        partial(_copy_run, out[i * count : (i + 1) * count], part)
         for out, _ in payloads.values()
         for i, part in enumerate(parts)
     ]
 
 
-def _plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[Job]:
+def _plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[RendezvousJob]:
     wholes = [tensor for _, tensor in payloads.values()]
     count = len(wholes[0]) // len(wholes)
     return [
@@ -325,16 +325,16 @@ def _plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: R
     ]
 
 
-def _plan_all_reduce(payloads: Mapping[int, Tensor], *, op: ReduceOp) -> list[Job]:
+def _plan_all_reduce(payloads: Mapping[int, Tensor], *, op: ReduceOp) -> list[RendezvousJob]:
     pieces = zip(*(tensor.tensor_split(len(payloads)) for tensor in payloads.values()), strict=True)
     return [partial(_reduce_to_all, list(runs), op) for runs in pieces]
 
 
-def _plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[Job]:
-    return [partial(_copy, tensor, payloads[src]) for rank, tensor in payloads.items() if rank != src]
+def _plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[RendezvousJob]:
+    return [partial(_copy_run, tensor, payloads[src]) for rank, tensor in payloads.items() if rank != src]
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
+def _copy_run(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 

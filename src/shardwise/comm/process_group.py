@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch import backends, group_name
+from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.faults import Accident, Board, Waits
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, Pending, ReduceOp, Work
+from shardwise.comm.faults import TransportError, FaultLog, PendingCalls
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import connect_same_host
 
-_GRACE = 1.0
-_known: dict[str, ProcessGroupComm] = {}
-_made: Counter[str] = Counter()
+_FAULT_GRACE_SECONDS = 1.0
+_comm_by_group: dict[str, ProcessGroupComm] = {}
+_comms_made: Counter[str] = Counter()
 
 
 class ProcessGroupComm:
@@ -50,26 +50,26 @@ class ProcessGroupComm:
         *,
         shared_memory: bool = True,
     ) -> None:
-        self.process_group: dist.ProcessGroup = _resolve(group)
-        self._backends = backends(self.process_group)
+        self.process_group: dist.ProcessGroup = _resolve_group(group)
+        self._backends = group_backends(self.process_group)
         self.rank = dist.get_rank()
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group))
-        self.device = torch.device(device) if device is not None else _usual_device(self._backends)
+        self.device = torch.device(device) if device is not None else _default_device(self._backends)
         self.timeout, self._shared_memory = timeout, shared_memory
         self._calls = 0
         self._engine: Engine | None = None
         self._failure: CommError | None = None
-        self._board = _new_board(self.process_group, self.rank)
-        self._waits = Waits(self._board, partial(_awaited, weakref.ref(self)))
+        self._board = _new_fault_log(self.process_group, self.rank)
+        self._waits = PendingCalls(self._board, partial(_awaited_ranks, weakref.ref(self)))
         self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> ProcessGroupComm:
         """Return the comm of a group, the same one each time; the first call sets its time-out."""
-        resolved = _resolve(group)
-        known = _known.get(group_name(resolved))
+        resolved = _resolve_group(group)
+        known = _comm_by_group.get(group_name(resolved))
         if known is None or known.process_group is not resolved:
-            known = _known[group_name(resolved)] = cls(resolved, timeout=timeout)
+            known = _comm_by_group[group_name(resolved)] = cls(resolved, timeout=timeout)
         return known
 
     def __repr__(self) -> str:
@@ -84,8 +84,8 @@ class ProcessGroupComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Move each edge's k-th sent tensor into its k-th received one."""
-        outgoing = tensors.edges(self, sends, "sends to", label=label)
-        incoming = tensors.edges(self, receives, "receives from", label=label)
+        outgoing = tensors.check_edges(self, sends, "sends to", label=label)
+        incoming = tensors.check_edges(self, receives, "receives from", label=label)
         self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
         return self._start(label, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), label=label))
 
@@ -105,13 +105,13 @@ class ProcessGroupComm:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
         tensors.check_op(op, tensor.dtype, label=label)
         tensors.check_scatter(out, tensor, self.world_size, label=label)
-        part, whole = tensors.flat(out, label=label), tensors.flat(tensor, label=label)
+        part, whole = tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label)
         return self._start(label, lambda e, s: e.reduce_scatter_into(s.write(part), s.read(whole), op, label=label))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a tensor over all ranks, in place."""
         tensors.check_op(op, tensor.dtype, label=label)
-        whole = tensors.flat(tensor, label=label)
+        whole = tensors.flatten_contiguous(tensor, label=label)
         return self._start(label, lambda e, s: e.all_reduce(s.update(whole), op, label=label))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
@@ -141,7 +141,7 @@ class ProcessGroupComm:
         number = self._begin(label)
         try:
             return self._ready_engine().all_gather_bytes(data, label=label)
-        except Accident as accident:
+        except TransportError as accident:
             raise self._explain(accident, number, label) from accident
         finally:
             self._waits.end(number)
@@ -152,17 +152,17 @@ class ProcessGroupComm:
             engine = self._ready_engine()
             stage = Stage(engine.device)
             work = call(engine, stage)
-        except Accident as accident:
+        except TransportError as accident:
             raise self._explain(accident, number, label) from accident
         finally:
             self._waits.end(number)
-        return Pending(partial(self._finish, work, stage, number, label))
+        return PendingWork(partial(self._finish, work, stage, number, label))
 
     def _finish(self, work: Work, stage: Stage, number: int, label: str) -> None:
         self._waits.begin(number, label)
         try:
             work.wait()
-        except Accident as accident:
+        except TransportError as accident:
             raise self._explain(accident, number, label) from accident
         finally:
             self._waits.end(number)
@@ -176,11 +176,11 @@ class ProcessGroupComm:
         self._waits.begin(self._calls, label)
         return self._calls
 
-    def _explain(self, accident: Accident, number: int, label: str) -> CommError:
-        error = self._board.explain(accident, number=number, label=label, grace=min(_GRACE, self.timeout))
+    def _explain(self, accident: TransportError, number: int, label: str) -> CommError:
+        error = self._board.explain(accident, number=number, label=label, grace=min(_FAULT_GRACE_SECONDS, self.timeout))
         self._failure = self._failure or error
         if self._engine is not None:
-            self._engine.give_up(str(error), error.ranks)
+            self._engine.abort(str(error), error.ranks)
         return error
 
     def _copy_own(self, sent: Sequence[Tensor], wanted: Sequence[Tensor], label: str) -> None:
@@ -209,18 +209,18 @@ def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> Pr
     return ProcessGroupComm.of(mesh.get_group(axis))
 
 
-def _new_board(group: dist.ProcessGroup, rank: int) -> Board:
+def _new_fault_log(group: dist.ProcessGroup, rank: int) -> FaultLog:
     name = group_name(group)
-    _made[name] += 1
-    return Board(name, _made[name], rank)
+    _comms_made[name] += 1
+    return FaultLog(name, _comms_made[name], rank)
 
 
-def _awaited(comm: weakref.ref[ProcessGroupComm]) -> tuple[int, ...]:
+def _awaited_ranks(comm: weakref.ref[ProcessGroupComm]) -> tuple[int, ...]:
     alive = comm()
     return alive._engine.awaited if alive is not None and alive._engine is not None else ()
 
 
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(
             "ProcessGroupComm without a process group: call torch.distributed.init_process_group first, "
@@ -232,7 +232,7 @@ def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return resolved
 
 
-def _usual_device(by_type: Mapping[str, str]) -> torch.device:
+def _default_device(by_type: Mapping[str, str]) -> torch.device:
     if by_type.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -149,17 +149,17 @@ class Comm(Protocol):
         ...
 
 
-class Done:
+class CompletedWork:
     """Work that has nothing left to do."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class Pending:
+class PendingWork:
     """Work completed by calling `finish` once; a failure is raised again at every later `wait`.
 
-    >>> work = Pending(lambda: print("moved"))
+    >>> work = PendingWork(lambda: print("moved"))
     >>> work.wait()
     moved
     >>> work.wait()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import Hub, LocalComm, Room
+from shardwise.comm.local import RendezvousHub, LocalComm, ThreadWorldState
 from shardwise.comm.protocol import Comm, CommError
 
 T = TypeVar("T")
@@ -38,14 +38,14 @@ def run_local(
     """
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: give at least 1 rank")
-    room = Room()
-    hub = Hub(tuple(range(world_size)), room)
+    room = ThreadWorldState()
+    hub = RendezvousHub(tuple(range(world_size)), room)
     results: dict[int, T] = {}
     comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]
     intra_op_threads = torch.get_num_threads()
     try:
-        threads = [_start(comm, fn, args, results, room) for comm in comms]
-        _join(threads, room, timeout)
+        threads = [_start_rank(comm, fn, args, results, room) for comm in comms]
+        _join_ranks(threads, room, timeout)
     finally:
         torch.set_num_threads(intra_op_threads)
     if room.failure is not None:
@@ -55,15 +55,15 @@ def run_local(
     return [results[rank] for rank in range(world_size)]
 
 
-def _start(
-    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: Room
+def _start_rank(
+    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: ThreadWorldState
 ) -> threading.Thread:
     grad = torch.is_grad_enabled()
     context = copy_context()
 
     def body() -> None:
         try:
-            results[comm.rank] = _as_rank(fn, comm, args, grad)
+            results[comm.rank] = _run_as_rank(fn, comm, args, grad)
             room.leave(comm.rank)
         except BaseException as error:
             room.fail(comm.rank, error)
@@ -73,13 +73,13 @@ def _start(
     return thread
 
 
-def _as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool) -> T:
+def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool) -> T:
     torch.set_num_threads(1)
     with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
         return fn(comm, *args)
 
 
-def _join(threads: list[threading.Thread], room: Room, timeout: float) -> None:
+def _join_ranks(threads: list[threading.Thread], room: ThreadWorldState, timeout: float) -> None:
     """Wait for the ranks; once one has failed, for the others no longer than the time-out."""
     try:
         for thread in threads:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from shardwise._torch import pytree
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_of, order_of, spec_of, torch_placements
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_from_device_mesh, dtensor_split_order, spec_from_dtensor, torch_placements
 from shardwise.ops.engine.dispatcher import call_op
-from shardwise.ops.engine.explain import Entry, brief, forbid, record, user_line
-from shardwise.ops.engine.fast_path import call_through, note_special
+from shardwise.ops.engine.explain import LogEntry, layout_brief, check_may_communicate, record_entry, user_line
+from shardwise.ops.engine.fast_path import call_fast_path, note_special
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
-from shardwise.tensor.move import describe, text_of
+from shardwise.tensor.move import describe_tensor, format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
     """
     spec = tensor._spec
     shape = tuple(spec.shape)
-    native = spec_of(spec.mesh, spec.placements, shape, order_of(spec))
+    native = spec_from_dtensor(spec.mesh, spec.placements, shape, dtensor_split_order(spec))
     layout = native.layout(shape)
     comm = comm or _comm_of(spec.mesh)
     _meshes[(native.mesh, spec.mesh.device_type)] = spec.mesh
@@ -57,7 +57,7 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
         local = local.wait()
     if layout.local_shapes(comm.rank) != (tuple(local.shape),):
         raise LayoutError(
-            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {text_of(layout)} has "
+            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {format_layout_text(layout)} has "
             f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
         )
     return wrap(layout, (local,), comm)
@@ -86,7 +86,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     shape = tuple(tensor.shape)
     if view is None or len(tensor.local_parts) > 1:
         raise LayoutError(
-            f"{describe(tensor.dtype, tensor.sharding)} has no counterpart in DTensor, which needs a mesh and one local "
+            f"{describe_tensor(tensor.dtype, tensor.sharding)} has no counterpart in DTensor, which needs a mesh and one local "
             "tensor on each rank; redistribute to a mesh layout"
         )
     words = importlib.import_module(TENSOR_MODULE)
@@ -101,7 +101,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
 
 
 def _checked(device_mesh: DeviceMesh, view: MeshSpec) -> DeviceMesh:
-    given = mesh_of(device_mesh)
+    given = mesh_from_device_mesh(device_mesh)
     if given.shape != view.mesh.shape or given.ranks.tolist() != view.mesh.ranks.tolist():
         raise LayoutError(f"the tensor lies on the mesh {view.mesh}, the device mesh given is {given}; redistribute it")
     return device_mesh
@@ -138,7 +138,7 @@ def dtensor_fallback() -> Iterator[None]:
     finally:
         _blocks[0] -= 1
         if _blocks[0] == 0:
-            set_engine(call_op, call_through, note_special)
+            set_engine(call_op, call_fast_path, note_special)
         _falls_back.reset(token)
 
 
@@ -146,7 +146,7 @@ def _call_or_fall_back(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
-        return call_through(func, types, args, kwargs)
+        return call_fast_path(func, types, args, kwargs)
     except UnsupportedOpError as error:
         if not _falls_back.get() or not dist.is_initialized():
             raise
@@ -158,7 +158,7 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     name = getattr(func, "__name__", str(func))
     sharded = list(sharded_leaves(args, kwargs))
     for tensor in sharded:
-        forbid(f"{name} on DTensor", tensor.sharding, tensor.sharding)
+        check_may_communicate(f"{name} on DTensor", tensor.sharding, tensor.sharding)
     given = {id(t): to_dtensor(t) for t in sharded}
     inner_args, inner_kwargs = pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
     try:
@@ -176,5 +176,5 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _note(name: str, inputs: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> None:
-    shown = tuple(brief(t.sharding) for t in inputs), tuple(brief(t.sharding) for t in outputs)
-    record(Entry(f"{name} (run on DTensor)", *shown, 0, user_line()))
+    shown = tuple(layout_brief(t.sharding) for t in inputs), tuple(layout_brief(t.sharding) for t in outputs)
+    record_entry(LogEntry(f"{name} (run on DTensor)", *shown, 0, user_line()))

@@ -25,7 +25,7 @@ from shardwise.embedding.lookup_call import Call
 from shardwise.embedding.options import BagArguments, Options, host_ids, id_problem
 from shardwise.embedding.pool import Bags, ask_for_sums, pooled
 from shardwise.embedding.slabs import Numbers
-from shardwise.tensor.dispatch import handler
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Types = Sequence[type]
@@ -35,12 +35,12 @@ Kwargs = dict[str, Any]
 _embed, _bag = otherwise(F.embedding), otherwise(F.embedding_bag)
 
 
-@handler(F.embedding)
+@register_handler(F.embedding)
 def _embedding(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     return _of_local_ids(*args, **kwargs) if _is_local(*args, **kwargs) else _embed(types, args, kwargs, comm)
 
 
-@handler(F.embedding_bag)
+@register_handler(F.embedding_bag)
 def _embedding_bag(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     return _bags_of_local_ids(*args, **kwargs) if _is_local(*args, **kwargs) else _bag(types, args, kwargs, comm)
 
@@ -106,7 +106,7 @@ def _sums(
     if padding is not None:
         kept = np.flatnonzero(~padding)
         ids, of, scales = ids[kept], of[kept], None if scales is None else scales[torch.from_numpy(kept)]
-    bags, held = Bags(ids, of, len(lengths), scales), weight._on_tape()
+    bags, held = Bags(ids, of, len(lengths), scales), weight._tape_tensors()
     recorded = samples is not None and torch.is_grad_enabled() and samples.requires_grad
     pooling = ask_for_sums(call, bags, held[0], possible=not recorded, problem=problem)
     if pooling is None:

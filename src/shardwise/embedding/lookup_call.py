@@ -63,7 +63,7 @@ class Call:
 
     def digest(self) -> int:
         """A number that differs where ranks do not agree."""
-        return zlib.crc32(repr((sorted(self.fields.items()), self.layout._meaning, self.everyone)).encode())
+        return zlib.crc32(repr((sorted(self.fields.items()), self.layout._layout_digest, self.everyone)).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def ask(call: Call, groups: Sequence[Lists], notes: tuple[int, int] = (0, 0), pr
     data = dict(zip(comm.ranks, comm.all_gather_bytes(message, label=call.label), strict=True))
     heads = {r: np.frombuffer(d, np.int64, _FIXED).tolist() for r, d in data.items()}
     if any(h[0] != digest or h[1] for h in heads.values()):
-        given = {**call.fields, "everyone": call.everyone, "layout": call.layout._meaning.hex()}
+        given = {**call.fields, "everyone": call.everyone, "layout": call.layout._layout_digest.hex()}
         agree(comm, given, label=call.label, problem=problem)
     kinds = [part.dtype for part in groups[0]] if groups else []
     lists = {r: _lists(call, kinds, r, d, bool(heads[r][2])) for r, d in data.items()}

@@ -14,9 +14,9 @@ from torch import Tensor
 from shardwise.embedding.fetch import Request
 from shardwise.embedding.lookup_call import Call
 from shardwise.embedding.slabs import BoolArray, Numbers, check_table
-from shardwise.ops.engine.explain import forbid, is_watched
+from shardwise.ops.engine.explain import check_may_communicate, is_explaining_or_forbidding
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import everywhere
+from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
@@ -35,8 +35,8 @@ class Options:
         """The collective call, after all checks that come out the same on every rank."""
         self._check(weight)
         layout, comm = weight.sharding, weight.comm
-        if is_watched():
-            forbid(self.name, layout, everywhere(layout.shape, comm.ranks))
+        if is_explaining_or_forbidding():
+            check_may_communicate(self.name, layout, replicated_layout(layout.shape, comm.ranks))
         recorded = torch.is_grad_enabled() and weight.requires_grad
         wanted = {"max_norm": self.max_norm, "norm_type": self.norm_type, "dtype": str(weight.dtype), **fields}
         return Call(layout, comm, recorded or self.max_norm is not None, self.name, wanted)
@@ -57,7 +57,7 @@ class Options:
 
     def limited(self, weight: ShardedTensor, request: Request) -> tuple[Tensor, ...]:
         """What this rank holds, on the tape, after rows that are wanted were scaled down to `max_norm`."""
-        held: tuple[Tensor, ...] = weight._on_tape()
+        held: tuple[Tensor, ...] = weight._tape_tensors()
         if self.max_norm is not None:
             with torch.no_grad():
                 request.renorm(weight.local_parts, self.max_norm, float(self.norm_type), held[0])

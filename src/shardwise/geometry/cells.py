@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.geometry.box import Box, Piece
-from shardwise.geometry.mesh import IntArray, Mesh, frozen_array
-from shardwise.geometry.placements import Part, Partial, Placement, Replicate, Shard, split_part
+from shardwise.geometry.mesh import IntArray, Mesh, freeze_array
+from shardwise.geometry.placements import DimIntervals, Partial, Placement, Replicate, Shard, split_part
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,14 +54,14 @@ class Cells:
 
 def whole_dim(length: int) -> DimCuts:
     """A dim that is not cut."""
-    zero = frozen_array([0])
-    return DimCuts(zero, frozen_array([length]), zero)
+    zero = freeze_array([0])
+    return DimCuts(zero, freeze_array([length]), zero)
 
 
 def cuts_from_sizes(sizes: Sequence[int]) -> DimCuts:
     """A dim cut in these lengths, each cell at the start of a local tensor of its own."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
-    return DimCuts(frozen_array(ends - np.asarray(sizes)), frozen_array(sizes), frozen_array(np.zeros(len(sizes))))
+    return DimCuts(freeze_array(ends - np.asarray(sizes)), freeze_array(sizes), freeze_array(np.zeros(len(sizes))))
 
 
 def grid_cells(sizes: Sequence[Sequence[int]], owners: IntArray) -> Cells:
@@ -70,7 +70,7 @@ def grid_cells(sizes: Sequence[Sequence[int]], owners: IntArray) -> Cells:
     flat = owners.reshape(-1, owners.shape[-1])
     slots = _running_count(flat).reshape((*grid_shape, 1, owners.shape[-1]))
     expanded = owners.reshape((*grid_shape, 1, owners.shape[-1]))
-    return Cells(tuple(cuts_from_sizes(s) for s in sizes), frozen_array(expanded), frozen_array(slots))
+    return Cells(tuple(cuts_from_sizes(s) for s in sizes), freeze_array(expanded), freeze_array(slots))
 
 
 def _running_count(ranks: IntArray) -> IntArray:
@@ -98,7 +98,7 @@ def mesh_cells(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]
 
 def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[DimCuts, IntArray]:
     """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
-    parts: list[tuple[tuple[int, ...], Part]] = [((), ((0, length),))]
+    parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
     for axis in axes:
         placement = placements[axis]
         assert isinstance(placement, Shard)
@@ -116,7 +116,7 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
             position += stop - start
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axes))
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
-    return DimCuts(*(frozen_array(table[:, i]) for i in range(3))), table[:, 3:]
+    return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
 
 
 def _mesh_owners(
@@ -137,7 +137,7 @@ def _mesh_owners(
     owners = owners.reshape((1,) * (total - owners.ndim) + owners.shape)
     addends = int(np.prod([mesh.shape[a] for a in pending], dtype=np.int64))
     replicas = int(np.prod([mesh.shape[a] for a in copied], dtype=np.int64))
-    return frozen_array(owners.reshape((*owners.shape[:ndim], addends, replicas)))
+    return freeze_array(owners.reshape((*owners.shape[:ndim], addends, replicas)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

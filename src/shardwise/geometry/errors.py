@@ -17,10 +17,10 @@ class NotationError(LayoutError):
         self.position = position
 
 
-def whole_numbers(values: Iterable[object], what: str) -> tuple[int, ...]:
+def to_int_tuple(values: Iterable[object], what: str) -> tuple[int, ...]:
     """Numbers as a tuple of ints; a number that is not whole is refused, never rounded.
 
-    >>> whole_numbers((4, 2.5), "a shape")
+    >>> to_int_tuple((4, 2.5), "a shape")
     Traceback (most recent call last):
     ...
     shardwise.geometry.errors.LayoutError: a shape holds whole numbers, got (4, 2.5)

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.geometry.box import Piece
 from shardwise.geometry.cells import PieceTable
-from shardwise.geometry.layout import ShardingSpec, checked_table
+from shardwise.geometry.layout import ShardingSpec, build_checked_table
 from shardwise.geometry.mesh import IntArray, Mesh
 from shardwise.geometry.placements import Placement, Replicate, Shard, chunk_sizes
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
@@ -22,7 +22,7 @@ def infer_spec(shape: Sequence[int], pieces: Sequence[Piece]) -> ShardingSpec:
     ChunkSpec(dim=1, ranks=1,0)
     """
     shape = tuple(shape)
-    table = checked_table(shape, pieces, replicated=True)
+    table = build_checked_table(shape, pieces, replicated=True)
     enumerable = EnumerableSpec(pieces, replicated=len(np.unique(table.cells)) < len(table))
     wanted = enumerable.layout(shape)
     for candidate in _candidates(shape, table):

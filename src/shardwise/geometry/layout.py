@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes, table_from_cells
 from shardwise.geometry.coverage import check_coverage
-from shardwise.geometry.errors import LayoutError, whole_numbers
+from shardwise.geometry.errors import LayoutError, to_int_tuple
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import Reduction
 
@@ -44,7 +44,7 @@ class ShardingSpec(ABC):
     def layout(self, shape: Sequence[int]) -> Layout:
         """This spec applied to a shape: the same object each time."""
         shape = check_shape(shape)
-        key = _Key(self, shape)
+        key = _InternKey(self, shape)
         found = _interned.get(key)
         if found is None:
             found = _interned[key] = Layout(shape, self)
@@ -52,7 +52,7 @@ class ShardingSpec(ABC):
 
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         """Where everything is: a product form where there is one, else a table of validated pieces."""
-        return checked_table(shape, self.pieces(shape))
+        return build_checked_table(shape, self.pieces(shape))
 
     def reduction(self) -> Reduction | None:
         """The reduction that this spec leaves pending."""
@@ -63,7 +63,7 @@ class ShardingSpec(ABC):
         return None
 
 
-class _Key:
+class _InternKey:
     """A spec and a shape, hashed once: dropping a layout must not call a spec's own methods."""
 
     __slots__ = ("hash", "shape", "spec")
@@ -76,24 +76,24 @@ class _Key:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Key):
+        if not isinstance(other, _InternKey):
             return NotImplemented
         same_kind = type(self.spec) is type(other.spec) and self.shape == other.shape
         return same_kind and bool(self.spec == other.spec)
 
 
-_interned: WeakValueDictionary[_Key, Layout] = WeakValueDictionary()
+_interned: WeakValueDictionary[_InternKey, Layout] = WeakValueDictionary()
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of ints, or an error."""
-    checked = whole_numbers(shape, "a shape")
+    checked = to_int_tuple(shape, "a shape")
     if any(s < 0 for s in checked):
         raise LayoutError(f"a shape has no negative lengths, got {checked}")
     return checked
 
 
-def checked_table(shape: Sequence[int], pieces: Sequence[Piece], replicated: bool = False) -> PieceTable:
+def build_checked_table(shape: Sequence[int], pieces: Sequence[Piece], replicated: bool = False) -> PieceTable:
     """The table of pieces that are checked to cover the tensor exactly once (each replica once)."""
     for piece in pieces:
         if piece.box.ndim != len(shape):
@@ -104,10 +104,10 @@ def checked_table(shape: Sequence[int], pieces: Sequence[Piece], replicated: boo
     ranks = np.array([p.rank for p in pieces], np.int64)
     named = any(p.device is not None for p in pieces)
     devices = tuple(p.device for p in pieces) if named else None
-    return checked_columns(shape, table_from_boxes(offsets, sizes, ranks, devices), replicated)
+    return check_piece_table(shape, table_from_boxes(offsets, sizes, ranks, devices), replicated)
 
 
-def checked_columns(shape: Sequence[int], table: PieceTable, replicated: bool) -> PieceTable:
+def check_piece_table(shape: Sequence[int], table: PieceTable, replicated: bool) -> PieceTable:
     """The same table, checked."""
     rows = np.arange(len(table))
     if replicated:
@@ -249,7 +249,7 @@ class Layout:
         return {rank: count * itemsize for rank, count in self.elements_per_rank().items()}
 
     @cached_property
-    def _meaning(self) -> bytes:
+    def _layout_digest(self) -> bytes:
         """A digest of all that decides what is where."""
         table = self.table
         order, ranks = self._by_rank
@@ -266,14 +266,14 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self._meaning))
+        return hash((self.shape, self._layout_digest))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, Layout):
             return NotImplemented
-        return self.shape == other.shape and self._meaning == other._meaning
+        return self.shape == other.shape and self._layout_digest == other._layout_digest
 
     def __hash__(self) -> int:
         return self._hash

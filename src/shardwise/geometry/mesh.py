@@ -14,7 +14,7 @@ from shardwise.geometry.errors import LayoutError
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
-def frozen_array(values: Any) -> IntArray:
+def freeze_array(values: Any) -> IntArray:
     """An int64 array that cannot be written to."""
     array = np.array(values, dtype=np.int64)
     array.setflags(write=False)
@@ -38,7 +38,7 @@ class Mesh:
 
     def __init__(self, axes: Sequence[str], ranks: npt.ArrayLike) -> None:
         self._set("axes", tuple(axes))
-        self._set("ranks", frozen_array(ranks))
+        self._set("ranks", freeze_array(ranks))
         self._check()
         self._set("_hash", hash((self.axes, self.ranks.shape, self.ranks.tobytes())))
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from shardwise.geometry.errors import LayoutError, whole_numbers
+from shardwise.geometry.errors import LayoutError, to_int_tuple
 
 Interval: TypeAlias = tuple[int, int]
-Part: TypeAlias = tuple[Interval, ...]
+DimIntervals: TypeAlias = tuple[Interval, ...]
 
 
 def chunk_sizes(length: int, count: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def bounds(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def split_part(part: Part, shard: Shard, count: int, axis: str) -> list[Part]:
+def split_part(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[DimIntervals]:
     """Split what one rank holds of a dim among the `count` ranks of an axis.
 
     >>> split_part(((0, 10),), Shard(0), 4, "tp")
@@ -50,16 +50,16 @@ def split_part(part: Part, shard: Shard, count: int, axis: str) -> list[Part]:
     """
     parts: list[list[Interval]] = [[] for _ in range(count)]
     for group in _cut_at_groups(part, shard):
-        for index, start, stop in _share_out(_length(group), shard, count, axis):
-            parts[index].extend(_rows(group, start, stop))
-    return [_tidy(p, part) for p in parts]
+        for index, start, stop in _deal_rows(_intervals_length(group), shard, count, axis):
+            parts[index].extend(_take_interval_rows(group, start, stop))
+    return [_merge_intervals(p, part) for p in parts]
 
 
-def _length(part: Sequence[Interval]) -> int:
+def _intervals_length(part: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in part)
 
 
-def _cut_at_groups(part: Part, shard: Shard) -> list[Part]:
+def _cut_at_groups(part: DimIntervals, shard: Shard) -> list[DimIntervals]:
     if shard.groups is None:
         return [part]
     edges = bounds(shard.groups)
@@ -67,7 +67,7 @@ def _cut_at_groups(part: Part, shard: Shard) -> list[Part]:
     return [c for c in cut if c]
 
 
-def _share_out(length: int, shard: Shard, count: int, axis: str) -> list[tuple[int, int, int]]:
+def _deal_rows(length: int, shard: Shard, count: int, axis: str) -> list[tuple[int, int, int]]:
     """(rank index, first row, last row + 1) of every run of rows, in order."""
     if shard.block is not None:
         starts = range(0, length, shard.block)
@@ -82,7 +82,7 @@ def _share_out(length: int, shard: Shard, count: int, axis: str) -> list[tuple[i
     return [(i, edges[i], edges[i + 1]) for i in range(count)]
 
 
-def _rows(part: Part, start: int, stop: int) -> list[Interval]:
+def _take_interval_rows(part: DimIntervals, start: int, stop: int) -> list[Interval]:
     """Rows `start` to `stop` of the concatenation of a part's intervals; an empty range gives an empty interval."""
     if len(part) == 1:
         return [(part[0][0] + start, part[0][0] + stop)]
@@ -96,7 +96,7 @@ def _rows(part: Part, start: int, stop: int) -> list[Interval]:
     return rows
 
 
-def _tidy(intervals: list[Interval], whole: Part) -> Part:
+def _merge_intervals(intervals: list[Interval], whole: DimIntervals) -> DimIntervals:
     """Join intervals that touch, drop empty ones, but keep one so that every rank holds something."""
     joined: list[Interval] = []
     for start, stop in intervals:
@@ -140,7 +140,7 @@ class Shard:
             value = getattr(self, name)
             if value is None:
                 continue
-            object.__setattr__(self, name, whole_numbers(value, f"Shard({self.dim}, {name}=...)"))
+            object.__setattr__(self, name, to_int_tuple(value, f"Shard({self.dim}, {name}=...)"))
             if any(v < 0 for v in value):
                 raise LayoutError(f"Shard({self.dim}, {name}={tuple(value)}): lengths are 0 or more")
         if self.block is not None and self.block < 1:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from shardwise.geometry.box import Piece
 from shardwise.geometry.cells import Cells, PieceTable, grid_cells, mesh_cells, table_from_boxes
-from shardwise.geometry.errors import LayoutError, whole_numbers
-from shardwise.geometry.layout import ShardingSpec, checked_columns
-from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, frozen_array
+from shardwise.geometry.errors import LayoutError, to_int_tuple
+from shardwise.geometry.layout import ShardingSpec, check_piece_table
+from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array
 from shardwise.geometry.placements import (
     Partial,
     Placement,
@@ -50,8 +50,8 @@ class ChunkSpec(_ProductSpec):
     devices: Devices = None
 
     def __init__(self, dim: int, ranks: int | Sequence[int], devices: Sequence[str | None] | None = None) -> None:
-        chosen = tuple(range(ranks)) if isinstance(ranks, int) else whole_numbers(ranks, "ranks of ChunkSpec")
-        object.__setattr__(self, "dim", whole_numbers((dim,), "a dim")[0])
+        chosen = tuple(range(ranks)) if isinstance(ranks, int) else to_int_tuple(ranks, "ranks of ChunkSpec")
+        object.__setattr__(self, "dim", to_int_tuple((dim,), "a dim")[0])
         object.__setattr__(self, "ranks", chosen)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         if not chosen or min(chosen) < 0:
@@ -87,16 +87,16 @@ class GridSpec(_ProductSpec):
     ranks: IntArray
 
     def __init__(self, splits: Sequence[int | Sequence[int]], ranks: npt.ArrayLike) -> None:
-        chosen = tuple(s if isinstance(s, int) else whole_numbers(s, "splits of GridSpec") for s in splits)
+        chosen = tuple(s if isinstance(s, int) else to_int_tuple(s, "splits of GridSpec") for s in splits)
         object.__setattr__(self, "splits", chosen)
         counts = tuple(s if isinstance(s, int) else len(s) for s in chosen)
-        array = frozen_array(ranks)
+        array = freeze_array(ranks)
         if array.shape != counts and array.shape[:-1] != counts:
             raise LayoutError(
                 f"splits {chosen} make a grid of shape {counts}; give a rank array of this shape "
                 f"(or with one more axis for replicas), got shape {array.shape}"
             )
-        array = frozen_array(array.reshape((*counts, -1))) if array.size else array
+        array = freeze_array(array.reshape((*counts, -1))) if array.size else array
         object.__setattr__(self, "ranks", array)
         self._check()
 
@@ -285,7 +285,7 @@ class EnumerableSpec(ShardingSpec):
         return spec
 
     def _fill(self, offsets: IntArray, sizes: IntArray, ranks: IntArray, devices: Devices, replicated: bool) -> None:
-        own = {"offsets": frozen_array(offsets), "sizes": frozen_array(sizes), "ranks": frozen_array(ranks)}
+        own = {"offsets": freeze_array(offsets), "sizes": freeze_array(sizes), "ranks": freeze_array(ranks)}
         digest = hashlib.blake2b(repr((offsets.shape, replicated)).encode(), digest_size=16)
         for column in own.values():
             digest.update(column.tobytes())
@@ -306,7 +306,7 @@ class EnumerableSpec(ShardingSpec):
             offsets = sizes = np.zeros((0, len(shape)), np.int64)
         if offsets.shape[1] != len(shape):
             raise LayoutError(f"the pieces have {offsets.shape[1]} dims; the tensor's shape {shape} has {len(shape)}")
-        return checked_columns(shape, table_from_boxes(offsets, sizes, self.ranks, self.devices), self.replicated)
+        return check_piece_table(shape, table_from_boxes(offsets, sizes, self.ranks, self.devices), self.replicated)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EnumerableSpec):

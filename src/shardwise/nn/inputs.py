@@ -23,7 +23,7 @@ from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Sha
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.model_plan import ModelPlan
 from shardwise.ops.engine.mixed import plain_as_replicated
-from shardwise.ops.engine.view_sharding import NoViewError, express
+from shardwise.ops.engine.view_sharding import NoViewError, express_shard
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Reading = tuple[nn.Module, AbstractContextManager[None]]
@@ -127,7 +127,7 @@ def _split(lengths: IntArray, mesh: Mesh, axis: int) -> Shard:
     """How an axis cuts dim 0, from the lengths along it (last) in each part of the axes before it."""
     sizes = [tuple(row) for row in lengths.reshape(-1, lengths.shape[-1]).tolist()]
     try:
-        return express(0, sizes)
+        return express_shard(0, sizes)
     except NoViewError:
         raise DisagreementError(
             f"inputs: the parts along axis {mesh.axes[axis]!r} have the lengths {' and '.join(map(str, sizes))} in the "

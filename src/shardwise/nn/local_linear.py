@@ -21,15 +21,15 @@ from shardwise.embedding.local_batch import as_matrix, is_local_batch, otherwise
 from shardwise.geometry import Mesh, MeshSpec, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.vary import varied
-from shardwise.tensor.dispatch import handler
-from shardwise.tensor.move import everywhere, moved
+from shardwise.ops.engine.vary import vary_along
+from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.move import replicated_layout, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _linear_of_sharded = otherwise(F.linear)
 
 
-@handler(F.linear)
+@register_handler(F.linear)
 def _linear(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     if _is_local(*args, **kwargs):
         return _of_local_rows(*args, **kwargs)
@@ -53,9 +53,9 @@ def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, ShardedTensor):
         return parameter
     comm = parameter.comm
-    dst = everywhere(tuple(parameter.shape), comm.ranks)
-    locals_, anchor = moved(parameter, dst, "linear")
-    return varied(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
+    dst = replicated_layout(tuple(parameter.shape), comm.ranks)
+    locals_, anchor = move_to(parameter, dst, "linear")
+    return vary_along(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
 
 
 def _mesh_of(weight: ShardedTensor) -> Mesh | None:
@@ -80,7 +80,7 @@ def _over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tensor | Non
     spec = MeshSpec(mesh, (Shard(0, sizes=tuple(told[r][0] for r in mesh.ranks.tolist())),))
     batch = wrap(spec.layout((total, weight.shape[1])), (rows.contiguous(),), comm)
     product: ShardedTensor = call_op(torch.ops.aten.linear.default, (), (batch, weight), {})
-    result = moved(product, spec.layout((total, weight.shape[0])), "linear")[0][0]
+    result = move_to(product, spec.layout((total, weight.shape[0])), "linear")[0][0]
     return result.reshape(*input.shape[:-1], weight.shape[0])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.embedding.slabs import share
 from shardwise.geometry import ShardingSpec
-from shardwise.tensor.comms import Group
+from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.spec_shard import shard_tensor
@@ -24,7 +24,7 @@ Initialiser: TypeAlias = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
 
 
-def laid_out(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Group | None) -> ShardedTensor:
+def laid_out(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupOrComm | None) -> ShardedTensor:
     """A tensor laid out by a spec: the values of the source rank, or none for a tensor on the meta device."""
     if tensor.is_meta:
         return empty(spec, *tensor.shape, dtype=tensor.dtype, process_group=process_group)

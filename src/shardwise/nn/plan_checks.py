@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError, agree, name_ranks
 from shardwise.geometry import Layout, Mesh, MeshSpec, ShardingSpec
 from shardwise.nn.patterns import PlanError
-from shardwise.tensor.move import text_of
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.placement_specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -101,4 +101,4 @@ def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:
 
 def texts_of(layouts: Mapping[str, Layout]) -> Fields:
     """What ranks compare of their plans."""
-    return {name: text_of(layout) for name, layout in layouts.items()}
+    return {name: format_layout_text(layout) for name, layout in layouts.items()}

@@ -23,7 +23,7 @@ from shardwise.nn.materialise import Initialiser, check_initialisers, initialise
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan_checks import Fields, check_mesh, check_ranks, check_source, check_together, layouts_of, texts_of
-from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -35,7 +35,7 @@ def shard_parameter(
     param_name: str,
     sharding_spec: ShardingSpec,
     src_rank: int = 0,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
 ) -> None:
     """Replace a parameter of a module by a ShardedTensor that holds the values of `src_rank`.
 
@@ -76,7 +76,7 @@ def shard_module(
     module: nn.Module,
     plan: ShardingPlan | ModelPlan,
     src_rank: int = 0,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     *,
     init: Initialiser | None = None,
 ) -> None:
@@ -93,7 +93,7 @@ def shard_module(
     """
     if not isinstance(plan, ShardingPlan | ModelPlan):
         raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
-    comm = comm_for(process_group)
+    comm = resolve_comm(process_group)
     empty: dict[str, nn.Module] = {}
 
     def check() -> Fields:
@@ -121,7 +121,7 @@ def _fit_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> Fields:
     return {**texts_of(layouts), **sharders, **outputs, "return_local_tensor": plan.return_local_tensor or []}
 
 
-def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group: Group | None) -> None:
+def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group: GroupOrComm | None) -> None:
     for name, rule in plan.plan.items():
         path, _, last = name.rpartition(".")
         parent = module.get_submodule(path)

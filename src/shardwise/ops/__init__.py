@@ -2,7 +2,7 @@
 
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import HiddenCommunicationError, explain, no_communication
-from shardwise.ops.engine.fast_path import call_through, note_special
+from shardwise.ops.engine.fast_path import call_fast_path, note_special
 from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated, replicate
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding, remove_sharding, sharding_rule
 from shardwise.ops.rules import attention as _attention_rules  # noqa: F401  # registers rules
@@ -31,7 +31,7 @@ from shardwise.ops.rules import variance as _spread_rules  # noqa: F401  # regis
 from shardwise.ops.rules import view as _view_rules  # noqa: F401  # registers rules
 from shardwise.tensor.dispatch import set_engine
 
-set_engine(call_op, call_through, note_special)
+set_engine(call_op, call_fast_path, note_special)
 
 __all__ = [
     "HiddenCommunicationError",

@@ -16,30 +16,30 @@ from shardwise.geometry import LayoutError, Mesh, MeshSpec, Partial, Placement, 
 TENSOR_MODULE = "torch.distributed.tensor"
 
 
-def mesh_of(device_mesh: Any) -> Mesh:
+def mesh_from_device_mesh(device_mesh: Any) -> Mesh:
     """torch's DeviceMesh as a Mesh; axes without names are called axis0, axis1..."""
     ranks = device_mesh.mesh
     names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(ranks.ndim))
     return Mesh(tuple(names), ranks.tolist())
 
 
-def spec_of(device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], shard_order: Any = None) -> MeshSpec:
+def spec_from_dtensor(device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], shard_order: Any = None) -> MeshSpec:
     """A DTensor's mesh and placements as a MeshSpec; strided shards become an order of splits."""
-    mesh = mesh_of(device_mesh)
+    mesh = mesh_from_device_mesh(device_mesh)
     if shard_order is not None:
         order = [mesh.axes[axis] for entry in shard_order for axis in entry.mesh_dims]
     else:
-        order = _order_of(mesh, placements, shape)
-    return MeshSpec(mesh, [_ours(p) for p in placements], order or None)
+        order = _order_from_strided(mesh, placements, shape)
+    return MeshSpec(mesh, [_placement_from_torch(p) for p in placements], order or None)
 
 
-def order_of(spec: Any) -> Any:
+def dtensor_split_order(spec: Any) -> Any:
     """The order of splits that a DTensor's spec gives apart from its placements; None where strided shards say it."""
     strided = any(type(p).__name__ == "_StridedShard" for p in spec.placements)
     return None if strided else getattr(spec, "shard_order", None)
 
 
-def _ours(placement: Any) -> Placement:
+def _placement_from_torch(placement: Any) -> Placement:
     kind = type(placement).__name__
     if kind in ("Shard", "_StridedShard"):
         return Shard(placement.dim)
@@ -52,14 +52,14 @@ def _ours(placement: Any) -> Placement:
     )
 
 
-def _order_of(mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> list[str]:
+def _order_from_strided(mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> list[str]:
     """The order of splits that strided shards stand for."""
     strided = {p.dim for p in placements if type(p).__name__ == "_StridedShard"}
     order: list[str] = []
     for dim in sorted(strided):
         axes = [a for a, p in enumerate(placements) if getattr(p, "dim", None) == dim]
         wanted = {a: getattr(placements[a], "split_factor", 1) for a in axes}
-        fits = [p for p in permutations(axes) if all(_factor(mesh, p, a) == wanted[a] for a in axes)]
+        fits = [p for p in permutations(axes) if all(_split_factor(mesh, p, a) == wanted[a] for a in axes)]
         if not fits:
             raise LayoutError(
                 f"the split factors {wanted} of dim {dim} are no order of the axes {mesh}; redistribute to Shard({dim})"
@@ -69,7 +69,7 @@ def _order_of(mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> li
     return order
 
 
-def _factor(mesh: Mesh, order: Sequence[int], axis: int) -> int:
+def _split_factor(mesh: Mesh, order: Sequence[int], axis: int) -> int:
     """torch's split factor: the ranks of the axes that split earlier but stand later in the mesh."""
     return prod(mesh.shape[a] for a in order[: order.index(axis)] if a > axis)
 
@@ -89,9 +89,9 @@ def torch_placements(spec: MeshSpec, shape: Sequence[int]) -> tuple[Any, ...]:
     found = [torch_placement(p) for p in resolved.placements]
     for axis in range(len(found)):
         if found[axis] is None:
-            found[axis] = _as_chunks(resolved, axis, shape)
+            found[axis] = _chunk_placement(resolved, axis, shape)
     if not resolved.splits_in_mesh_order:
-        _stride(resolved, shape, found)
+        _insert_strided_shards(resolved, shape, found)
     return tuple(found)
 
 
@@ -106,7 +106,7 @@ def torch_placement(placement: Placement) -> Any:
     return words.Shard(placement.dim) if plain else None
 
 
-def _as_chunks(spec: MeshSpec, axis: int, shape: Sequence[int]) -> Any:
+def _chunk_placement(spec: MeshSpec, axis: int, shape: Sequence[int]) -> Any:
     """A Shard with given lengths as a plain one, if that cuts alike."""
     placement = spec.placements[axis]
     assert isinstance(placement, Shard)
@@ -120,13 +120,13 @@ def _as_chunks(spec: MeshSpec, axis: int, shape: Sequence[int]) -> Any:
     return torch_placement(Shard(placement.dim))
 
 
-def _stride(spec: MeshSpec, shape: Sequence[int], found: list[Any]) -> None:
+def _insert_strided_shards(spec: MeshSpec, shape: Sequence[int], found: list[Any]) -> None:
     """Replace shards that split in another order than the mesh's by torch's strided ones."""
     words = sys.modules[f"{TENSOR_MODULE}.placement_types"]
     dims = {p.dim for p in spec.placements if isinstance(p, Shard)}
     for dim, axis in product(dims, range(spec.mesh.ndim)):
         order = [spec.mesh.axis_index(a) for a in spec.order]
         split = [a for a in order if isinstance(p := spec.placements[a], Shard) and p.dim == dim]
-        if axis in split and (factor := _factor(spec.mesh, split, axis)) > 1:
+        if axis in split and (factor := _split_factor(spec.mesh, split, axis)) > 1:
             _check_even(spec.mesh, split, dim, shape)
             found[axis] = words._StridedShard(dim, split_factor=factor)

@@ -22,8 +22,8 @@ import torch
 
 from shardwise._torch import OpOverload, clear_dtensor_caches
 from shardwise.geometry import Shard
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, order_of, spec_of, torch_placement
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalised
+from shardwise.ops.dtensor_layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
+from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalise_strategies
 from shardwise.ops.engine.schema import Slot
 
 _TABLES = (
@@ -32,26 +32,26 @@ _TABLES = (
     "op_to_schema_info",
     "op_to_schema_info_for_single_dim_strategy",
 )
-_waiting: dict[Any, Rule] = {}
-_before: dict[Any, dict[str, Any]] = {}
+_rules_to_install: dict[Any, Rule] = {}
+_replaced_entries: dict[Any, dict[str, Any]] = {}
 
 
-def register(op: Any, rule: Rule) -> None:
+def register_dtensor_rule(op: Any, rule: Rule) -> None:
     """Give a DTensor operator a rule, now or when `torch.distributed.tensor` is loaded."""
     if not isinstance(op, OpOverload):
         return
     if hasattr(sys.modules.get(TENSOR_MODULE), "DTensor"):
-        _install(op, rule)
+        _install_dtensor_rule(op, rule)
         return
-    _waiting[op] = rule
-    if not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterLoading())
+    _rules_to_install[op] = rule
+    if not any(isinstance(finder, _DTensorImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DTensorImportHook())
 
 
-def remove(op: Any) -> None:
+def remove_dtensor_rule(op: Any) -> None:
     """Take a rule from DTensor; what torch had for the operator comes back."""
-    _waiting.pop(op, None)
-    before = _before.pop(op, None)
+    _rules_to_install.pop(op, None)
+    before = _replaced_entries.pop(op, None)
     if before is None:
         return
     propagator = _propagator()
@@ -63,13 +63,13 @@ def remove(op: Any) -> None:
     _clear_caches(propagator)
 
 
-def _install(op: Any, rule: Rule) -> None:
+def _install_dtensor_rule(op: Any, rule: Rule) -> None:
     propagator = _propagator()
     tables = {name: getattr(propagator, name, {}) for name in _TABLES}
-    _before.setdefault(op, {name: table[op] for name, table in tables.items() if op in table})
+    _replaced_entries.setdefault(op, {name: table[op] for name, table in tables.items() if op in table})
     for table in tables.values():
         table.pop(op, None)
-    propagator.register_op_strategy(op, _strategy_of(op, rule), _schema_info(op))
+    propagator.register_op_strategy(op, _make_op_strategy(op, rule), _schema_info(op))
     _clear_caches(propagator)
 
 
@@ -90,22 +90,22 @@ def _clear_caches(propagator: Any) -> None:
     clear_dtensor_caches()
 
 
-def _strategy_of(op: Any, rule: Rule) -> Callable[[Any], Any]:
+def _make_op_strategy(op: Any, rule: Rule) -> Callable[[Any], Any]:
     def strategy(op_schema: Any) -> Any:
         metas: list[TensorMeta] = []
-        slots = tuple(_seen(a, metas) for a in op_schema.args_schema)
-        named = {name: _seen(a, metas) for name, a in op_schema.kwargs_schema.items()}
-        args = [_filled(a, metas) for a in slots]
-        kwargs = {name: _filled(a, metas) for name, a in named.items()}
-        known = normalised(rule(*args, **kwargs), slots, named, len(metas))
+        slots = tuple(_replace_strategies(a, metas) for a in op_schema.args_schema)
+        named = {name: _replace_strategies(a, metas) for name, a in op_schema.kwargs_schema.items()}
+        args = [_fill_metas(a, metas) for a in slots]
+        kwargs = {name: _fill_metas(a, metas) for name, a in named.items()}
+        known = normalise_strategies(rule(*args, **kwargs), slots, named, len(metas))
         outputs = _output_count(op, args, kwargs)
-        lists = [made for s in known if (made := _in_torchs_words(s, outputs)) is not None]
-        return _expanded(op, op_schema, lists, outputs)
+        lists = [made for s in known if (made := _to_torch_placements(s, outputs)) is not None]
+        return _expand_strategies(op, op_schema, lists, outputs)
 
     return strategy
 
 
-def _expanded(op: Any, op_schema: Any, lists: list[list[Any]], outputs: int) -> Any:
+def _expand_strategies(op: Any, op_schema: Any, lists: list[list[Any]], outputs: int) -> Any:
     words = sys.modules[f"{TENSOR_MODULE}._ops.utils"]
     expanded = words.expand_to_full_mesh_op_strategy(
         op_schema.get_mesh_from_args(),
@@ -117,32 +117,32 @@ def _expanded(op: Any, op_schema: Any, lists: list[list[Any]], outputs: int) -> 
     first_named = len(op_schema.args_strategy)
     now = [s.strategies[0].output_spec.placements for s in op_schema.kwargs_strategy]
     expanded.strategies = [s for s in expanded.strategies if [i.placements for i in s.input_specs[first_named:]] == now]
-    if _returns_a_list(op):
+    if _is_list_op(op):
         for one in expanded.strategies:
             one.output_specs = one.output_specs if isinstance(one.output_specs, tuple) else (one.output_specs,)
     return expanded
 
 
-def _seen(value: Any, metas: list[TensorMeta]) -> Any:
+def _replace_strategies(value: Any, metas: list[TensorMeta]) -> Any:
     """An argument with Slots in place of torch's strategies, whose specs are noted as metas."""
     if hasattr(value, "strategies"):
         spec = value.strategies[0].output_spec
-        native = spec_of(spec.mesh, spec.placements, spec.shape, order_of(spec))
+        native = spec_from_dtensor(spec.mesh, spec.placements, spec.shape, dtensor_split_order(spec))
         shape = tuple(spec.shape)
         metas.append(TensorMeta(shape, spec.tensor_meta.dtype, native.layout(shape), native.placements))
         return Slot(len(metas) - 1)
     if hasattr(value, "children"):
-        return [_seen(v, metas) for v in value.children]
-    return [_seen(v, metas) for v in value] if isinstance(value, list | tuple) else value
+        return [_replace_strategies(v, metas) for v in value.children]
+    return [_replace_strategies(v, metas) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _filled(value: Any, metas: Sequence[TensorMeta]) -> Any:
+def _fill_metas(value: Any, metas: Sequence[TensorMeta]) -> Any:
     if isinstance(value, Slot):
         return metas[value.index]
-    return [_filled(v, metas) for v in value] if isinstance(value, list) else value
+    return [_fill_metas(v, metas) for v in value] if isinstance(value, list) else value
 
 
-def _in_torchs_words(strategy: Strategy, outputs: int) -> list[Any] | None:
+def _to_torch_placements(strategy: Strategy, outputs: int) -> list[Any] | None:
     """Outputs, then inputs, as torch lists them; None for a strategy that DTensor cannot run."""
     given = strategy.outputs
     every = [given[min(i, len(given) - 1)] for i in range(outputs)] if given else [None] * outputs
@@ -153,25 +153,25 @@ def _in_torchs_words(strategy: Strategy, outputs: int) -> list[Any] | None:
     return [None if p is None else torch_placement(p) for p in placed]
 
 
-def _returns_a_list(op: Any) -> bool:
+def _is_list_op(op: Any) -> bool:
     returns = op._schema.returns
     return len(returns) == 1 and str(returns[0].type).startswith("List")
 
 
 def _output_count(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """How many tensors an operator gives; a list's length shows when the operator runs on meta tensors."""
-    if not _returns_a_list(op):
+    if not _is_list_op(op):
         return len(op._schema.returns)
-    return len(op(*(_on_meta(a) for a in args), **{k: _on_meta(v) for k, v in kwargs.items()}))
+    return len(op(*(_to_meta(a) for a in args), **{k: _to_meta(v) for k, v in kwargs.items()}))
 
 
-def _on_meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     if isinstance(value, TensorMeta):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return [_on_meta(v) for v in value] if isinstance(value, list) else value
+    return [_to_meta(v) for v in value] if isinstance(value, list) else value
 
 
-class _AfterLoading(MetaPathFinder):
+class _DTensorImportHook(MetaPathFinder):
     """Registers the rules that wait as soon as `torch.distributed.tensor` is loaded."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
@@ -180,11 +180,11 @@ class _AfterLoading(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _DTensorLoader(spec.loader)
         return spec
 
 
-class _ThenRegister(Loader):
+class _DTensorLoader(Loader):
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
@@ -196,5 +196,5 @@ class _ThenRegister(Loader):
 
     def exec_module(self, module: Any) -> None:
         self.loader.exec_module(module)
-        while _waiting:
-            _install(*_waiting.popitem())
+        while _rules_to_install:
+            _install_dtensor_rule(*_rules_to_install.popitem())

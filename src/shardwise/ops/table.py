@@ -31,10 +31,10 @@ Functions that torch breaks down into these operators (`torch.nn.functional`, mo
 """
 
 
-def page() -> str:
+def render_page() -> str:
     """The whole page."""
-    rows = _rows()
-    pointwise = sorted({_name(op) for op in _operators() if is_pointwise(op)} - set(rows))
+    rows = _table_rows()
+    pointwise = sorted({_operator_name(op) for op in _all_overloads() if is_pointwise(op)} - set(rows))
     table = [
         f"| `{name}` | {', '.join(sorted(kinds))} | {', '.join(sorted(where))} |"
         for name, (kinds, where) in rows.items()
@@ -59,26 +59,26 @@ def page() -> str:
     )
 
 
-def _rows() -> dict[str, tuple[set[str], set[str]]]:
+def _table_rows() -> dict[str, tuple[set[str], set[str]]]:
     found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for op in registered_ops():
-        _enter(found, op, "rule", find_rule(op))
+        _note_operator_entry(found, op, "rule", find_rule(op))
     for function, implementation in dispatch._TABLE.items():
-        _enter(found, function, "steps", implementation)
+        _note_operator_entry(found, function, "steps", implementation)
     return dict(sorted(found.items()))
 
 
-def _enter(found: dict[str, tuple[set[str], set[str]]], op: Any, kind: str, code: Any) -> None:
+def _note_operator_entry(found: dict[str, tuple[set[str], set[str]]], op: Any, kind: str, code: Any) -> None:
     """Note an operator of torch's, or a function of torch's that is answered as a whole."""
     module = getattr(code, "__module__", "")
     if not module.startswith(shardwise.ops.__name__.partition(".")[0]):
         return
-    kinds, where = found[_name(op)]
+    kinds, where = found[_operator_name(op)]
     kinds.add(kind)
     where.add(module.rpartition(".")[2])
 
 
-def _name(op: Any) -> str:
+def _operator_name(op: Any) -> str:
     if isinstance(op, OpOverload):
         return str(op._schema.name).replace("::", ".")
     owner = "Tensor." if "Tensor" in getattr(op, "__qualname__", "") or _is_method(op) else ""
@@ -91,7 +91,7 @@ def _is_method(op: Any) -> bool:
     return getattr(torch.Tensor, getattr(op, "__name__", ""), None) is op
 
 
-def _operators() -> list[Any]:
+def _all_overloads() -> list[Any]:
     """Every overload of torch's own operators."""
     packets = [getattr(torch.ops.aten, n) for n in operator_names() if hasattr(torch.ops.aten, n)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
@@ -99,9 +99,9 @@ def _operators() -> list[Any]:
 
 def main(arguments: list[str]) -> None:
     if arguments:
-        Path(arguments[0]).write_text(page())
+        Path(arguments[0]).write_text(render_page())
     else:
-        print(page(), end="")
+        print(render_page(), end="")
 
 
 if __name__ == "__main__":

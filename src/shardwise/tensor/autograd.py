@@ -16,15 +16,15 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
-from shardwise.tensor.caches import per_layout
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.execute import execute
-from shardwise.tensor.move_observers import tell_watchers
-from shardwise.tensor.parts import plan_for
+from shardwise.tensor.move_observers import notify_watchers
+from shardwise.tensor.parts import plan_for_rank
 from shardwise.tensor.reductions import rescale
 
 
-@per_layout
-def dual(layout: Layout) -> Layout:
+@cache_by_identity
+def dual_layout(layout: Layout) -> Layout:
     """The layout of a gradient: Shard stays Shard, Replicate stays Replicate, Partial becomes Replicate."""
     if layout.pending is None:
         return layout
@@ -39,7 +39,7 @@ def dual(layout: Layout) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LayoutMove:
     """One move between two layouts; `scale` is what the values of local tensors are multiplied with besides."""
 
     src: Layout
@@ -49,14 +49,14 @@ class Link:
     label: str
     max_buffer_bytes: int | None = None
     scale: tuple[int, int] = (1, 1)
-    forward: Link | None = None
+    forward: LayoutMove | None = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether every rank ends with what it began with."""
         return self.src == self.dst and self.scale == (1, 1)
 
-    def backward(self) -> Link:
+    def backward(self) -> LayoutMove:
         """The move that the gradients make; the gradients of gradients make the first one again, as it is linear.
 
         The gradient of a pending sum is equal on all ranks, but each rank uses it by itself: what comes back to it are
@@ -68,10 +68,10 @@ class Link:
         under = self.src.pending.divisor if self.src.pending else 1
         label = f"{self.label} (backward)"
         scale = (self.scale[0] * over, self.scale[1] * under)
-        return Link(dual(self.dst), dual(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale, self)
+        return LayoutMove(dual_layout(self.dst), dual_layout(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale, self)
 
 
-def on_tape(
+def tape_inputs(
     locals_: Sequence[Tensor], anchor: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
     """The tensors that stand for this rank on the tape: its local tensors, or its anchor."""
@@ -80,43 +80,43 @@ def on_tape(
     return (anchor if anchor is not None else torch.empty(0, dtype=dtype, device=device),)
 
 
-class _Move(torch.autograd.Function):
+class _MoveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: LayoutMove, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
-        return _moved(link, inputs)
+        return _apply_move(link, inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *move_gradients(ctx.link.backward(), grads)
 
 
-def _moved(link: Link, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _apply_move(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     held = inputs if link.src.local_shapes(link.comm.rank) else ()
     moved = move_locals(link, tuple(t.detach() for t in held))
     return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
 
 
-def move_gradients(link: Link, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def move_gradients(link: LayoutMove, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move in a backward pass; it is recorded only where gradients of gradients are wanted."""
     if torch.is_grad_enabled():
         return move_on_tape(link, grads)
-    return grads if link.changes_nothing else _moved(link, grads)
+    return grads if link.changes_nothing else _apply_move(link, grads)
 
 
-def move_locals(link: Link, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def move_locals(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move on plain local tensors, without a tape."""
-    plan = plan_for(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
-    tell_watchers(plan, link.label)
+    plan = plan_for_rank(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
+    notify_watchers(plan, link.label)
     moved = execute(plan, locals_, link.comm, link.dtype, link.label)
     for tensor in moved:
         rescale(tensor, link.scale)
     return moved
 
 
-def move_on_tape(link: Link, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Carry out a move with its backward recorded; `inputs` as `on_tape` gives them."""
-    outputs: tuple[Tensor, ...] = _Move.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
+def move_on_tape(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Carry out a move with its backward recorded; `inputs` as `tape_inputs` gives them."""
+    outputs: tuple[Tensor, ...] = _MoveFunction.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
     return outputs
 
 
@@ -128,7 +128,7 @@ def gradient_of_whole(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> 
     """
     if layout.pending is None or not any(g.requires_grad for g in grads):
         return grads
-    link = Link(dual(layout), _pending_sum(layout), comm, grads[0].dtype, "gradient of a pending sum")
+    link = LayoutMove(dual_layout(layout), _with_plain_sums(layout), comm, grads[0].dtype, "gradient of a pending sum")
     return move_on_tape(link.backward(), grads)
 
 
@@ -136,12 +136,12 @@ def gradient_of_addends(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -
     """The other way round: the gradient of a whole tensor as that of each rank's addend."""
     if layout.pending is None or not any(g.requires_grad for g in grads):
         return grads
-    link = Link(_pending_sum(layout), dual(layout), comm, grads[0].dtype, "gradient of a pending sum")
+    link = LayoutMove(_with_plain_sums(layout), dual_layout(layout), comm, grads[0].dtype, "gradient of a pending sum")
     return move_on_tape(link.backward(), grads)
 
 
-@per_layout
-def _pending_sum(layout: Layout) -> Layout:
+@cache_by_identity
+def _with_plain_sums(layout: Layout) -> Layout:
     """The layout with plain sums for its pending reductions."""
     spec = layout.spec
     assert isinstance(spec, MeshSpec)

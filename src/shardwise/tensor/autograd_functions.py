@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.tensor.autograd_mixin import tape_of
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.autograd_mixin import tape_tensors
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Tensors = Tensor | Sequence[Tensor]
 
 
-def _listed(value: Tensors | None, count: int) -> list[Any]:
+def _to_list(value: Tensors | None, count: int) -> list[Any]:
     """Tensors, or one of them, as a list; `count` times None where there are none."""
     if value is None:
         return [None] * count
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _seeds(tensors: Sequence[Tensor], given: Tensors | None) -> tuple[list[Tensor], list[Tensor | None]]:
+def _tape_and_seeds(tensors: Sequence[Tensor], given: Tensors | None) -> tuple[list[Tensor], list[Tensor | None]]:
     """The tensors on this rank's tape, and the gradient that each starts from."""
     seeds: list[Tensor | None] = []
-    for tensor, seed in zip(tensors, _listed(given, len(tensors)), strict=True):
+    for tensor, seed in zip(tensors, _to_list(given, len(tensors)), strict=True):
         if isinstance(tensor, ShardedTensor):
             seeds += tensor._seed(seed)
         else:
             seeds.append(seed.full() if isinstance(seed, ShardedTensor) else seed)
-    return [t for tensor in tensors for t in tape_of(tensor)], seeds
+    return [t for tensor in tensors for t in tape_tensors(tensor)], seeds
 
 
-@handler(torch.autograd.backward)
+@register_handler(torch.autograd.backward)
 def _backward(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     backward(*args, **kwargs)
 
@@ -52,12 +52,12 @@ def backward(
     inputs: Tensors | None = None,
 ) -> None:
     """What `torch.autograd.backward` does, for plain tensors and ShardedTensors together."""
-    roots, seeds = _seeds(_listed(tensors, 0), grad_tensors)
-    leaves = None if inputs is None else [t for one in _listed(inputs, 0) for t in tape_of(one)]
+    roots, seeds = _tape_and_seeds(_to_list(tensors, 0), grad_tensors)
+    leaves = None if inputs is None else [t for one in _to_list(inputs, 0) for t in tape_tensors(one)]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 
 
-@handler(torch.autograd.grad)
+@register_handler(torch.autograd.grad)
 def _grad(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     return grad(*args, **kwargs)
 
@@ -78,9 +78,9 @@ def grad(
         raise UnsupportedOpError(
             "torch.autograd.grad with is_grads_batched=True is not supported for ShardedTensors; use a loop"
         )
-    wanted = _listed(inputs, 0)
-    roots, seeds = _seeds(_listed(outputs, 0), grad_outputs)
-    leaves = [t for one in wanted for t in tape_of(one)]
+    wanted = _to_list(inputs, 0)
+    roots, seeds = _tape_and_seeds(_to_list(outputs, 0), grad_outputs)
+    leaves = [t for one in wanted for t in tape_tensors(one)]
     found = iter(
         torch.autograd.grad(
             roots,
@@ -92,10 +92,10 @@ def grad(
             materialize_grads=materialize_grads,
         )
     )
-    return tuple(_put_together(one, list(islice(found, len(tape_of(one))))) for one in wanted)
+    return tuple(_assemble_gradient(one, list(islice(found, len(tape_tensors(one))))) for one in wanted)
 
 
-def _put_together(tensor: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
+def _assemble_gradient(tensor: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
     known = tuple(g for g in grads if g is not None)
     if len(known) < len(grads):
         return None

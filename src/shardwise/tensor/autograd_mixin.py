@@ -20,11 +20,11 @@ from torch import Tensor
 from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.autograd import dual, gradient_of_addends, gradient_of_whole, on_tape
-from shardwise.tensor.move import everywhere, text_of
+from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
+from shardwise.tensor.move import replicated_layout, format_layout_text
 
 
-class Described(Tensor):
+class AttributesMixin(Tensor):
     """What ShardedTensor says about itself. A rank without local tensors asks the wrapper."""
 
     sharding: Layout
@@ -68,7 +68,7 @@ class Described(Tensor):
         return self.sharding.numel
 
 
-class InLocalMemory(Described):
+class LocalMemoryMixin(AttributesMixin):
     """What ShardedTensor does with the memory of its local tensors."""
 
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
@@ -107,7 +107,7 @@ class InLocalMemory(Described):
         return self
 
 
-class LocallyTaped(Described):
+class AutogradMixin(AttributesMixin):
     """What ShardedTensor says about gradients. The wrapper itself is never on the tape."""
 
     sharding: Layout
@@ -124,13 +124,13 @@ class LocallyTaped(Described):
     def redistribute(self, target: Any, *, label: str = "redistribute") -> Any:
         raise NotImplementedError
 
-    def _on_tape(self) -> tuple[Tensor, ...]:
-        return self.local_parts or on_tape(self.local_parts, self._anchor, self.dtype, self.device)
+    def _tape_tensors(self) -> tuple[Tensor, ...]:
+        return self.local_parts or tape_inputs(self.local_parts, self._anchor, self.dtype, self.device)
 
     @property
     def requires_grad(self) -> bool:
         """Whether operations on this tensor are recorded."""
-        return any(t.requires_grad for t in self._on_tape())
+        return any(t.requires_grad for t in self._tape_tensors())
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -140,7 +140,7 @@ class LocallyTaped(Described):
         """Record operations on this tensor, or stop doing so; in place."""
         if not self.local_parts and requires_grad and self._anchor is None:
             self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
-        for tensor in self._on_tape():
+        for tensor in self._tape_tensors():
             tensor.requires_grad_(requires_grad)
         self._forget()
         return self
@@ -148,19 +148,19 @@ class LocallyTaped(Described):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # answered from the local tensors
         """Whether this tensor was not computed from others on the tape."""
-        return all(t.is_leaf for t in self._on_tape())
+        return all(t.is_leaf for t in self._tape_tensors())
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]  # answered from the local tensors
         """The tape's node of the first local tensor."""
-        return self._on_tape()[0].grad_fn
+        return self._tape_tensors()[0].grad_fn
 
     @property
     def grad(self) -> Self | None:
         """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
         if len(self.local_parts) == 1 and self.sharding.pending is None:
             return self._only_gradient(self.local_parts[0].grad)
-        grads = tuple(t.grad for t in self._on_tape())
+        grads = tuple(t.grad for t in self._tape_tensors())
         if any(g is None for g in grads):
             return None
         return self._gradient(tuple(g for g in grads if g is not None))
@@ -169,11 +169,11 @@ class LocallyTaped(Described):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self.__dict__.pop("_known_gradient", None)
-            for tensor in self._on_tape():
+            for tensor in self._tape_tensors():
                 tensor.grad = None
             return
         self._check_gradient(value)
-        assert isinstance(value, LocallyTaped)
+        assert isinstance(value, AutogradMixin)
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self.local_parts, value.local_parts, strict=True):
@@ -191,12 +191,12 @@ class LocallyTaped(Described):
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""
         whole = gradient_of_whole(self.sharding, grads, self.comm) if self.local_parts else ()
-        return self._like(dual(self.sharding), whole)
+        return self._like(dual_layout(self.sharding), whole)
 
     def _check_gradient(self, value: Tensor) -> None:
-        if not isinstance(value, LocallyTaped) or value.sharding != dual(self.sharding):
-            found = text_of(value.sharding) if isinstance(value, LocallyTaped) else type(value).__name__
-            raise ValueError(f"the gradient has the layout {text_of(dual(self.sharding))}, got {found}; redistribute it")
+        if not isinstance(value, AutogradMixin) or value.sharding != dual_layout(self.sharding):
+            found = format_layout_text(value.sharding) if isinstance(value, AutogradMixin) else type(value).__name__
+            raise ValueError(f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; redistribute it")
 
     @property
     def data(self) -> Self:
@@ -205,7 +205,7 @@ class LocallyTaped(Described):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, LocallyTaped):
+        if not isinstance(value, AutogradMixin):
             raise TypeError(
                 f"the data of a ShardedTensor is a ShardedTensor, got {type(value).__name__}; use shard(t, spec) or "
                 "copy_(t)"
@@ -232,8 +232,8 @@ class LocallyTaped(Described):
     ) -> None:
         """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
         given = (inputs,) if isinstance(inputs, Tensor) else inputs
-        leaves = None if given is None else [t for one in given for t in tape_of(one)]
-        torch.autograd.backward(self._on_tape(), self._seed(gradient), retain_graph, create_graph, inputs=leaves)
+        leaves = None if given is None else [t for one in given for t in tape_tensors(one)]
+        torch.autograd.backward(self._tape_tensors(), self._seed(gradient), retain_graph, create_graph, inputs=leaves)
 
     def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
         """The gradients of the local tensors that a gradient of the whole means."""
@@ -243,12 +243,12 @@ class LocallyTaped(Described):
                 raise RuntimeError(
                     f"grad can be implicitly created only for scalar outputs; this has shape {tuple(self.shape)}"
                 )
-            return tuple(torch.full_like(t, 1.0 / divisor) for t in self._on_tape())
-        if not isinstance(gradient, LocallyTaped):
-            gradient = self._like(everywhere(tuple(self.shape), self.comm.ranks), (gradient,))
-        held = gradient.redistribute(dual(self.sharding), label="backward").local_parts
+            return tuple(torch.full_like(t, 1.0 / divisor) for t in self._tape_tensors())
+        if not isinstance(gradient, AutogradMixin):
+            gradient = self._like(replicated_layout(tuple(self.shape), self.comm.ranks), (gradient,))
+        held = gradient.redistribute(dual_layout(self.sharding), label="backward").local_parts
         if not self.local_parts:
-            return tuple(torch.zeros_like(t) for t in self._on_tape())
+            return tuple(torch.zeros_like(t) for t in self._tape_tensors())
         own = gradient_of_addends(self.sharding, held, self.comm)
         return own if divisor == 1 else tuple(t / divisor for t in own)
 
@@ -256,7 +256,7 @@ class LocallyTaped(Described):
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
 
         def on_local(grad: Tensor) -> Tensor | None:
-            changed = hook(self._like(dual(self.sharding), (grad,) if self.local_parts else ()))
+            changed = hook(self._like(dual_layout(self.sharding), (grad,) if self.local_parts else ()))
             if changed is not None:
                 self._check_gradient(changed)
             return changed.local_parts[0] if changed is not None and self.local_parts else None
@@ -269,7 +269,7 @@ class LocallyTaped(Described):
         return one.register_post_accumulate_grad_hook(lambda _: hook(self))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _only_one_on_tape(self, name: str) -> Tensor:
-        tape = self._on_tape()
+        tape = self._tape_tensors()
         if len(tape) != 1:
             raise NotImplementedError(
                 f"{name} needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
@@ -278,7 +278,7 @@ class LocallyTaped(Described):
 
     def retain_grad(self) -> None:
         """Keep the gradient although this is not a leaf."""
-        for tensor in self._on_tape():
+        for tensor in self._tape_tensors():
             tensor.retain_grad()
 
     def detach(self) -> Self:
@@ -291,6 +291,6 @@ class LocallyTaped(Described):
         return self._like(self.sharding, tuple(t.clone(memory_format=memory_format) for t in self.local_parts), anchor)
 
 
-def tape_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def tape_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that stand for a tensor on this rank's tape: a plain one for itself."""
-    return tensor._on_tape() if isinstance(tensor, LocallyTaped) else (tensor,)
+    return tensor._tape_tensors() if isinstance(tensor, AutogradMixin) else (tensor,)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import check_move, everywhere, moved
+from shardwise.tensor.move import check_move, replicated_layout, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Types = Sequence[type]
@@ -19,20 +19,20 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@handler(torch.detach, torch.ops.aten.detach.default)
+@register_handler(torch.detach, torch.ops.aten.detach.default)
 def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return tensor.detach()
 
 
-@handler(torch.clone)
+@register_handler(torch.clone)
 def _clone(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return tensor.clone(**kwargs)
 
 
-@handler(Tensor.copy_)
-def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+@register_handler(Tensor.copy_)
+def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds."""
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
@@ -40,23 +40,23 @@ def _copy(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor
     if tuple(source.shape) != tuple(target.shape):
         raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
     check_writable(target)
-    held = _aligned(source, target)
+    held = _align_values(source, target)
     for local, values in zip(target.local_parts, held, strict=True):
         local.copy_(values)
     return target
 
 
-def _aligned(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
+def _align_values(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
     """Another tensor's values in the layout of `target`."""
     if isinstance(source, ShardedTensor):
         check_move(source, target.sharding, "align")
-        return moved(source, target.sharding, "align")[0]
+        return move_to(source, target.sharding, "align")[0]
     comm = target.comm
-    held = wrap(everywhere(tuple(source.shape), comm.ranks), (source,), comm)
-    return moved(held, target.sharding, "align")[0]
+    held = wrap(replicated_layout(tuple(source.shape), comm.ranks), (source,), comm)
+    return move_to(held, target.sharding, "align")[0]
 
 
-def _everywhere_true(comm: Comm, verdict: bool, label: str) -> bool:
+def _all_ranks_true(comm: Comm, verdict: bool, label: str) -> bool:
     return all(data == b"1" for data in comm.all_gather_bytes(b"1" if verdict else b"0", label=label))
 
 
@@ -68,26 +68,26 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         return False
     # What torch refuses for these dtypes it must refuse on every rank, also on one that holds nothing.
     compare(torch.zeros(1, dtype=first.dtype), torch.zeros(1, dtype=second.dtype), *args[2:], **kwargs)
-    held = _aligned(second, first) if first.sharding.pending is None else None
+    held = _align_values(second, first) if first.sharding.pending is None else None
     if held is None:
         raise UnsupportedOpError(f"{label} needs values, and a reduction is pending; redistribute first")
     same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first.local_parts, held, strict=True))
-    return _everywhere_true(comm, same, label)
+    return _all_ranks_true(comm, same, label)
 
 
-@handler(torch.equal, Tensor.equal)
+@register_handler(torch.equal, Tensor.equal)
 def _equal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
     """Whether two tensors of any layouts hold equal values; the same answer on every rank."""
     return _compare(args, kwargs, comm, torch.equal, "equal")
 
 
-@handler(torch.allclose, Tensor.allclose)
+@register_handler(torch.allclose, Tensor.allclose)
 def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
     """Whether two tensors of any layouts hold close values; the same answer on every rank."""
     return _compare(args, kwargs, comm, torch.allclose, "allclose")
 
 
-@handler(torch.Tensor.contiguous)
+@register_handler(torch.Tensor.contiguous)
 def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return wrap(

@@ -17,23 +17,23 @@ from shardwise.geometry import Layout
 _caches: list[dict[Any, Any]] = []
 
 
-def cleared_on_change(cache: dict[Any, Any]) -> dict[Any, Any]:
+def clear_on_change(cache: dict[Any, Any]) -> dict[Any, Any]:
     """Have a cache cleared on every change; returns it."""
     _caches.append(cache)
     return cache
 
 
-def advance() -> None:
+def invalidate_caches() -> None:
     """Say that something was registered or removed."""
     for cache in _caches:
         cache.clear()
 
 
 T = TypeVar("T")
-_MOST = 8192
+_MAX_CACHED_LAYOUTS = 8192
 
 
-def per_layout(function: Callable[[Layout], T]) -> Callable[[Layout], T]:
+def cache_by_identity(function: Callable[[Layout], T]) -> Callable[[Layout], T]:
     """Keep the answers of a function of one layout, for each layout object."""
     answers: dict[int, tuple[Layout, T]] = {}
 
@@ -41,7 +41,7 @@ def per_layout(function: Callable[[Layout], T]) -> Callable[[Layout], T]:
     def answer(layout: Layout) -> T:
         known = answers.get(id(layout))
         if known is None:
-            if len(answers) >= _MOST:
+            if len(answers) >= _MAX_CACHED_LAYOUTS:
                 answers.clear()
             known = answers[id(layout)] = (layout, function(layout))
         return known[1]

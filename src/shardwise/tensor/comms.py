@@ -12,20 +12,20 @@ from torch import Tensor
 
 from shardwise.comm import Comm, ProcessGroupComm, current_comm, default_comm
 
-Group: TypeAlias = dist.ProcessGroup | Comm
-_loading: ContextVar[Group | None] = ContextVar("shardwise_loading", default=None)
+GroupOrComm: TypeAlias = dist.ProcessGroup | Comm
+_loading_group: ContextVar[GroupOrComm | None] = ContextVar("shardwise_loading", default=None)
 
 
-def comm_for(process_group: Group | None = None) -> Comm:
+def resolve_comm(process_group: GroupOrComm | None = None) -> Comm:
     """Return the comm of a torch process group or of a comm; without one, that of the surrounding block or the world.
 
-    >>> comm_for().ranks
+    >>> resolve_comm().ranks
     (0,)
     >>> from shardwise.comm import LocalComm
-    >>> comm_for(alone := LocalComm.alone()) is alone
+    >>> resolve_comm(alone := LocalComm.alone()) is alone
     True
     """
-    group: object = process_group if process_group is not None else _loading.get()
+    group: object = process_group if process_group is not None else _loading_group.get()
     if group is None:
         return default_comm()
     if isinstance(group, dist.ProcessGroup):
@@ -37,10 +37,10 @@ def comm_for(process_group: Group | None = None) -> Comm:
     raise ValueError(f"process_group is a torch ProcessGroup, a shardwise Comm or None; got {type(group).__name__}")
 
 
-def group_of(comm: Comm) -> Group:
+def group_of(comm: Comm) -> GroupOrComm:
     """Return what functions written for torch are handed as `process_group`: the torch group, else the comm itself.
 
-    >>> group_of(comm_for())
+    >>> group_of(resolve_comm())
     LocalComm(rank=0, ranks=(0,), device='cpu')
     """
     return comm.process_group if comm.process_group is not None else comm
@@ -59,7 +59,7 @@ def comm_of(value: object) -> Comm | None:
 def same_group(one: Comm, other: Comm) -> bool:
     """Whether two comms connect the same ranks by the same means.
 
-    >>> same_group(comm_for(), comm_for())
+    >>> same_group(resolve_comm(), resolve_comm())
     True
     """
     if one is other:
@@ -70,7 +70,7 @@ def same_group(one: Comm, other: Comm) -> bool:
 
 
 @contextmanager
-def load_with_process_group(process_group: Group | None) -> Iterator[Group | None]:
+def load_with_process_group(process_group: GroupOrComm | None) -> Iterator[GroupOrComm | None]:
     """Unpickle sharded tensors onto this group inside a `with` block, instead of onto the default one.
 
     >>> from shardwise.comm import LocalComm
@@ -78,19 +78,19 @@ def load_with_process_group(process_group: Group | None) -> Iterator[Group | Non
     ...     get_current_process_group() is group
     True
     """
-    if _loading.get() is not None:
+    if _loading_group.get() is not None:
         raise RuntimeError(
             'ProcessGroup already set by previous "load_with_process_group" context manager; '
             "leave that block before entering another"
         )
-    token = _loading.set(process_group)
+    token = _loading_group.set(process_group)
     try:
         yield process_group
     finally:
-        _loading.reset(token)
+        _loading_group.reset(token)
 
 
-def get_current_process_group() -> Group:
+def get_current_process_group() -> GroupOrComm:
     """Return the group of the surrounding `load_with_process_group` or `use_comm`, else torch's default group.
 
     >>> get_current_process_group()
@@ -104,13 +104,13 @@ def get_current_process_group() -> Group:
     return group
 
 
-def loading_group() -> Group | None:
+def loading_group() -> GroupOrComm | None:
     """Return the group that a tensor unpickled now belongs to, None where no world has been set up.
 
     >>> loading_group() is None
     True
     """
-    if (group := _loading.get()) is not None:
+    if (group := _loading_group.get()) is not None:
         return group
     comm = current_comm()
     if comm is not None:

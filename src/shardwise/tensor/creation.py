@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
-from shardwise.tensor.comms import Group
-from shardwise.tensor.dispatch import handler
+from shardwise.tensor.comms import GroupOrComm
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.random import init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.random.distributions import Distribution, normal, uniform
-from shardwise.tensor.sharded_tensor import ShardedTensor, allocate, wrap
+from shardwise.tensor.sharded_tensor import ShardedTensor, allocate_locals, wrap
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 
 
@@ -31,7 +31,7 @@ def empty(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
@@ -54,10 +54,10 @@ def empty(
     )
     if device is None:
         return tensor
-    return _on_device(tensor, torch.device(device), pin_memory)._with_rrefs(init_rrefs)
+    return _empty_on_device(tensor, torch.device(device), pin_memory)._with_rrefs(init_rrefs)
 
 
-def _on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = False) -> ShardedTensor:
+def _empty_on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = False) -> ShardedTensor:
     """An empty tensor like this one, on a device."""
     named = {d for d in tensor.sharding.table.devices or () if d is not None and torch.device(d) != device}
     if named:
@@ -65,7 +65,7 @@ def _on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = F
             f"device={str(device)!r} was asked for, and the spec {tensor.sharding.spec!r} places shards on "
             f"{sorted(named)}; leave one of them out"
         )
-    locals_ = allocate(tensor.sharding, tensor.comm, tensor.dtype, device=device, pin_memory=pin_memory)
+    locals_ = allocate_locals(tensor.sharding, tensor.comm, tensor.dtype, device=device, pin_memory=pin_memory)
     made = wrap(tensor.sharding, locals_, tensor.comm, dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
@@ -80,7 +80,7 @@ def full(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
@@ -115,7 +115,7 @@ def zeros(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
@@ -148,7 +148,7 @@ def ones(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
@@ -181,7 +181,7 @@ def rand(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
@@ -208,7 +208,7 @@ def rand(
         init_rrefs=init_rrefs,
         device=device,
     )
-    return _drawn("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
+    return _draw_values("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
 
 
 def randn(
@@ -219,7 +219,7 @@ def randn(
     requires_grad: bool = False,
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
@@ -244,10 +244,10 @@ def randn(
         init_rrefs=init_rrefs,
         device=device,
     )
-    return _drawn("randn", tensor, lambda: normal(0, 1, tensor.dtype), generator, seed)
+    return _draw_values("randn", tensor, lambda: normal(0, 1, tensor.dtype), generator, seed)
 
 
-def _drawn(
+def _draw_values(
     label: str,
     tensor: ShardedTensor,
     values: Callable[[], Distribution],
@@ -323,7 +323,7 @@ def rand_like(
     True
     """
     made = empty_like(tensor, **options)
-    return _drawn("rand_like", made, lambda: uniform(0, 1, made.dtype), generator, seed)
+    return _draw_values("rand_like", made, lambda: uniform(0, 1, made.dtype), generator, seed)
 
 
 def randn_like(
@@ -337,7 +337,7 @@ def randn_like(
     True
     """
     made = empty_like(tensor, **options)
-    return _drawn("randn_like", made, lambda: normal(0, 1, made.dtype), generator, seed)
+    return _draw_values("randn_like", made, lambda: normal(0, 1, made.dtype), generator, seed)
 
 
 _LIKE: dict[Callable[..., Any], Callable[..., ShardedTensor]] = {
@@ -350,21 +350,21 @@ _LIKE: dict[Callable[..., Any], Callable[..., ShardedTensor]] = {
 }
 
 
-def _register(function: Callable[..., Any], native: Callable[..., ShardedTensor]) -> None:
+def _register_like_function(function: Callable[..., Any], native: Callable[..., ShardedTensor]) -> None:
     """Let torch's function answer with ours; memory is always contiguous and strided."""
 
-    @handler(function)
+    @register_handler(function)
     def like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
         named = {"tensor" if name == "input" else name: value for name, value in kwargs.items()}
         return native(*args, **{name: v for name, v in named.items() if name not in ("layout", "memory_format")})
 
 
 for _function, _native in _LIKE.items():
-    _register(_function, _native)
+    _register_like_function(_function, _native)
 
 
 def init_from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: Group | None = None, init_rrefs: bool = False
+    local_shards: Sequence[Shard], *global_size: Any, process_group: GroupOrComm | None = None, init_rrefs: bool = False
 ) -> ShardedTensor:
     """The tensor that all ranks' local shards make together; the ranks tell each other theirs in one small exchange.
 
@@ -383,7 +383,7 @@ def init_from_local_shards(
 def init_from_local_shards_and_global_metadata(
     local_shards: Sequence[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
@@ -402,7 +402,7 @@ def init_from_local_tensor(
     local_tensor: Tensor,
     sharding_spec: ShardingSpec,
     *global_size: Any,
-    process_group: Group | None = None,
+    process_group: GroupOrComm | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
     """The tensor of this spec and size of which each rank holds one local tensor.

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.tensor import caches
-from shardwise.tensor.comms import Group, comm_of, same_group
+from shardwise.tensor.comms import GroupOrComm, comm_of, same_group
 
 Op: TypeAlias = Callable[..., Any]
 Impl: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -47,7 +47,7 @@ def custom_sharded_op_impl(func: Op) -> Decorator:
     >>> find_custom_op(torch.asin) is None
     True
     """
-    return functools.partial(_register, _custom, func)
+    return functools.partial(_register_custom_op, _custom, func)
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
@@ -69,7 +69,7 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
             f"custom_sharding_spec_op takes a class of sharding specs and a torch function; got "
             f"{sharding_spec_class!r} in place of the class"
         )
-    return functools.partial(_register, _by_spec.setdefault(sharding_spec_class, {}), func)
+    return functools.partial(_register_custom_op, _by_spec.setdefault(sharding_spec_class, {}), func)
 
 
 def sharded_op_impl(func: Op) -> Decorator:
@@ -83,7 +83,7 @@ def sharded_op_impl(func: Op) -> Decorator:
     ...     find_default_op(torch.asin) is asin
     True
     """
-    return functools.partial(_register, _default, func)
+    return functools.partial(_register_custom_op, _default, func)
 
 
 def find_custom_op(func: Op) -> Impl | None:
@@ -123,7 +123,7 @@ def dispatch_custom_op(
     types: Iterable[type],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-    process_group: Group | None,
+    process_group: GroupOrComm | None,
 ) -> Any:
     """Call the implementation that a class of the spec has of a torch function.
 
@@ -136,7 +136,7 @@ def dispatch_custom_op(
     impl = find_spec_op(spec, func)
     if impl is None:
         raise RuntimeError(
-            f"Custom op: {name_of(func)} not registered for {type(spec).__qualname__} or its bases; "
+            f"Custom op: {function_name(func)} not registered for {type(spec).__qualname__} or its bases; "
             "register it with custom_sharding_spec_op"
         )
     return impl(types, args, kwargs, process_group)
@@ -159,7 +159,7 @@ def custom_ops_scope() -> Iterator[None]:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
-        caches.advance()
+        caches.invalidate_caches()
 
 
 def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -173,13 +173,13 @@ def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, 
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     if not args and not kwargs:
-        raise ValueError(f"No input for '{name_of(func)}'! Give it at least one ShardedTensor")
+        raise ValueError(f"No input for '{function_name(func)}'! Give it at least one ShardedTensor")
     comms = [comm for leaf in pytree.tree_leaves((args, kwargs)) if (comm := comm_of(leaf)) is not None]
     if not comms:
         given = ", ".join(type(a).__name__ for a in args)
         named = ", ".join(f"{k}: {type(v).__name__}" for k, v in kwargs.items())
         raise TypeError(
-            f"torch function '{name_of(func)}', with args: ({given}) and kwargs: ({named}), "
+            f"torch function '{function_name(func)}', with args: ({given}) and kwargs: ({named}), "
             "called without any distributed tensor!"
         )
     _check_one_group(func, comms)
@@ -190,26 +190,26 @@ def _check_one_group(func: Op, comms: list[Comm]) -> None:
         if not same_group(comms[0], other):
             raise RuntimeError(
                 "All distributed tensors should use the same ProcessGroup if used together in an op; "
-                f"'{name_of(func)}' got tensors on {comms[0]!r} and {other!r}"
+                f"'{function_name(func)}' got tensors on {comms[0]!r} and {other!r}"
             )
 
 
-def name_of(func: object) -> str:
+def function_name(func: object) -> str:
     """Return the name by which users know a torch function.
 
     >>> import torch
-    >>> name_of(torch.Tensor.add)
+    >>> function_name(torch.Tensor.add)
     'add'
     """
     return str(getattr(func, "__name__", None) or func)
 
 
-def _register(table: Table, func: Op, impl: Impl) -> Impl:
+def _register_custom_op(table: Table, func: Op, impl: Impl) -> Impl:
     """Put an implementation, wrapped in the check of its arguments, into a table."""
     if len(signature(impl).parameters) != 4:
         raise TypeError(
             "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
-            f"signature: {signature(impl)} for '{name_of(func)}'"
+            f"signature: {signature(impl)} for '{function_name(func)}'"
         )
 
     @functools.wraps(impl)
@@ -218,5 +218,5 @@ def _register(table: Table, func: Op, impl: Impl) -> Impl:
         return impl(types, args, {} if kwargs is None else kwargs, process_group)
 
     table[func] = checked
-    caches.advance()
+    caches.invalidate_caches()
     return checked

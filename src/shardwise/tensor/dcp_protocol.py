@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PACKAGE = "torch.distributed.checkpoint"
 
 
-class Sharded(Protocol):
+class DcpSource(Protocol):
     """What is asked of a ShardedTensor."""
 
     sharding: Layout
@@ -35,7 +35,7 @@ class Sharded(Protocol):
     def local_shards(self) -> list[Shard]: ...
 
 
-def write_items(tensor: Sharded, name: str) -> list[WriteItem]:
+def make_write_items(tensor: DcpSource, name: str) -> list[WriteItem]:
     """What this rank offers to write; torch drops the copies of other ranks."""
     planner, metadata = (sys.modules[f"{_PACKAGE}.{part}"] for part in ("planner", "metadata"))
     properties = metadata.TensorProperties(dtype=tensor.dtype)
@@ -46,10 +46,10 @@ def write_items(tensor: Sharded, name: str) -> list[WriteItem]:
             metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD, tensor_data=data
         )
 
-    return [item(chunk) for chunk in chunks(tensor)]
+    return [item(chunk) for chunk in held_chunks(tensor)]
 
 
-def chunks(tensor: Sharded) -> list[ChunkStorageMetadata]:
+def held_chunks(tensor: DcpSource) -> list[ChunkStorageMetadata]:
     """The boxes that this rank holds, without the empty ones."""
     if tensor.sharding.pending is not None:
         raise ValueError(
@@ -64,7 +64,7 @@ def chunks(tensor: Sharded) -> list[ChunkStorageMetadata]:
     ]
 
 
-def tensor_of(tensor: Sharded, index: MetadataIndex) -> Tensor:
+def find_chunk_tensor(tensor: DcpSource, index: MetadataIndex) -> Tensor:
     """The tensor of the box that begins at the offset asked for."""
     for shard in tensor.local_shards():
         found = torch.Size(shard.metadata.shard_offsets) == index.offset

@@ -45,7 +45,7 @@ class UnsupportedOpError(RuntimeError):
     """A function or operator that has no implementation for the layouts it met."""
 
 
-def handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
+def register_handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
     """Register an implementation `impl(types, args, kwargs, comm)` for torch functions or operators."""
 
     def register(implementation: F) -> F:

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
-from shardwise.tensor.parts import Message, at_home, rank_part, whole_reduction
-from shardwise.tensor.reductions import accumulation_dtype, combine, identity, rescale
+from shardwise.tensor.parts import Message, local_only_kind, work_out_rank_part, find_whole_collective
+from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
 from shardwise.transfer import Move, Step, Transfer
 
 KEPT_BYTES = 256 * 1024 * 1024
@@ -44,9 +44,9 @@ class StagingPool:
     """Free byte buffers of power-of-two sizes; keeps at most `KEPT_BYTES` of them.
 
     >>> pool = StagingPool()
-    >>> first = pool.take(100, torch.float32, torch.device("cpu"))
-    >>> pool.give_back([first])
-    >>> pool.take(50, torch.float64, torch.device("cpu")).data_ptr() == first.data_ptr()
+    >>> first = staging_pool.take(100, torch.float32, torch.device("cpu"))
+    >>> staging_pool.give_back([first])
+    >>> staging_pool.take(50, torch.float64, torch.device("cpu")).data_ptr() == first.data_ptr()
     True
     """
 
@@ -81,11 +81,11 @@ class StagingPool:
                 self._free.setdefault(size, []).append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
 
 
-pool = StagingPool()
+staging_pool = StagingPool()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TransferJob:
     """One tensor to move: the plan (whole, or this rank's part), this rank's source tensors, dtype and device."""
 
     transfer: Transfer
@@ -94,13 +94,13 @@ class Job:
     device: torch.device
 
 
-class Running:
+class RunningTransfers:
     """Transfers under way; the jobs of a batch share exchanges, and batches follow each other.
 
     `wait()` completes them and gives each tensor's destination tensors.
     """
 
-    def __init__(self, batches: Sequence[Sequence[Job]], comm: Comm, label: str) -> None:
+    def __init__(self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str) -> None:
         self._progress = _run_batches(batches, comm, label)
         self._work: Work | None = None
         self._results: list[tuple[Tensor, ...]] | None = None
@@ -126,36 +126,36 @@ def execute(
     transfer: Transfer, sources: Sequence[Tensor], comm: Comm, dtype: torch.dtype, label: str
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
-    job = Job(transfer, tuple(sources), dtype, sources[0].device if sources else comm.device)
-    if (kind := whole_reduction(transfer, comm.ranks, dtype)) is not None:
+    job = TransferJob(transfer, tuple(sources), dtype, sources[0].device if sources else comm.device)
+    if (kind := find_whole_collective(transfer, comm.ranks, dtype)) is not None:
         target, work = _start_reduction(job, comm, kind, label)
         work.wait()
-        return (_scaled(target, transfer),)
-    if (kind := at_home(transfer, comm.rank, dtype.itemsize)) is not None:
-        return (_scaled(_stay(job, kind), transfer),)
-    return Running([[job]], comm, label).wait()[0]
+        return (_scale_result(target, transfer),)
+    if (kind := local_only_kind(transfer, comm.rank, dtype.itemsize)) is not None:
+        return (_scale_result(_finish_locally(job, kind), transfer),)
+    return RunningTransfers([[job]], comm, label).wait()[0]
 
 
-def _stay(job: Job, kind: str) -> Tensor:
+def _finish_locally(job: TransferJob, kind: str) -> Tensor:
     """The destination of a transfer that sends nothing."""
     source = job.sources[0]
     if kind == "copy":
         return source.clone(memory_format=torch.contiguous_format)
-    value = identity(job.transfer.steps[0].op or "sum", job.dtype)
+    value = reduction_identity(job.transfer.steps[0].op or "sum", job.dtype)
     return torch.full(source.shape, value, dtype=job.dtype, device=job.device)
 
 
 def _run_batches(
-    batches: Sequence[Sequence[Job]], comm: Comm, label: str
+    batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str
 ) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
     results: list[tuple[Tensor, ...]] = []
     for jobs in batches:
-        results += yield from _run(jobs, comm, label)
+        results += yield from _run_batch(jobs, comm, label)
     return results
 
 
-def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
-    if len(jobs) == 1 and (kind := whole_reduction(jobs[0].transfer, comm.ranks, jobs[0].dtype)) is not None:
+def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
+    if len(jobs) == 1 and (kind := find_whole_collective(jobs[0].transfer, comm.ranks, jobs[0].dtype)) is not None:
         return [(yield from _reduce_whole(jobs[0], comm, kind, label))]
     current = [job.sources for job in jobs]
     for index in range(max((len(job.transfer.steps) for job in jobs), default=0)):
@@ -163,8 +163,8 @@ def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, l
         runs = [_StepRun(jobs[i].transfer.steps[index], comm.rank, current[i], jobs[i]) for i in active]
         quiet = all(run.step.rounds == 0 and jobs[i].transfer.rank is None for i, run in zip(active, runs, strict=True))
         for number in range(0 if quiet else max(1, *(run.step.rounds for run in runs))):
-            sends = _merged(run.outgoing(number) for run in runs)
-            receives = _merged(run.incoming(number) for run in runs)
+            sends = _merge_edges(run.outgoing(number) for run in runs)
+            receives = _merge_edges(run.incoming(number) for run in runs)
             work = comm.exchange(sends, receives, label=label)
             if number == 0:
                 _start_locally(runs)
@@ -179,14 +179,14 @@ def _run(jobs: Sequence[Job], comm: Comm, label: str) -> Generator[Work, None, l
     return current
 
 
-def _reduce_whole(job: Job, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
+def _reduce_whole(job: TransferJob, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
     """The whole transfer as one collective of the comm."""
     target, work = _start_reduction(job, comm, kind, label)
     yield work
-    return (_scaled(target, job.transfer),)
+    return (_scale_result(target, job.transfer),)
 
 
-def _start_reduction(job: Job, comm: Comm, kind: str, label: str) -> tuple[Tensor, Work]:
+def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tuple[Tensor, Work]:
     first, source = job.transfer.steps[0], job.sources[0]
     assert first.op is not None
     op = cast(ReduceOp, first.op)
@@ -197,7 +197,7 @@ def _start_reduction(job: Job, comm: Comm, kind: str, label: str) -> tuple[Tenso
     return target, comm.reduce_scatter_into(target, source.contiguous(), op, label=label)
 
 
-def _scaled(target: Tensor, transfer: Transfer) -> Tensor:
+def _scale_result(target: Tensor, transfer: Transfer) -> Tensor:
     for step in transfer.steps:
         rescale(target, step.scale)
     return target
@@ -208,7 +208,7 @@ def _start_locally(runs: Sequence[_StepRun]) -> None:
         run.copy_locally()
 
 
-def _merged(parts: Iterable[Mapping[int, list[Tensor]]]) -> dict[int, list[Tensor]]:
+def _merge_edges(parts: Iterable[Mapping[int, list[Tensor]]]) -> dict[int, list[Tensor]]:
     merged: dict[int, list[Tensor]] = {}
     for part in parts:
         for peer, tensors in part.items():
@@ -216,7 +216,7 @@ def _merged(parts: Iterable[Mapping[int, list[Tensor]]]) -> dict[int, list[Tenso
     return merged
 
 
-def view_of(tensor: Tensor, box: Box) -> Tensor:
+def view_box(tensor: Tensor, box: Box) -> Tensor:
     """A box of a tensor as a view."""
     return tensor if box.sizes == tensor.shape else tensor[box.slices]
 
@@ -224,9 +224,9 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 class _StepRun:
     """One step of one tensor on this rank."""
 
-    def __init__(self, step: Step, rank: int, sources: tuple[Tensor, ...], job: Job) -> None:
+    def __init__(self, step: Step, rank: int, sources: tuple[Tensor, ...], job: TransferJob) -> None:
         self.step, self.sources, self.job = step, sources, job
-        self.part = rank_part(step, rank, job.dtype.itemsize)
+        self.part = work_out_rank_part(step, rank, job.dtype.itemsize)
         dtype = accumulation_dtype(job.dtype) if self.part.reducing else job.dtype
         self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
         self.arrived: list[tuple[Tensor, Message]] = []
@@ -238,7 +238,7 @@ class _StepRun:
         return {peer: [self._pack(message) for message in cut] for peer, cut in edges.items()}
 
     def _pack(self, message: Message) -> Tensor:
-        views = [view_of(self.sources[m.slot], m.box) for m in message]
+        views = [view_box(self.sources[m.slot], m.box) for m in message]
         if len(views) == 1 and views[0].is_contiguous():
             return views[0]
         buffer = self._buffer(message)
@@ -249,7 +249,7 @@ class _StepRun:
         return buffer
 
     def _buffer(self, message: Message) -> Tensor:
-        buffer = pool.take(sum(m.box.numel for m in message), self.job.dtype, self.job.device)
+        buffer = staging_pool.take(sum(m.box.numel for m in message), self.job.dtype, self.job.device)
         self.staged.append(buffer)
         return buffer
 
@@ -268,43 +268,43 @@ class _StepRun:
     def _place(self, message: Message) -> Tensor | None:
         if len(message) != 1 or self.part.reducing:
             return None
-        view = view_of(self.targets[message[0].slot], message[0].box)
+        view = view_box(self.targets[message[0].slot], message[0].box)
         return view if view.is_contiguous() else None
 
     def copy_locally(self) -> None:
         """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
         for slot, box in self.part.fills:
-            view_of(self.targets[slot], box).fill_(identity(self.step.op or "sum", self.job.dtype))
+            view_box(self.targets[slot], box).fill_(reduction_identity(self.step.op or "sum", self.job.dtype))
         own = sum(c.dst_box.numel for c in self.part.copies)
         if self.part.reducing and own != sum(t.numel() for t in self.targets):
             for target in self.targets:
-                target.fill_(identity(self.step.op or "sum", target.dtype))
+                target.fill_(reduction_identity(self.step.op or "sum", target.dtype))
             for copy in self.part.copies:
                 self._combine(
-                    view_of(self.targets[copy.dst_slot], copy.dst_box), self._source_of(copy.src_slot, copy.src_box)
+                    view_box(self.targets[copy.dst_slot], copy.dst_box), self._source_of(copy.src_slot, copy.src_box)
                 )
             return
         for copy in self.part.copies:
-            view_of(self.targets[copy.dst_slot], copy.dst_box).copy_(self._source_of(copy.src_slot, copy.src_box))
+            view_box(self.targets[copy.dst_slot], copy.dst_box).copy_(self._source_of(copy.src_slot, copy.src_box))
 
     def _source_of(self, slot: int, box: Box) -> Tensor:
-        return view_of(self.sources[slot], box)
+        return view_box(self.sources[slot], box)
 
     def settle(self) -> None:
         """Put in place what arrived in buffers, in order of terms."""
-        parts = [(move, part) for buffer, message in self.arrived for move, part in _cut(buffer, message)]
+        parts = [(move, part) for buffer, message in self.arrived for move, part in _unpack_message(buffer, message)]
         for move, part in sorted(parts, key=lambda pair: pair[0].term):
-            target = view_of(self.targets[move.slot], move.box)
+            target = view_box(self.targets[move.slot], move.box)
             if self.part.reducing:
                 self._combine(target, part)
             else:
                 target.copy_(part)
         self.arrived.clear()
-        pool.give_back(self.staged)
+        staging_pool.give_back(self.staged)
         self.staged.clear()
 
     def _combine(self, target: Tensor, part: Tensor) -> None:
-        combine(self.step.op or "sum", target, part)
+        combine_term(self.step.op or "sum", target, part)
 
     def finish(self) -> tuple[Tensor, ...]:
         """The destination tensors, scaled and in the tensor's dtype."""
@@ -313,7 +313,7 @@ class _StepRun:
         return tuple(t.to(self.job.dtype) for t in self.targets)
 
 
-def _cut(buffer: Tensor, message: Message) -> list[tuple[Move, Tensor]]:
+def _unpack_message(buffer: Tensor, message: Message) -> list[tuple[Move, Tensor]]:
     """The parts of a packed message, each in its box's shape."""
     parts, position = [], 0
     for move in message:
@@ -328,7 +328,7 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """What `async_op=True` returns: `wait()` completes the move and gives its result, as often as asked."""
 
-    def __init__(self, running: Running, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
+    def __init__(self, running: RunningTransfers, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
         self._running, self._finish = running, finish
         self._result: tuple[T] | None = None
 

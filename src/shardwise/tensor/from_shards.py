@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.comm import Comm, agree, fold_texts, name_ranks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor.local_metadata import flatten_size, global_metadata, metadata_from_local_shards
-from shardwise.tensor.move import text_of
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.placement_specs import infer_sharding_spec
 from shardwise.tensor.remote_devices import rank_of
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -31,7 +31,7 @@ _PROBLEM, _SHARDS, _NOTHING = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TensorParts:
     """What a ShardedTensor is wrapped from."""
 
     layout: Layout
@@ -39,12 +39,12 @@ class Parts:
     dtype: torch.dtype
 
 
-def pack(metadata: ShardedTensorMetadata) -> bytes:
+def pack_metadata(metadata: ShardedTensorMetadata) -> bytes:
     """A rank's shards as bytes.
 
     >>> properties = TensorProperties(dtype=torch.int32)
-    >>> packed = pack(ShardedTensorMetadata([ShardMetadata([4], [2], "rank:1/cpu")], torch.Size([6]), properties))
-    >>> unpack(packed).shards_metadata, len(packed)
+    >>> packed = pack_metadata(ShardedTensorMetadata([ShardMetadata([4], [2], "rank:1/cpu")], torch.Size([6]), properties))
+    >>> unpack_metadata(packed).shards_metadata, len(packed)
     ([ShardMetadata(shard_offsets=[4], shard_sizes=[2], placement=rank:1/cpu)], 59)
     """
     shards, properties = metadata.shards_metadata, metadata.tensor_properties
@@ -57,8 +57,8 @@ def pack(metadata: ShardedTensorMetadata) -> bytes:
     return head + texts + np.array([*metadata.size, *(n for row in rows for n in row)], "<i8").tobytes()
 
 
-def unpack(data: bytes) -> ShardedTensorMetadata:
-    """The shards that `pack` wrote."""
+def unpack_metadata(data: bytes) -> ShardedTensorMetadata:
+    """The shards that `pack_metadata` wrote."""
     _, requires_grad, pin_memory, ndim, count, length = _HEAD.unpack_from(data)
     dtype, *places = data[_HEAD.size : _HEAD.size + length].decode().split("\n")
     numbers = np.frombuffer(data, "<i8", offset=_HEAD.size + length)
@@ -71,19 +71,19 @@ def unpack(data: bytes) -> ShardedTensorMetadata:
     return ShardedTensorMetadata(shards, torch.Size(numbers[:ndim].tolist()), properties)
 
 
-def parts_from_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> Parts:
+def gather_parts_from_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> TensorParts:
     """Find the tensor that all ranks' shards make; a size of None is found from the shards, stacked along dim 0."""
     stacked = any(dim is None for dim in global_size)
-    told = comm.all_gather_bytes(_message(local_shards, global_size, comm), label="init_from_local_shards")
+    told = comm.all_gather_bytes(_pack_own_shards(local_shards, global_size, comm), label="init_from_local_shards")
     _raise_problems(told, comm)
-    whole = global_metadata([unpack(data) if data[0] == _SHARDS else None for data in told], stacked)
+    whole = global_metadata([unpack_metadata(data) if data[0] == _SHARDS else None for data in told], stacked)
     if stacked:
         _check_one_each(whole, comm)
     layout = infer_sharding_spec(whole.shards_metadata).layout(whole.size)
-    return Parts(layout, tuple(shard.tensor for shard in local_shards), whole.tensor_properties.dtype)
+    return TensorParts(layout, tuple(shard.tensor for shard in local_shards), whole.tensor_properties.dtype)
 
 
-def _message(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:
+def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:
     """What this rank knows, or what is wrong with it."""
     try:
         size = flatten_size([0 if dim is None else dim for dim in global_size])
@@ -91,7 +91,7 @@ def _message(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Co
             return bytes([_NOTHING])
         for shard in local_shards:
             _check_ndim(shard, size)
-        return pack(metadata_from_local_shards(local_shards, size, comm.rank, comm.process_group))
+        return pack_metadata(metadata_from_local_shards(local_shards, size, comm.rank, comm.process_group))
     except (ValueError, TypeError, RuntimeError) as error:
         return bytes([_PROBLEM]) + f"{type(error).__name__}\n{error}".encode()
 
@@ -123,9 +123,9 @@ def _check_one_each(whole: ShardedTensorMetadata, comm: Comm) -> None:
         )
 
 
-def parts_from_metadata(
+def build_parts_from_metadata(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, comm: Comm, spec: ShardingSpec | None = None
-) -> Parts:
+) -> TensorParts:
     """The tensor that this metadata describes, which every rank gives alike: only this rank's shards are checked."""
     own = [shard for shard in metadata.shards_metadata if rank_of(shard.placement) == comm.rank]
     if len(local_shards) != len(own):
@@ -140,7 +140,7 @@ def parts_from_metadata(
     for shard in local_shards:
         _check_against(shard, metadata.tensor_properties, comm.rank)
     layout = (infer_sharding_spec(metadata.shards_metadata) if spec is None else spec).layout(metadata.size)
-    return Parts(layout, _in_order(local_shards, layout, comm.rank), metadata.tensor_properties.dtype)
+    return TensorParts(layout, _sort_locals(local_shards, layout, comm.rank), metadata.tensor_properties.dtype)
 
 
 def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> None:
@@ -151,13 +151,13 @@ def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> Non
     for name, expected, actual in zip(
         ("size", "device"), described, (list(shard.tensor.size()), shard.tensor.device), strict=True
     ):
-        _raise_unlike("local ShardMetadata", name, expected, actual, rank)
+        _raise_mismatch("local ShardMetadata", name, expected, actual, rank)
     for name in ("layout", "pin_memory", "dtype", "requires_grad"):
         actual = getattr(TensorProperties.create_from_tensor(shard.tensor), name)
-        _raise_unlike("tensor property", name, getattr(properties, name), actual, rank)
+        _raise_mismatch("tensor property", name, getattr(properties, name), actual, rank)
 
 
-def _raise_unlike(source: str, name: str, expected: object, actual: object, rank: int) -> None:
+def _raise_mismatch(source: str, name: str, expected: object, actual: object, rank: int) -> None:
     if expected != actual:
         raise ValueError(
             f"Local shards' tensor {name} property is incompatible with {source} on rank {rank}: {source} "
@@ -165,7 +165,7 @@ def _raise_unlike(source: str, name: str, expected: object, actual: object, rank
         )
 
 
-def _in_order(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
+def _sort_locals(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
     """The local tensors in the order in which a layout numbers them."""
     pieces = [(list(p.box.offsets), list(p.box.sizes)) for p in layout.pieces_of(rank)]
     left = list(local_shards)
@@ -184,7 +184,7 @@ def _in_order(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple
     return tuple(ordered)
 
 
-def parts_from_tensor(local_tensor: Tensor, spec: ShardingSpec, global_size: Sequence[Any], comm: Comm) -> Parts:
+def agree_on_parts_of_tensor(local_tensor: Tensor, spec: ShardingSpec, global_size: Sequence[Any], comm: Comm) -> TensorParts:
     """The tensor of this spec and size of which every rank holds one local tensor; all ranks agree on it first."""
     layout, problem = None, None
     try:
@@ -193,14 +193,14 @@ def parts_from_tensor(local_tensor: Tensor, spec: ShardingSpec, global_size: Seq
     except (ValueError, TypeError) as error:
         problem = str(error)
     fields = {
-        "layout": None if layout is None else text_of(layout),
+        "layout": None if layout is None else format_layout_text(layout),
         "dtype": local_tensor.dtype,
         "requires_grad": local_tensor.requires_grad,
     }
     agree(comm, fields, label="init_from_local_tensor", problem=problem)
     assert layout is not None
     locals_ = (local_tensor,) if layout.local_shapes(comm.rank) else ()
-    return Parts(layout, locals_, local_tensor.dtype)
+    return TensorParts(layout, locals_, local_tensor.dtype)
 
 
 def _tensor_problem(tensor: Tensor, layout: Layout, comm: Comm) -> str | None:

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor
 
 from shardwise.geometry import Box
-from shardwise.tensor.execute import view_of
+from shardwise.tensor.execute import view_box
 from shardwise.tensor.placement_specs import spec_on_device
 from shardwise.tensor.shards import Shard
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
-def held_shards(tensor: ShardedTensor) -> list[Shard]:
+def make_local_shards(tensor: ShardedTensor) -> list[Shard]:
     """The shards of this rank; their tensors are views of the local tensors."""
     rows = tensor.sharding.rows_of(tensor.comm.rank)
     own = tensor.sharding.table.take(rows)
@@ -31,13 +31,13 @@ def held_shards(tensor: ShardedTensor) -> list[Shard]:
         rows.tolist(), own.slots.tolist(), own.local_offsets.tolist(), own.sizes.tolist(), strict=True
     ):
         local = tensor.local_parts[slot]
-        shard = Shard(view_of(local, Box(tuple(start), tuple(size))), described[row])
-        shard._replaced = partial(_replace, ref(tensor), slot, tuple(size) == tuple(local.shape))
+        shard = Shard(view_box(local, Box(tuple(start), tuple(size))), described[row])
+        shard._replaced = partial(_replace_local, ref(tensor), slot, tuple(size) == tuple(local.shape))
         shards.append(shard)
     return shards
 
 
-def _replace(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tensor, new: Tensor) -> None:
+def _replace_local(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tensor, new: Tensor) -> None:
     """Make a tensor that was assigned to a shard the local tensor of the shard's owner, or say why not."""
     tensor = owner()
     if tensor is None or new is old or not _is_current(tensor, slot, old):

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import text_of
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.random.distributions import Distribution
 from shardwise.tensor.random.fill import check_not_pending, fill_locals
 from shardwise.tensor.random.streams import next_stream
@@ -34,7 +34,7 @@ def draw_into(
 
     A mistake in the arguments is raised as it is on the rank that made it, and with its number on the others.
     """
-    asked = {"layout": text_of(tensor.sharding), "dtype": tensor.dtype, **(fields or {})}
+    asked = {"layout": format_layout_text(tensor.sharding), "dtype": tensor.dtype, **(fields or {})}
     distribution, problem = None, None
     try:
         check_writable(tensor)
@@ -89,7 +89,7 @@ def check_writable(tensor: ShardedTensor) -> None:
     name = next((n for t in tensor.local_parts if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None)
     if name is not None:
         raise UnsupportedOpError(
-            f"{name} was copied to {text_of(tensor.sharding)} and shares no memory with the tensor it was taken from, "
+            f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it was taken from, "
             "so what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
         )
 

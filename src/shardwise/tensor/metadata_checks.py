@@ -79,7 +79,7 @@ def find_overlap(offsets: IntArray, sizes: IntArray) -> tuple[int, int] | None:
     if len(filled) < 2:
         return None
     starts, ends = offsets[filled], (offsets + sizes)[filled]
-    if any(_in_a_row(starts[:, d], ends[:, d]) for d in range(starts.shape[1])):
+    if any(_is_disjoint_in_order(starts[:, d], ends[:, d]) for d in range(starts.shape[1])):
         return None
     low, hull = starts.min(axis=0), ends.max(axis=0) - starts.min(axis=0)
     point = first_miscovered_point(hull.tolist(), starts - low, sizes[filled])
@@ -90,7 +90,7 @@ def find_overlap(offsets: IntArray, sizes: IntArray) -> tuple[int, int] | None:
     return None if found is None else (int(filled[found[0]]), int(filled[found[1]]))
 
 
-def _in_a_row(starts: IntArray, ends: IntArray) -> bool:
+def _is_disjoint_in_order(starts: IntArray, ends: IntArray) -> bool:
     order = np.argsort(starts)
     return bool((ends[order[:-1]] <= starts[order[1:]]).all())
 

@@ -29,16 +29,16 @@ from shardwise.geometry import (
     format_layout,
     parse_placements,
 )
-from shardwise.tensor.autograd import Link, dual, move_locals, move_on_tape, on_tape
-from shardwise.tensor.execute import Job, Running
-from shardwise.tensor.move_observers import tell_watchers
-from shardwise.tensor.parts import plan_for
+from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
+from shardwise.tensor.execute import TransferJob, RunningTransfers
+from shardwise.tensor.move_observers import notify_watchers
+from shardwise.tensor.parts import plan_for_rank
 from shardwise.tensor.reductions import check_reducible
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 
 
-class Held(Protocol):
+class MovableTensor(Protocol):
     """What a ShardedTensor holds on this rank."""
 
     sharding: Layout
@@ -71,41 +71,41 @@ def target_layout(layout: Layout, target: Any) -> Layout:
 
 
 @lru_cache(maxsize=1024)
-def everywhere(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+def replicated_layout(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
     """The layout in which each of these ranks holds the whole tensor."""
     return MeshSpec(Mesh(("all",), ranks), (Replicate(),)).layout(shape)
 
 
 @lru_cache(maxsize=1024)
-def on_one_rank(shape: tuple[int, ...], rank: int) -> Layout:
+def single_rank_layout(shape: tuple[int, ...], rank: int) -> Layout:
     """The layout in which one rank holds the whole tensor."""
     return EnumerableSpec([Piece(Box.whole(shape), rank)]).layout(shape)
 
 
-def text_of(layout: Layout) -> str:
+def format_layout_text(layout: Layout) -> str:
     """A layout for messages and for comparison between ranks, without a dtype."""
     if len(layout.table) > 64:
-        return f"{layout!r} {layout._meaning.hex()}"
+        return f"{layout!r} {layout._layout_digest.hex()}"
     return format_layout(layout, "f32").removeprefix("f32")
 
 
-def describe(dtype: torch.dtype, layout: Layout) -> str:
+def describe_tensor(dtype: torch.dtype, layout: Layout) -> str:
     """A tensor for messages: its dtype, shape and layout.
 
-    >>> describe(torch.float64, everywhere((4, 2), (0, 1)))
+    >>> describe_tensor(torch.float64, replicated_layout((4, 2), (0, 1)))
     'torch.float64[4,2] on all=2: R'
     """
-    return f"{dtype}{text_of(layout)}"
+    return f"{dtype}{format_layout_text(layout)}"
 
 
 def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:
     """The limit to plan with: none where everything a rank sends and receives fits in it anyway."""
     limit = DEFAULT_BUFFER_BYTES if wanted is None else wanted
-    return None if most_in_flight(src, dst) * itemsize <= limit else limit
+    return None if max_elements_in_flight(src, dst) * itemsize <= limit else limit
 
 
 @lru_cache(maxsize=4096)
-def most_in_flight(src: Layout, dst: Layout) -> int:
+def max_elements_in_flight(src: Layout, dst: Layout) -> int:
     """An upper bound of the elements that a rank sends and receives in one step, however it is planned.
 
     A rank sends what it holds (or has reduced) once to each copy in the destination; it receives what it needs (or
@@ -119,11 +119,11 @@ def most_in_flight(src: Layout, dst: Layout) -> int:
 
 
 def check_move(
-    held: Held, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
+    held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
 ) -> None:
     """Raise on every rank unless all ask for the same move and it can be done."""
     problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
-    asked = {"from": text_of(held.sharding), "to": text_of(dst), "dtype": held.dtype, **(fields or {})}
+    asked = {"from": format_layout_text(held.sharding), "to": format_layout_text(dst), "dtype": held.dtype, **(fields or {})}
     agree(held.comm, asked, label=label, problem=problem)
 
 
@@ -133,7 +133,7 @@ def _limit_problem(limit: object) -> str | None:
     return f"max_buffer_bytes is a positive number of bytes or None, got {limit!r}"
 
 
-def move_problem(held: Held, dst: Layout) -> str | None:
+def move_problem(held: MovableTensor, dst: Layout) -> str | None:
     """Why a tensor cannot be moved to a layout, or None."""
     outside = sorted(set(dst.ranks) - set(held.comm.ranks))
     if outside:
@@ -151,40 +151,40 @@ def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | No
     return None
 
 
-def is_recorded(held: Held) -> bool:
+def is_move_recorded(held: MovableTensor) -> bool:
     """Whether a move of this tensor goes on the tape."""
     inputs = (*held.local_parts, *([held._anchor] if held._anchor is not None else []))
     return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
 
 
-def moved(
-    held: Held, dst: Layout, label: str, max_buffer_bytes: int | None = None
+def move_to(
+    held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: int | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The local tensors and the anchor of the same values in another layout; differentiable."""
     if held.sharding == dst:
         return held.local_parts, held._anchor
     limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
-    link = Link(held.sharding, dst, held.comm, held.dtype, label, limit)
-    if not is_recorded(held):
+    link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit)
+    if not is_move_recorded(held):
         return move_locals(link, tuple(t.detach() for t in held.local_parts)), None
-    dual(dst), dual(held.sharding)
-    outputs = move_on_tape(link, on_tape(held.local_parts, held._anchor, held.dtype, held.device))
+    dual_layout(dst), dual_layout(held.sharding)
+    outputs = move_on_tape(link, tape_inputs(held.local_parts, held._anchor, held.dtype, held.device))
     return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])
 
 
-def start(held: Sequence[Held], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> Running:
+def start_moves(held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> RunningTransfers:
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
     room = 0
-    batches: list[list[Job]] = []
+    batches: list[list[TransferJob]] = []
     for one, dst in zip(held, dsts, strict=True):
         limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
-        plan = plan_for(one.sharding, dst, one.dtype.itemsize, limit, one.comm.rank)
-        tell_watchers(plan, label)
-        job = Job(plan, tuple(t.detach() for t in one.local_parts), one.dtype, one.device)
-        size = most_in_flight(one.sharding, dst) * one.dtype.itemsize
+        plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm.rank)
+        notify_watchers(plan, label)
+        job = TransferJob(plan, tuple(t.detach() for t in one.local_parts), one.dtype, one.device)
+        size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize
         if size > room:
             batches.append([])
             room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
         batches[-1].append(job)
         room -= size
-    return Running(batches, held[0].comm, label)
+    return RunningTransfers(batches, held[0].comm, label)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from shardwise.transfer import Transfer
 
-_watchers: list[Callable[[Transfer, str], None]] = []
+_move_watchers: list[Callable[[Transfer, str], None]] = []
 
 
 def watch_moves(watcher: Callable[[Transfer, str], None]) -> None:
     """Have `watcher(plan, label)` called before each move; it may raise to forbid it."""
-    _watchers.append(watcher)
+    _move_watchers.append(watcher)
 
 
-def tell_watchers(plan: Transfer, label: str) -> None:
+def notify_watchers(plan: Transfer, label: str) -> None:
     """Say that a move is about to be made."""
-    for watcher in _watchers:
+    for watcher in _move_watchers:
         watcher(plan, label)

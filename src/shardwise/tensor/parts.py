@@ -19,42 +19,42 @@ SMALL_MESSAGE_BYTES = 64 * 1024
 WHOLE_PLAN_RANKS = 256
 
 Message: TypeAlias = tuple[Move, ...]
-Edges: TypeAlias = Mapping[int, Mapping[int, Sequence[Message]]]
+MessagesByRound: TypeAlias = Mapping[int, Mapping[int, Sequence[Message]]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankPart:
     """A rank's messages by round and peer, its local copies and fills, and the shapes of its destination tensors."""
 
-    sends: Edges
-    receives: Edges
+    sends: MessagesByRound
+    receives: MessagesByRound
     copies: Sequence[Copy]
     fills: Sequence[tuple[int, Box]]
     shapes: Sequence[tuple[int, ...]]
     reducing: bool
 
 
-def plan_for(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int) -> Transfer:
+def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int) -> Transfer:
     """The plan from which a rank works: the whole one in small worlds, else this rank's part of it."""
     small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
-    return _plan(src, dst, itemsize, max_buffer_bytes, None if small else rank)
+    return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else rank)
 
 
 @lru_cache(maxsize=4096)
-def _plan(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int | None) -> Transfer:
+def _plan_cached(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int | None) -> Transfer:
     return plan_transfer(src, dst, itemsize=itemsize, max_buffer_bytes=max_buffer_bytes, rank=rank)
 
 
 @lru_cache(maxsize=4096)
-def rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
+def work_out_rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
     """What a rank does in a step."""
     receives, copies = step.receives_of(rank), step.copies_of(rank)
     shapes = step.dst.local_shapes(rank)
     reached = sum(m.box.numel for m in receives) + sum(c.dst_box.numel for c in copies)
     reducing = step.op is not None and reached > sum(Box.whole(s).numel for s in shapes)
     return RankPart(
-        _by_round_and_peer(step.sends_of(rank), itemsize),
-        _by_round_and_peer(receives, itemsize),
+        _group_by_round_and_peer(step.sends_of(rank), itemsize),
+        _group_by_round_and_peer(receives, itemsize),
         copies,
         step.fills_of(rank),
         shapes,
@@ -62,14 +62,14 @@ def rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
     )
 
 
-def _by_round_and_peer(moves: Sequence[Move], itemsize: int) -> Edges:
+def _group_by_round_and_peer(moves: Sequence[Move], itemsize: int) -> MessagesByRound:
     grouped: dict[int, dict[int, list[Move]]] = {}
     for (number, peer), group in groupby(moves, key=lambda m: (m.round, m.peer)):
         grouped.setdefault(number, {}).setdefault(peer, []).extend(group)
-    return {n: {peer: messages(moves, itemsize) for peer, moves in edges.items()} for n, edges in grouped.items()}
+    return {n: {peer: cut_messages(moves, itemsize) for peer, moves in edges.items()} for n, edges in grouped.items()}
 
 
-def messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
+def cut_messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
     """Cut an edge's moves into messages: large boxes alone, runs of small ones together."""
     cut: list[list[Move]] = []
     room = 0
@@ -84,18 +84,18 @@ def messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
 
 
 @lru_cache(maxsize=4096)
-def at_home(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fill"] | None:
+def local_only_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fill"] | None:
     """What a rank does if nothing is sent at all and it has one tensor before and after: copy it whole, or fill it.
 
     >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate
     >>> whole, terms = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in (Replicate(), Partial("sum")))
-    >>> [at_home(plan_transfer(whole, terms, itemsize=4), rank, 4) for rank in (0, 1)]
+    >>> [local_only_kind(plan_transfer(whole, terms, itemsize=4), rank, 4) for rank in (0, 1)]
     ['copy', 'fill']
     """
     if transfer.rank is not None or len(transfer.steps) != 1 or transfer.steps[0].rounds:
         return None
     step = transfer.steps[0]
-    part = rank_part(step, rank, itemsize)
+    part = work_out_rank_part(step, rank, itemsize)
     if len(part.shapes) != 1 or step.src.local_shapes(rank) != part.shapes or part.reducing:
         return None
     whole = Box.whole(part.shapes[0])
@@ -105,7 +105,7 @@ def at_home(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fi
 
 
 @lru_cache(maxsize=4096)
-def whole_reduction(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """The collective by which all of these ranks can carry out the transfer at once: all_reduce or reduce_scatter.
 
     None where it is another transfer, where low precision asks for wider sums, or where a buffer limit is too tight.
@@ -113,9 +113,9 @@ def whole_reduction(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dty
     >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Shard
     >>> kinds = (Partial("sum"), Shard(0), Shard(1))
     >>> terms, rows, columns = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in kinds)
-    >>> whole_reduction(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32)
+    >>> find_whole_collective(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32)
     'reduce_scatter'
-    >>> whole_reduction(plan_transfer(terms, columns, itemsize=4), (0, 1), torch.float32) is None
+    >>> find_whole_collective(plan_transfer(terms, columns, itemsize=4), (0, 1), torch.float32) is None
     True
     """
     limit = transfer.max_buffer_bytes
@@ -128,10 +128,10 @@ def whole_reduction(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dty
         return None
     if found.kind == "all_reduce":
         return found.kind
-    return found.kind if found.kind == "reduce_scatter" and _in_equal_runs(transfer, ranks) else None
+    return found.kind if found.kind == "reduce_scatter" and _ends_in_equal_runs(transfer, ranks) else None
 
 
-def _in_equal_runs(transfer: Transfer, ranks: tuple[int, ...]) -> bool:
+def _ends_in_equal_runs(transfer: Transfer, ranks: tuple[int, ...]) -> bool:
     """Whether the i-th rank ends with the i-th of equally many rows of the box that all of them start from."""
     starts = {transfer.src.pieces_of(rank)[0].box for rank in ranks if len(transfer.src.pieces_of(rank)) == 1}
     ends = [transfer.dst.pieces_of(rank) for rank in ranks]

@@ -21,14 +21,14 @@ from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.tensor import rrefs
-from shardwise.tensor.comms import comm_for, loading_group
-from shardwise.tensor.execute import view_of
+from shardwise.tensor.comms import resolve_comm, loading_group
+from shardwise.tensor.execute import view_box
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 
 if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor
 
-_WAY_OUT = (
+_PICKLE_HINT = (
     "; a pickled ShardedTensor is read by the rank that wrote it in a world of the same size. To change either, "
     "write a checkpoint with shardwise.save and read it with shardwise.load, which reshards"
 )
@@ -38,7 +38,7 @@ _WAY_OUT = (
 class ProcessGroupState:
     """Which rank of which group and world wrote a tensor.
 
-    >>> ProcessGroupState.of(comm_for())
+    >>> ProcessGroupState.of(resolve_comm())
     ProcessGroupState(local_rank=0, global_rank=0, local_world_size=1, global_world_size=1)
     """
 
@@ -61,7 +61,7 @@ class ProcessGroupState:
             saved, found = getattr(self, name), getattr(now, name)
             if saved != found:
                 what = name.replace("_", " ").capitalize()
-                raise RuntimeError(f"{what} at save time was {saved}, but at load time was {found}{_WAY_OUT}")
+                raise RuntimeError(f"{what} at save time was {saved}, but at load time was {found}{_PICKLE_HINT}")
 
 
 State: TypeAlias = tuple[list[Shard], ShardedTensorMetadata, ProcessGroupState, ShardingSpec, bool]
@@ -104,7 +104,7 @@ def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
         cls, saved.layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
     tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = saved.layout, saved.locals, saved.anchor, comm
-    return _finished(tensor, saved.init_rrefs, saved.is_parameter)
+    return _finish_rebuild(tensor, saved.init_rrefs, saved.is_parameter)
 
 
 def get_state(tensor: ShardedTensor) -> State:
@@ -129,34 +129,34 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
     tensor._sharded_tensor_id = None
     tensor._forget()
     tensor.requires_grad_(metadata.tensor_properties.requires_grad)
-    _finished(tensor, init_rrefs, is_parameter=False)
+    _finish_rebuild(tensor, init_rrefs, is_parameter=False)
 
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another tensor over the same local tensors: for `__copy__`."""
-    return _like(tensor, tensor.local_parts, tensor._anchor)
+    return _wrap_like(tensor, tensor.local_parts, tensor._anchor)
 
 
 def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return a tensor with copies of the local tensors on the same comm: for `__deepcopy__`."""
     if id(tensor) not in memo:
         locals_, anchor = copy.deepcopy((tensor.local_parts, tensor._anchor), memo)
-        memo[id(tensor)] = _like(tensor, locals_, anchor)
+        memo[id(tensor)] = _wrap_like(tensor, locals_, anchor)
     copied: ShardedTensor = memo[id(tensor)]
     return copied
 
 
-def _like(tensor: ShardedTensor, locals_: tuple[Tensor, ...], anchor: Tensor | None) -> ShardedTensor:
+def _wrap_like(tensor: ShardedTensor, locals_: tuple[Tensor, ...], anchor: Tensor | None) -> ShardedTensor:
     made = tensor._like(tensor.sharding, locals_, anchor)
-    return _finished(made, tensor._init_rrefs, getattr(tensor, "_is_param", False))
+    return _finish_rebuild(made, tensor._init_rrefs, getattr(tensor, "_is_param", False))
 
 
-def _finished(tensor: ShardedTensor, init_rrefs: bool, is_parameter: bool) -> ShardedTensor:
+def _finish_rebuild(tensor: ShardedTensor, init_rrefs: bool, is_parameter: bool) -> ShardedTensor:
     tensor._init_rrefs = init_rrefs
     if is_parameter:
         tensor._is_param = True
     if init_rrefs:
-        rrefs.register(tensor)
+        rrefs.register_rrefs(tensor)
     return tensor
 
 
@@ -164,9 +164,9 @@ def _comm_to_load_on(saved: ProcessGroupState) -> Comm:
     if loading_group() is None and saved.global_world_size > 1:
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor; '
-            f"this one was written by rank {saved.global_rank} of a world of {saved.global_world_size}{_WAY_OUT}"
+            f"this one was written by rank {saved.global_rank} of a world of {saved.global_world_size}{_PICKLE_HINT}"
         )
-    comm = comm_for()
+    comm = resolve_comm()
     saved.check(comm)
     return comm
 
@@ -188,5 +188,5 @@ def _locals_of(shards: list[Shard], layout: Layout, rank: int) -> tuple[Tensor, 
         return tuple(shard.tensor for shard in shards)
     whole = [shards[0].tensor.detach().new_empty(shape) for shape in shapes]
     for shard, slot, start in zip(shards, table.slots.tolist(), table.local_offsets.tolist(), strict=True):
-        view_of(whole[slot], Box(tuple(start), tuple(shard.tensor.shape))).copy_(shard.tensor.detach())
+        view_box(whole[slot], Box(tuple(start), tuple(shard.tensor.shape))).copy_(shard.tensor.detach())
     return tuple(whole)

@@ -18,12 +18,12 @@ from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
 from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes
-from shardwise.geometry.layout import check_shape, checked_columns
+from shardwise.geometry.layout import check_shape, check_piece_table
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.tensor.comms import Group
+from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.metadata_checks import check_no_overlap, check_same_ndim, check_tiles, columns_of
-from shardwise.tensor.remote_devices import on_device, rank_of
+from shardwise.tensor.remote_devices import with_device, rank_of
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PlacementShardingSpec(ShardingSpec):
         """Return all shards of a tensor of this size."""
 
     @abstractmethod
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupOrComm | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
 
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -69,22 +69,22 @@ class PlacementShardingSpec(ShardingSpec):
 
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         metadata = self.build_metadata(torch.Size(shape), TensorProperties())
-        return table_of(metadata.shards_metadata, shape)
+        return build_piece_table(metadata.shards_metadata, shape)
 
 
 class Scatter:
     """How `spec.shard` makes a ShardedTensor: filled by the module that defines it, which imports this one."""
 
-    run: Callable[[torch.Tensor, ShardingSpec, int, Group | None], Any]
+    run: Callable[[torch.Tensor, ShardingSpec, int, GroupOrComm | None], Any]
 
 
-def table_of(shards: Sequence[ShardMetadata], shape: tuple[int, ...]) -> PieceTable:
+def build_piece_table(shards: Sequence[ShardMetadata], shape: tuple[int, ...]) -> PieceTable:
     """Return the table of the shards of a tensor, checked to cover it exactly once."""
     check_same_ndim(shards)
     offsets, sizes = columns_of(shards, shape)
     ranks = np.array([rank_of(s.placement) for s in shards], np.int64)
     devices = tuple(None if s.placement is None else str(s.placement.device()) for s in shards)
-    return checked_columns(shape, table_from_boxes(offsets, sizes, ranks, devices), replicated=False)
+    return check_piece_table(shape, table_from_boxes(offsets, sizes, ranks, devices), replicated=False)
 
 
 @dataclass
@@ -153,7 +153,7 @@ class ChunkShardingSpec(PlacementShardingSpec):
             start += length
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupOrComm | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
         return Scatter.run(tensor, self, src_rank, process_group)
 
@@ -183,7 +183,7 @@ class EnumerableShardingSpec(PlacementShardingSpec):
         check_tiles(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group | None = None) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupOrComm | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
         return Scatter.run(tensor, self, src_rank, process_group)
 
@@ -251,8 +251,8 @@ def spec_on_device(spec: ShardingSpec, device: torch.device | str) -> ShardingSp
     ChunkShardingSpec(dim=0, placements=[rank:1/cpu, rank:0/cpu])
     """
     if isinstance(spec, ChunkShardingSpec):
-        return replace(spec, placements=[on_device(p, device) for p in spec.remote_devices])
+        return replace(spec, placements=[with_device(p, device) for p in spec.remote_devices])
     if isinstance(spec, EnumerableShardingSpec):
-        shards = [ShardMetadata(s.shard_offsets, s.shard_sizes, on_device(s.placement, device)) for s in spec.shards]
+        shards = [ShardMetadata(s.shard_offsets, s.shard_sizes, with_device(s.placement, device)) for s in spec.shards]
         return replace(spec, shards=shards)
     return spec

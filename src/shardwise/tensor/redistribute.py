@@ -11,18 +11,18 @@ from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
 from shardwise.geometry import Layout, LayoutError, MeshSpec, ShardingSpec
-from shardwise.tensor.comms import comm_for
-from shardwise.tensor.execute import Handle, Running
+from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.execute import Handle, RunningTransfers
 from shardwise.tensor.move import (
-    describe,
-    everywhere,
-    is_recorded,
+    describe_tensor,
+    replicated_layout,
+    is_move_recorded,
     move_problem,
-    moved,
-    on_one_rank,
-    start,
+    move_to,
+    single_rank_layout,
+    start_moves,
     target_layout,
-    text_of,
+    format_layout_text,
 )
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -44,21 +44,21 @@ def shard(
     >>> run_local(body, 2)
     [[0], [1, 2, 3]]
     """
-    comm = comm_for(comm)
-    given = _agreed_source(tensor, spec, src_rank, comm)
+    comm = resolve_comm(comm)
+    given = _agree_on_source(tensor, spec, src_rank, comm)
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
     held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
     unheld = given["requires_grad"] and not held
     anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if unheld else None
-    src = everywhere(shape, comm.ranks) if src_rank is None else on_one_rank(shape, src_rank)
-    locals_, anchor = moved(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
+    src = replicated_layout(shape, comm.ranks) if src_rank is None else single_rank_layout(shape, src_rank)
+    locals_, anchor = move_to(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
     if src == dst:  # nothing moved; the result owns its memory in every layout
         locals_ = tuple(local.clone(memory_format=torch.contiguous_format) for local in locals_)
     return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
 
 
-def _agreed_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> dict[str, Any]:
+def _agree_on_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
     own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
     if tensor is not None and (not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor)):
@@ -67,7 +67,7 @@ def _agreed_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> 
     elif tensor is not None:
         own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
         own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
-        own |= _laid_out(spec, tuple(tensor.shape), comm)
+        own |= _check_layout_of(spec, tuple(tensor.shape), comm)
     if own["problem"] is None and src_rank is not None and src_rank not in comm.ranks:
         own["problem"] = f"src_rank {src_rank} is not in the comm ({name_ranks(comm.ranks)})"
     elif tensor is None and src_rank in (None, comm.rank):
@@ -76,12 +76,12 @@ def _agreed_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> 
     _check_sources(dict(zip(comm.ranks, everyone, strict=True)), src_rank)
     source: dict[str, Any] = everyone[0 if src_rank is None else comm.ranks.index(src_rank)]
     if not all(given["has"] for given in everyone):
-        laid_out = _laid_out(spec, tuple(source["shape"]), comm)
+        laid_out = _check_layout_of(spec, tuple(source["shape"]), comm)
         agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
     return source
 
 
-def _laid_out(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
+def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
     """The layout as text, or why the spec does not lay out this shape."""
     if not isinstance(spec, Layout | ShardingSpec):
         return {"problem": f"shard takes a spec or a Layout, got {type(spec).__name__}: {spec!r}"}
@@ -95,7 +95,7 @@ def _laid_out(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
     if outside:
         by = f"the mesh {spec.mesh}" if isinstance(spec, MeshSpec) else "the spec"
         return {"problem": f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"}
-    return {"spec": text_of(layout)}
+    return {"spec": format_layout_text(layout)}
 
 
 def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
@@ -122,18 +122,18 @@ def from_local(
     >>> from_local(torch.ones(2, 3), ChunkSpec(0, 1), (2, 3)).full().sum().item()
     6.0
     """
-    comm = comm_for(comm)
+    comm = resolve_comm(comm)
     held = (local_tensors,) if isinstance(local_tensors, Tensor) else tuple(local_tensors)
-    where, problem = _local_layout(layout, shape)
+    where, problem = _resolve_local_layout(layout, shape)
     problem = problem or _local_problem(held, where, comm)
-    asked: dict[str, Any] = {"layout": text_of(where) if problem is None else None}
+    asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
     agree(comm, asked, label="from_local", problem=problem)
-    dtype, grad = _agreed_kind(held, comm)
+    dtype, grad = _agree_on_kind(held, comm)
     anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
     return wrap(where, held, comm, dtype=dtype, anchor=anchor)
 
 
-def _agreed_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]:
+def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]:
     """The dtype of the local tensors of all ranks, and whether they are on the tape; raises unless all are the same."""
     own = f"{held[0].dtype} {any(t.requires_grad for t in held)}" if held else ""
     kinds = {kind.decode() for kind in comm.all_gather_bytes(own.encode(), label="from_local") if kind}
@@ -149,7 +149,7 @@ def _agreed_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]
     return dtype, grads == {"True"}
 
 
-def _local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
+def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
     if isinstance(layout, Layout):
         return layout, None
     try:
@@ -157,7 +157,7 @@ def _local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) ->
             raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
         return layout.layout(shape), None
     except ValueError as error:
-        return on_one_rank((), 0), str(error)
+        return single_rank_layout((), 0), str(error)
 
 
 def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
@@ -186,16 +186,16 @@ def redistribute_many(
     """
     label = "redistribute_many"
     if not tensors and not targets:
-        return Handle(Running([], comm_for(), label), lambda results: []) if async_op else []
+        return Handle(RunningTransfers([], resolve_comm(), label), lambda results: []) if async_op else []
     _check_sharded(tensors, label)
     if not tensors or any(t.comm is not tensors[0].comm for t in tensors):
         raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
-    dsts, problem = _many_layouts(tensors, targets)
-    moves = [f"{describe(t.dtype, t.sharding)} -> {text_of(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
+    dsts, problem = _resolve_target_layouts(tensors, targets)
+    moves = [f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
     agree(tensors[0].comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
-    if not async_op and any(is_recorded(t) for t in tensors):
-        return [t._like(dst, *moved(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
-    running = start(tensors, dsts, label, max_buffer_bytes)
+    if not async_op and any(is_move_recorded(t) for t in tensors):
+        return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
+    running = start_moves(tensors, dsts, label, max_buffer_bytes)
 
     def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
@@ -209,7 +209,7 @@ def _check_sharded(tensors: Sequence[object], label: str) -> None:
         raise TypeError(f"{label}: moves ShardedTensors, got {plain[0]}; make one with shard() or from_local()")
 
 
-def _many_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> tuple[list[Layout], str | None]:
+def _resolve_target_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> tuple[list[Layout], str | None]:
     """The layouts asked for, or why there are none."""
     if len(tensors) != len(targets):
         return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"

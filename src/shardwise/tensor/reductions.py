@@ -19,10 +19,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= LOW_PRECISION_BYTES else dtype
 
 
-def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+def reduction_identity(op: str, dtype: torch.dtype) -> float | int | bool:
     """The value that changes nothing when it is combined.
 
-    >>> identity("sum", torch.float32), identity("max", torch.int8), identity("min", torch.float64)
+    >>> reduction_identity("sum", torch.float32), reduction_identity("max", torch.int8), reduction_identity("min", torch.float64)
     (0, -128, inf)
     """
     if op in ("sum", "product"):
@@ -40,7 +40,7 @@ def _is_finite_only(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype != torch.float8_e5m2
 
 
-def combine(op: str, target: Tensor, part: Tensor) -> None:
+def combine_term(op: str, target: Tensor, part: Tensor) -> None:
     """Combine a term into the target, in place."""
     if part.dtype != target.dtype:
         part = part.to(target.dtype)

@@ -10,7 +10,7 @@ from torch.distributed import rpc
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.comm import name_ranks
-from shardwise.tensor.comms import comm_for
+from shardwise.tensor.comms import resolve_comm
 
 
 def rank_of(placement: _remote_device | None) -> int:
@@ -41,10 +41,10 @@ def rank_of_worker(name: str) -> int:
     return int(workers[name])
 
 
-def on_device(placement: _remote_device | None, device: torch.device | str) -> _remote_device:
+def with_device(placement: _remote_device | None, device: torch.device | str) -> _remote_device:
     """Return a placement on the same rank or worker, on another device.
 
-    >>> on_device(_remote_device("worker0/cuda:1"), "cpu")
+    >>> with_device(_remote_device("worker0/cuda:1"), "cpu")
     worker0/cpu
     """
     name = placement.worker_name() if placement is not None else None
@@ -64,7 +64,7 @@ def rank_and_device(pg: Any, remote_device: _remote_device | None) -> tuple[int 
     rank = remote_device.rank()
     known = pg is not None or dist.is_initialized()
     if rank is not None and known and pg is not dist.GroupMember.NON_GROUP_MEMBER:
-        members = comm_for(pg).ranks
+        members = resolve_comm(pg).ranks
         if rank not in members:
             raise ValueError(f"Global rank {rank} does not exist in input process group: it has {name_ranks(members)}")
     return rank, remote_device.device()

@@ -29,32 +29,32 @@ _numbers = itertools.count()
 _sharded_tensor_map: dict[int, weakref.ref[ShardedTensor]] = {}
 
 
-def register(tensor: ShardedTensor) -> None:
+def register_rrefs(tensor: ShardedTensor) -> None:
     """Give every rank of a tensor references to the others' shards.
 
-    All ranks of the tensor's process group call it together, after `torch.distributed.rpc.init_rpc`.
+    All ranks of the tensor's process group call it together, after `torch.distributed.rpc.exchange_rrefs`.
     """
     number = next(_numbers)
     tensor._sharded_tensor_id = number
-    _sharded_tensor_map[number] = weakref.ref(tensor, partial(_forget, number))
+    _sharded_tensor_map[number] = weakref.ref(tensor, partial(_forget_number, number))
     try:
-        init_rpc(tensor)
+        exchange_rrefs(tensor)
     except BaseException:
-        _forget(number)
+        _forget_number(number)
         raise
 
 
-def forget(tensor: ShardedTensor) -> None:
+def forget_rrefs(tensor: ShardedTensor) -> None:
     """Let references to a tensor's number go; a tensor that is collected is forgotten without this."""
     if tensor._sharded_tensor_id is not None:
-        _forget(tensor._sharded_tensor_id)
+        _forget_number(tensor._sharded_tensor_id)
 
 
-def init_rpc(tensor: ShardedTensor) -> None:
+def exchange_rrefs(tensor: ShardedTensor) -> None:
     """Send references to this rank's shards to the other ranks of the tensor's group and receive theirs."""
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
     comm, tensor._remote_shards = tensor.comm, {}
-    numbers = _tell_numbers(comm, tensor._sharded_tensor_id)
+    numbers = _exchange_numbers(comm, tensor._sharded_tensor_id)
     shards = tensor.local_shards()
     sent = []
     for rank, number in numbers.items():
@@ -89,11 +89,11 @@ def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
     return tensor._remote_shards
 
 
-def _forget(number: int, reference: object = None) -> None:
+def _forget_number(number: int, reference: object = None) -> None:
     _sharded_tensor_map.pop(number, None)
 
 
-def _tell_numbers(comm: Comm, number: int) -> dict[int, int]:
+def _exchange_numbers(comm: Comm, number: int) -> dict[int, int]:
     """Return each rank's number for the tensor, or raise the same error on all ranks."""
     entries = comm.all_gather_bytes(_ENTRY.pack(_rpc_rank(), number), label="init_rrefs: numbers of the tensor")
     said = {rank: _ENTRY.unpack(entry) for rank, entry in zip(comm.ranks, entries, strict=True)}

@@ -19,13 +19,13 @@ from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
-from shardwise.tensor.autograd_mixin import InLocalMemory, LocallyTaped
-from shardwise.tensor.comms import comm_for
+from shardwise.tensor.autograd_mixin import LocalMemoryMixin, AutogradMixin
+from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dispatch import call_operator, enter_function
 from shardwise.tensor.execute import Handle
-from shardwise.tensor.from_shards import Parts, parts_from_metadata, parts_from_shards, parts_from_tensor
-from shardwise.tensor.held_shards import held_shards
-from shardwise.tensor.move import check_move, everywhere, moved, on_one_rank, start, target_layout
+from shardwise.tensor.from_shards import TensorParts, build_parts_from_metadata, gather_parts_from_shards, agree_on_parts_of_tensor
+from shardwise.tensor.held_shards import make_local_shards
+from shardwise.tensor.move import check_move, replicated_layout, move_to, single_rank_layout, start_moves, target_layout
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
 from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperties
@@ -44,7 +44,7 @@ def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.devi
     return comm.device if named is None else torch.device(named)
 
 
-def allocate(
+def allocate_locals(
     layout: Layout,
     comm: Comm,
     dtype: torch.dtype,
@@ -64,7 +64,7 @@ def allocate(
     )
 
 
-def flat_size(size: Sequence[Any]) -> tuple[int, ...]:
+def size_to_tuple(size: Sequence[Any]) -> tuple[int, ...]:
     """A size given as numbers or as one sequence of numbers."""
     numbers = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     for number in numbers:
@@ -98,7 +98,7 @@ def wrap(
     return tensor
 
 
-class ShardedTensor(InLocalMemory, LocallyTaped):
+class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     """A tensor whose pieces lie on many ranks.
 
     >>> from shardwise.comm import run_local
@@ -144,18 +144,18 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
             raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
         if memory_format != torch.contiguous_format:
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, got {memory_format}")
-        comm = comm_for(process_group)
+        comm = resolve_comm(process_group)
         dtype = dtype or torch.get_default_dtype()
-        where = sharding_spec.layout(flat_size(size))
+        where = sharding_spec.layout(size_to_tuple(size))
         _check_ranks(where, comm)
-        tensor = wrap(where, allocate(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype)
+        tensor = wrap(where, allocate_locals(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype)
         tensor.requires_grad_(requires_grad)
         return tensor._with_rrefs(init_rrefs)
 
     def _with_rrefs(self, init_rrefs: bool) -> ShardedTensor:
         self._init_rrefs = init_rrefs
         if init_rrefs:
-            rrefs.register(self)
+            rrefs.register_rrefs(self)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -196,7 +196,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         A tensor that is assigned to `shard.tensor` becomes the local tensor.
         """
         if "_shards" not in self.__dict__:
-            self.__dict__["_shards"] = held_shards(self)
+            self.__dict__["_shards"] = make_local_shards(self)
         shards: list[Shard] = self.__dict__["_shards"]
         return shards
 
@@ -241,8 +241,8 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
     def _init_from_local_shards(
         cls, local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
     ) -> ShardedTensor:
-        comm = comm_for(process_group)
-        return cls._from_parts(parts_from_shards(local_shards, global_size, comm), comm, init_rrefs)
+        comm = resolve_comm(process_group)
+        return cls._from_parts(gather_parts_from_shards(local_shards, global_size, comm), comm, init_rrefs)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -253,8 +253,8 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
-        comm = comm_for(process_group)
-        parts = parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
+        comm = resolve_comm(process_group)
+        parts = build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
         return cls._from_parts(parts, comm, init_rrefs)
 
     @classmethod
@@ -266,11 +266,11 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         process_group: Any = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        comm = comm_for(process_group)
-        return cls._from_parts(parts_from_tensor(local_tensor, sharding_spec, global_size, comm), comm, init_rrefs)
+        comm = resolve_comm(process_group)
+        return cls._from_parts(agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm), comm, init_rrefs)
 
     @classmethod
-    def _from_parts(cls, parts: Parts, comm: Comm, init_rrefs: bool) -> ShardedTensor:
+    def _from_parts(cls, parts: TensorParts, comm: Comm, init_rrefs: bool) -> ShardedTensor:
         return wrap(parts.layout, parts.locals, comm, dtype=parts.dtype)._with_rrefs(init_rrefs)
 
     # Moving
@@ -294,9 +294,9 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         check_move(self, dst or self.sharding, label, {"max_buffer_bytes": max_buffer_bytes}, problem)
         assert dst is not None
         if async_op:
-            running = start([self], [dst], label, max_buffer_bytes)
+            running = start_moves([self], [dst], label, max_buffer_bytes)
             return Handle(running, lambda results: self._like(dst, results[0]))
-        return self._like(dst, *moved(self, dst, label, max_buffer_bytes))
+        return self._like(dst, *move_to(self, dst, label, max_buffer_bytes))
 
     def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
         """The whole tensor, on every rank of the comm; differentiable.
@@ -304,9 +304,9 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
         `local_tensor()` gives it without a copy.
         """
-        dst = everywhere(tuple(self.shape), self.comm.ranks)
+        dst = replicated_layout(tuple(self.shape), self.comm.ranks)
         check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
-        whole = moved(self, dst, "full", max_buffer_bytes)[0][0]
+        whole = move_to(self, dst, "full", max_buffer_bytes)[0][0]
         return whole.clone() if self.sharding == dst else whole
 
     def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
@@ -326,10 +326,10 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         if enforce_dtype:
             warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
         problem = self._gather_problem(dst, out)
-        layout = on_one_rank(tuple(self.shape), dst if problem is None else self.comm.ranks[0])
+        layout = single_rank_layout(tuple(self.shape), dst if problem is None else self.comm.ranks[0])
         asked = {"dst": dst, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
         check_move(self, layout, "gather", asked, problem)
-        locals_, anchor = moved(self, layout, "gather", max_buffer_bytes)
+        locals_, anchor = move_to(self, layout, "gather", max_buffer_bytes)
         if self.comm.rank != dst:
             return anchor
         result = locals_[0] if dtype is None else locals_[0].to(dtype)
@@ -376,7 +376,7 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
-        comm = self.comm if group is None else comm_for(group)
+        comm = self.comm if group is None else resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
         return wrap(where, locals_, comm, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor)
 
@@ -446,13 +446,13 @@ class ShardedTensor(InLocalMemory, LocallyTaped):
     # Being saved and loaded by torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return list(dcp_protocol.write_items(self, fqn))
+        return list(dcp_protocol.make_write_items(self, fqn))
 
     def __create_chunk_list__(self) -> list[Any]:
-        return list(dcp_protocol.chunks(self))
+        return list(dcp_protocol.held_chunks(self))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return dcp_protocol.tensor_of(self, index)
+        return dcp_protocol.find_chunk_tensor(self, index)
 
 
 def _check_ranks(layout: Layout, comm: Comm) -> None:

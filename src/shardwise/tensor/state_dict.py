@@ -28,7 +28,7 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
     >>> list(module.state_dict())
     ['table']
     """
-    for owner, name, key in _attributes(module, prefix):
+    for owner, name, key in _plain_attributes(module, prefix):
         value = owner.__dict__[name]
         if isinstance(value, ShardedTensor):
             destination[key] = value
@@ -59,14 +59,14 @@ def pre_load_state_dict_hook(
     >>> module.table is table
     True
     """
-    for owner, name, key in list(_attributes(module, prefix)):
+    for owner, name, key in list(_plain_attributes(module, prefix)):
         if isinstance(value := state_dict.get(key), ShardedTensor):
             setattr(owner, name, value)
             if name in owner.__dict__:
                 del state_dict[key]
 
 
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
+def _plain_attributes(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
     """Every plain attribute of a module and those below it: its owner, its name, and its key in a state dict.
 
     A module that stands in several places has a key for each, as its parameters have.

@@ -28,7 +28,7 @@ import numpy as np
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
-from shardwise.geometry.placements import Part, Partial, Placement, Replicate, Shard, split_part
+from shardwise.geometry.placements import DimIntervals, Partial, Placement, Replicate, Shard, split_part
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
 try:
@@ -102,7 +102,7 @@ def placements(
     (Shard(0),)
     """
     ops = draw(st.sampled_from(_OPS))
-    held: dict[int, list[Part]] = {d: [((0, n),)] for d, n in enumerate(shape)}
+    held: dict[int, list[DimIntervals]] = {d: [((0, n),)] for d, n in enumerate(shape)}
     chosen: dict[str, Placement] = {}
     for axis in order or mesh.axes:
         kind = draw(st.sampled_from(["copy", *["shard"] * bool(shape), *["pending"] * pending]))
@@ -118,7 +118,7 @@ def placements(
 
 
 @st.composite
-def _shards(draw: st.DrawFn, dim: int, shape: Sequence[int], held: Sequence[Part], count: int) -> Shard:
+def _shards(draw: st.DrawFn, dim: int, shape: Sequence[int], held: Sequence[DimIntervals], count: int) -> Shard:
     """A rule that splits every held part of a dim among `count` ranks."""
     lengths = {sum(stop - start for start, stop in part) for part in held}
     rules = ["chunk", "groups", "block", *["sizes"] * (len(lengths) == 1)]

@@ -47,7 +47,7 @@ class Owners:
         return np.where(ranks == np.iinfo(np.int64).max, -1, ranks)
 
 
-def owners_of(layout: Layout) -> Owners:
+def index_owners(layout: Layout) -> Owners:
     """Index a layout's table by source."""
     table = layout.table
     addends = 1 if layout.cells is None else layout.cells.addends
@@ -71,7 +71,7 @@ def choose_senders(
     if len(open_demands) == 0:
         return chosen
     pools, members = _pools(owners, sources[open_demands], dst_ranks[open_demands], topology)
-    senders = _share(pools, members, weights[open_demands])
+    senders = _share_pools(pools, members, weights[open_demands])
     chosen[open_demands] = _own_rows(owners, sources[open_demands], senders)
     return chosen
 
@@ -108,17 +108,17 @@ def _pools(
     return label.reshape(-1)[which.reshape(-1)], sets
 
 
-def _share(pools: IntArray, members: IntArray, weights: IntArray) -> IntArray:
+def _share_pools(pools: IntArray, members: IntArray, weights: IntArray) -> IntArray:
     """The sender rank of each demand, pools filled evenly."""
     order = np.argsort(pools, kind="stable")
     senders = np.empty(len(pools), np.int64)
     used = members[members >= 0]
-    fill = _share_separate if len(np.unique(used)) == len(used) else _share_overlapping
+    fill = _share_separate_pools if len(np.unique(used)) == len(used) else _share_overlapping_pools
     senders[order] = fill(pools[order], members, weights[order].astype(np.float64))
     return senders
 
 
-def _share_separate(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
+def _share_separate_pools(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
     """Pools without common ranks: equal shares of each pool's bytes, by position in its demands."""
     compact = -np.sort(-members, axis=1)
     counts = (compact >= 0).sum(axis=1)
@@ -134,7 +134,7 @@ def _share_separate(pools: IntArray, members: IntArray, weights: FloatArray) -> 
     return senders
 
 
-def _share_overlapping(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
+def _share_overlapping_pools(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
     """Pools that share ranks: smallest pools first, each filled to a common level over what its ranks send already."""
     loads = np.zeros(int(members.max()) + 1)
     senders = np.empty(len(pools), np.int64)
@@ -145,7 +145,7 @@ def _share_overlapping(pools: IntArray, members: IntArray, weights: FloatArray) 
         ranks = np.sort(members[pool][members[pool] >= 0])
         ranks = ranks[np.argsort(loads[ranks], kind="stable")]
         part = weights[low:high]
-        room = _level(loads[ranks], part.sum()) - loads[ranks]
+        room = _fill_level(loads[ranks], part.sum()) - loads[ranks]
         edges = np.cumsum(np.maximum(room, 0.0))
         index = np.searchsorted(edges, np.cumsum(part) - part, side="right")
         chosen = ranks[np.minimum(index, len(ranks) - 1)]
@@ -154,7 +154,7 @@ def _share_overlapping(pools: IntArray, members: IntArray, weights: FloatArray) 
     return senders
 
 
-def _level(loads: FloatArray, amount: float) -> float:
+def _fill_level(loads: FloatArray, amount: float) -> float:
     """The common level to which these ascending loads rise when `amount` is poured over them."""
     counts = np.arange(1, len(loads) + 1)
     levels = (np.cumsum(loads) + amount) / counts

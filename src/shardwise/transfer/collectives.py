@@ -34,23 +34,23 @@ class Collective:
         return f"{times}{self.kind} of {len(self.groups[0])} ranks"
 
 
-def recognise(src: Layout, dst: Layout, steps: Sequence[Step]) -> Collective | None:
+def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Collective | None:
     """The collective that these steps make up, or None."""
     if sum(len(step.routes) for step in steps) == 0:
         return None
     if len(steps) == 2:
-        return _all_reduce(src, dst, steps[0])
-    groups = _groups(steps[0].routes)
+        return _recognise_all_reduce(src, dst, steps[0])
+    groups = _connected_groups(steps[0].routes)
     if steps[0].op is not None and src.pending is not None and dst.pending is None:
         return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
     if steps[0].op is not None:
         return None
-    kinds = {_kind(steps[0], group) for group in groups}
+    kinds = {_collective_kind(steps[0], group) for group in groups}
     kind = kinds.pop()
     return Collective(kind, groups) if not kinds and kind is not None else None
 
 
-def _groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
+def _connected_groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
     """The sets of ranks connected by edges, by spreading the smallest label until nothing changes."""
     ranks, index = np.unique(np.concatenate([routes.src_ranks, routes.dst_ranks]), return_inverse=True)
     a, b = index.reshape(-1)[: len(routes)], index.reshape(-1)[len(routes) :]
@@ -69,7 +69,7 @@ def _groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(part.tolist()) for part in np.split(ranks[order], edges))
 
 
-def _same_boxes(src: Layout, dst: Layout) -> bool:
+def _has_same_boxes(src: Layout, dst: Layout) -> bool:
     """Whether every rank holds the same boxes in both layouts."""
     a, b = src.table, dst.table
     if len(a) != len(b):
@@ -79,9 +79,9 @@ def _same_boxes(src: Layout, dst: Layout) -> bool:
     return all(np.array_equal(x[first], y[second]) for x, y in columns)
 
 
-def _all_reduce(src: Layout, dst: Layout, first: Step) -> Collective | None:
+def _recognise_all_reduce(src: Layout, dst: Layout, first: Step) -> Collective | None:
     """Reduce, then hand out: an all-reduce if all ranks keep their boxes and no source is replicated."""
-    if dst.pending is not None or src.cells is None or src.cells.replicas > 1 or not _same_boxes(src, dst):
+    if dst.pending is not None or src.cells is None or src.cells.replicas > 1 or not _has_same_boxes(src, dst):
         return None
     owners = src.cells.owners.reshape(-1, src.cells.addends)
     return Collective("all_reduce", tuple(sorted({tuple(sorted(row)) for row in owners.tolist()})))
@@ -95,35 +95,35 @@ def _is_reduce_scatter(src: Layout, dst: Layout, groups: tuple[tuple[int, ...], 
     return set(groups) <= owners and set(dst.ranks) <= set(src.ranks)
 
 
-def _kind(step: Step, group: tuple[int, ...]) -> str | None:
+def _collective_kind(step: Step, group: tuple[int, ...]) -> str | None:
     """The pattern of one group."""
     routes = step.routes.take(np.flatnonzero(np.isin(step.routes.src_ranks, group)))
     senders, receivers = np.unique(routes.src_ranks), np.unique(routes.dst_ranks)
     matrix = _edge_matrix(routes, group)
     if len(senders) == 1 and len(receivers) > 1:
-        return _from_one(step, routes, int(senders[0]), receivers)
+        return _one_sender_kind(step, routes, int(senders[0]), receivers)
     if len(receivers) == 1 and len(senders) > 1:
         return "gather"
-    held = np.array([_held(step.src, rank) for rank in group])
+    held = np.array([_held_elements(step.src, rank) for rank in group])
     off_diagonal = ~np.eye(len(group), dtype=bool)
-    wanted = np.array([_held(step.dst, rank) for rank in group])
+    wanted = np.array([_held_elements(step.dst, rank) for rank in group])
     if (matrix == held[:, None])[off_diagonal].all() and (wanted == held.sum()).all():
         return "all_gather"
     sent = matrix.sum(axis=1)
     if (matrix > 0).sum(axis=1).max() == 1 and (matrix > 0).sum(axis=0).max() == 1 and (sent == held)[sent > 0].all():
         return "permute"
-    if len(senders) > 1 and (sent <= held).all() and _sent_once(routes):
+    if len(senders) > 1 and (sent <= held).all() and _is_sent_once(routes):
         return "all_to_all"
     return None
 
 
-def _from_one(step: Step, routes: Routes, sender: int, receivers: IntArray) -> str | None:
-    if (np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers]) == _held(step.src, sender)).all():
+def _one_sender_kind(step: Step, routes: Routes, sender: int, receivers: IntArray) -> str | None:
+    if (np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers]) == _held_elements(step.src, sender)).all():
         return "broadcast"
-    return "scatter" if _sent_once(routes) else None
+    return "scatter" if _is_sent_once(routes) else None
 
 
-def _held(layout: Layout, rank: int) -> int:
+def _held_elements(layout: Layout, rank: int) -> int:
     return int(layout.table.sizes[layout.rows_of(rank)].prod(axis=1).sum())
 
 
@@ -135,7 +135,7 @@ def _edge_matrix(routes: Routes, group: tuple[int, ...]) -> IntArray:
     return matrix
 
 
-def _sent_once(routes: Routes) -> bool:
+def _is_sent_once(routes: Routes) -> bool:
     """Whether no part of a source piece is sent twice: the regions sent from a piece are disjoint."""
     start = np.concatenate([routes.src_rows[:, None], routes.starts], axis=1)
     return len(np.unique(start, axis=0)) == len(start)

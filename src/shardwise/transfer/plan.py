@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.serialize import layout_from_json
-from shardwise.transfer.steps import Options, plan_steps
+from shardwise.transfer.steps import PlanOptions, plan_steps
 from shardwise.transfer.topology import Topology
 from shardwise.transfer.transfer import Transfer
 
@@ -38,12 +38,12 @@ def plan_transfer(
     >>> transfer.bytes_by_edge
     {(0, 1): 16, (1, 0): 16}
     """
-    _check(src, dst, itemsize, max_buffer_bytes)
-    options = Options(itemsize, topology, max_buffer_bytes)
+    _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
+    options = PlanOptions(itemsize, topology, max_buffer_bytes)
     return Transfer(src, dst, options, rank, plan_steps(src, dst, options, rank))
 
 
-def _check(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
+def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
     if src.shape != dst.shape:
         raise LayoutError(f"a transfer keeps the shape; the source has {src.shape}, the destination {dst.shape}")
     if itemsize < 1:

@@ -24,7 +24,7 @@ def format_bytes(count: int | float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
-def table(transfer: Transfer) -> str:
+def format_transfer_table(transfer: Transfer) -> str:
     """The figures of a transfer, then its edges."""
     rows = [
         ("shape", str(transfer.src.shape)),
@@ -32,22 +32,22 @@ def table(transfer: Transfer) -> str:
         ("to", repr(transfer.dst.spec)),
         ("moved", f"{format_bytes(transfer.moved_bytes)} (lower bound {format_bytes(transfer.lower_bound_bytes)})"),
         ("copied locally", format_bytes(transfer.copied_bytes)),
-        ("exchanges", _exchanges(transfer)),
+        ("exchanges", _exchanges_text(transfer)),
         ("collective", str(transfer.collective or "none")),
-        ("busiest sender", _busiest(transfer.busiest_sender)),
-        ("busiest receiver", _busiest(transfer.busiest_receiver)),
+        ("busiest sender", _busiest_text(transfer.busiest_sender)),
+        ("busiest receiver", _busiest_text(transfer.busiest_receiver)),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join(lines + _edge_lines(transfer, width))
 
 
-def _exchanges(transfer: Transfer) -> str:
+def _exchanges_text(transfer: Transfer) -> str:
     limit = transfer.max_buffer_bytes
     return str(transfer.rounds) if limit is None else f"{transfer.rounds} (buffers of {format_bytes(limit)})"
 
 
-def _busiest(entry: tuple[int, int] | None) -> str:
+def _busiest_text(entry: tuple[int, int] | None) -> str:
     return "none" if entry is None else f"rank {entry[0]}, {format_bytes(entry[1])}"
 
 
@@ -58,7 +58,7 @@ def _edge_lines(transfer: Transfer, width: int) -> list[str]:
     return lines if hidden <= 0 else [*lines, f"and {hidden} more edges"]
 
 
-def describe(transfer: Transfer) -> str:
+def describe_transfer(transfer: Transfer) -> str:
     """What happens, step by step, in plain words."""
     if transfer.moved_bytes == 0 and not any(len(step.fills) for step in transfer.steps):
         return (

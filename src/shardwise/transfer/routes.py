@@ -27,19 +27,19 @@ from shardwise.transfer.intersect import expand_runs
 RouteColumns: TypeAlias = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
-def constant(value: int, length: int) -> IntArray:
+def constant_column(value: int, length: int) -> IntArray:
     """A column that holds one value everywhere and takes no memory."""
     return np.broadcast_to(np.int64(value), (length,))
 
 
-def pick(column: IntArray, rows: IntArray) -> IntArray:
+def take_column_rows(column: IntArray, rows: IntArray) -> IntArray:
     """These rows of a column; a constant column stays one."""
     if column.ndim == 1 and column.strides[0] == 0 and len(column):
-        return constant(int(column[0]), len(rows))
+        return constant_column(int(column[0]), len(rows))
     return np.take(column, rows, axis=0)
 
 
-def volumes(sizes: IntArray) -> IntArray:
+def box_volumes(sizes: IntArray) -> IntArray:
     """The number of elements of each box."""
     total = np.ones(len(sizes), np.int64)
     for d in range(sizes.shape[1]):
@@ -68,7 +68,7 @@ class Routes:
         return len(self.src_rows)
 
     def take(self, rows: IntArray) -> Routes:
-        return Routes(*(pick(column, rows) for column in self.columns()))
+        return Routes(*(take_column_rows(column, rows) for column in self.columns()))
 
     def columns(self) -> RouteColumns:
         return (
@@ -84,7 +84,7 @@ class Routes:
 
     def elements(self) -> IntArray:
         """The number of elements of each move."""
-        return volumes(self.sizes)
+        return box_volumes(self.sizes)
 
     def same_as(self, other: Routes) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(self.columns(), other.columns(), strict=True))
@@ -132,12 +132,12 @@ class Step:
     def sends_of(self, rank: int) -> list[Move]:
         """What a rank sends, in the order in which its peers receive it."""
         routes = self.routes.take(np.flatnonzero(self.routes.src_ranks == rank))
-        return _moves(routes, routes.dst_ranks, routes.src_rows, self.src.table)
+        return _list_moves(routes, routes.dst_ranks, routes.src_rows, self.src.table)
 
     def receives_of(self, rank: int) -> list[Move]:
         """What a rank receives, in the order in which its peers send it."""
         routes = self.routes.take(np.flatnonzero(self.routes.dst_ranks == rank))
-        return _moves(routes, routes.src_ranks, routes.dst_rows, self.dst.table)
+        return _list_moves(routes, routes.src_ranks, routes.dst_rows, self.dst.table)
 
     def copies_of(self, rank: int) -> list[Copy]:
         """What a rank copies within itself."""
@@ -171,7 +171,7 @@ def _local_boxes(routes: Routes, rows: IntArray, table: PieceTable) -> list[Box]
     return [Box(tuple(o), tuple(s)) for o, s in zip(starts.tolist(), routes.sizes.tolist(), strict=True)]
 
 
-def _moves(routes: Routes, peers: IntArray, rows: IntArray, table: PieceTable) -> list[Move]:
+def _list_moves(routes: Routes, peers: IntArray, rows: IntArray, table: PieceTable) -> list[Move]:
     boxes = _local_boxes(routes, rows, table)
     columns = zip(
         peers.tolist(), table.slots[rows].tolist(), boxes, routes.terms.tolist(), routes.rounds.tolist(), strict=True
@@ -196,11 +196,11 @@ def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> R
     if per_message < 1:
         raise BufferTooSmallError(limit, degree, itemsize)
     part = max(1, per_message // 4)
-    cut = _cut(routes, part)
-    return _deal(cut, per_message - part + 1)
+    cut = _cut_boxes(routes, part)
+    return _assign_rounds(cut, per_message - part + 1)
 
 
-def _cut(routes: Routes, limit: int) -> Routes:
+def _cut_boxes(routes: Routes, limit: int) -> Routes:
     """Cut boxes of more than `limit` elements, keeping rows of the last dims whole where they fit."""
     if len(routes) == 0 or int(routes.elements().max()) <= limit:
         return routes
@@ -217,7 +217,7 @@ def _cut(routes: Routes, limit: int) -> Routes:
     return replace(taken, starts=taken.starts + shift, sizes=sizes)
 
 
-def _deal(routes: Routes, step: int) -> Routes:
+def _assign_rounds(routes: Routes, step: int) -> Routes:
     """Number the rounds along each edge; the routes are sorted by edge already."""
     elements = routes.elements()
     before = np.cumsum(elements) - elements

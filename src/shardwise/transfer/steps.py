@@ -33,22 +33,22 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import bounds, chunk_sizes
 from shardwise.geometry.specs import EnumerableSpec
-from shardwise.transfer.choose import choose_senders, owners_of
+from shardwise.transfer.choose import choose_senders, index_owners
 from shardwise.transfer.intersect import Overlaps, overlaps_with_cells, overlaps_with_layout
 from shardwise.transfer.routes import (
     BufferTooSmallError,
     Routes,
     Step,
-    constant,
+    constant_column,
     degree_bound,
     split_in_rounds,
-    volumes,
+    box_volumes,
 )
 from shardwise.transfer.topology import Topology
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What decides a plan besides the two layouts."""
 
     itemsize: int
@@ -62,28 +62,28 @@ def plan_step(
     terms: Sequence[Sequence[int]],
     op: str | None,
     scale: tuple[int, int],
-    options: Options,
+    options: PlanOptions,
     rank: int | None,
 ) -> Step:
     """The step from one layout to another; with `rank`, only this rank's part of it."""
-    only = rank if rank is not None and _plannable_alone(src, dst, options) else None
+    only = rank if rank is not None and _can_plan_alone(src, dst, options) else None
     overlaps = _demands(src, dst, only)
-    moves = _moves(src, dst, overlaps, terms, options)
+    moves = _build_moves(src, dst, overlaps, terms, options)
     local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
     if rank is not None:
         mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
-    routes, copies = _by_edge(moves, mine & ~local), _by_edge(moves, mine & local)
+    routes, copies = _sort_by_edge(moves, mine & ~local), _sort_by_edge(moves, mine & local)
     if options.max_buffer_bytes is not None:
-        degree = degree_bound(src, dst, max(map(len, terms))) or _degree(
-            moves if rank is None else _moves(src, dst, _demands(src, dst, None), terms, options)
+        degree = degree_bound(src, dst, max(map(len, terms))) or _max_degree(
+            moves if rank is None else _build_moves(src, dst, _demands(src, dst, None), terms, options)
         )
         routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
-    fills = _fills(dst, terms, rank)
+    fills = _unreached_rows(dst, terms, rank)
     rounds = int(routes.rounds.max(initial=-1)) + 1
     return Step(src, dst, routes, copies, fills, op, scale, rounds)
 
 
-def _plannable_alone(src: Layout, dst: Layout, options: Options) -> bool:
+def _can_plan_alone(src: Layout, dst: Layout, options: PlanOptions) -> bool:
     """Whether one rank's part follows from the pieces around it: regular layouts whose replica sets do not overlap."""
     if src.cells is None or dst.cells is None:
         return False
@@ -109,7 +109,7 @@ def _demands(src: Layout, dst: Layout, rank: int | None) -> Overlaps:
         sending = _rows_of_cells(_source_overlaps(src, dst, np.unique(held)), dst)
         taking = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells)
         taking = Overlaps(rows[taking.boxes], taking.cells, taking.starts, taking.sizes)
-        return _joined(sending, taking)
+        return _join_overlaps(sending, taking)
     return _rows_of_cells(_source_overlaps(src, dst, _same_owners(src, np.concatenate([needed, held]))), dst)
 
 
@@ -141,7 +141,7 @@ def _rows_of_cells(overlaps: Overlaps, dst: Layout) -> Overlaps:
     return Overlaps(rows[order], repeated.cells[order], repeated.starts[order], repeated.sizes[order])
 
 
-def _joined(a: Overlaps, b: Overlaps) -> Overlaps:
+def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
     """Both lists, each (row, cell) pair once, in canonical order."""
     rows, cells = np.concatenate([a.boxes, b.boxes]), np.concatenate([a.cells, b.cells])
     _, first = np.unique(np.stack([rows, cells], axis=1), axis=0, return_index=True)
@@ -153,7 +153,7 @@ def _joined(a: Overlaps, b: Overlaps) -> Overlaps:
     )
 
 
-def _moves(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: Options) -> Routes:
+def _build_moves(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: PlanOptions) -> Routes:
     """One move for each demand and term, local ones included, in order of destination rows."""
     addends = 1 if src.cells is None else src.cells.addends
     counts = np.array([len(t) for t in terms], np.int64)
@@ -161,28 +161,28 @@ def _moves(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequenc
     for j, listed in enumerate(terms):
         table[j, : len(listed)] = listed
     if (counts == 1).all() and len(terms) == 1:
-        term = constant(int(table[0, 0]), len(overlaps.boxes))
+        term = constant_column(int(table[0, 0]), len(overlaps.boxes))
     else:
         target = dst.table.addends[overlaps.boxes]
         items = np.repeat(np.arange(len(target)), counts[target])
         position = np.arange(len(items)) - np.repeat(np.cumsum(counts[target]) - counts[target], counts[target])
         overlaps, term = overlaps.take(items), table[target[items], position]
     dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
-    weights = volumes(overlaps.sizes) * options.itemsize
-    src_rows = choose_senders(owners_of(src), overlaps.cells * addends + term, dst_ranks, weights, options.topology)
+    weights = box_volumes(overlaps.sizes) * options.itemsize
+    src_rows = choose_senders(index_owners(src), overlaps.cells * addends + term, dst_ranks, weights, options.topology)
     src_ranks = np.take(src.table.ranks, src_rows)
-    round_zero = constant(0, len(src_rows))
+    round_zero = constant_column(0, len(src_rows))
     return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)
 
 
-def _by_edge(moves: Routes, chosen: npt.NDArray[np.bool_]) -> Routes:
+def _sort_by_edge(moves: Routes, chosen: npt.NDArray[np.bool_]) -> Routes:
     """The chosen moves, sorted by source rank, then destination rank."""
     rows = np.flatnonzero(chosen)
     width = int(moves.dst_ranks.max(initial=0)) + 1
     return moves.take(rows[np.argsort(moves.src_ranks[rows] * width + moves.dst_ranks[rows], kind="stable")])
 
 
-def _degree(moves: Routes) -> int:
+def _max_degree(moves: Routes) -> int:
     """The most messages that go in and out of one rank."""
     remote = moves.src_ranks != moves.dst_ranks
     edges = np.unique(np.stack([moves.src_ranks[remote], moves.dst_ranks[remote]], axis=1), axis=0)
@@ -191,7 +191,7 @@ def _degree(moves: Routes) -> int:
     return int(np.unique(edges, return_counts=True)[1].max())
 
 
-def _fills(dst: Layout, terms: Sequence[Sequence[int]], rank: int | None) -> IntArray:
+def _unreached_rows(dst: Layout, terms: Sequence[Sequence[int]], rank: int | None) -> IntArray:
     """The destination rows that no term reaches."""
     empty = np.array([not t for t in terms])
     if not empty.any():
@@ -202,22 +202,22 @@ def _fills(dst: Layout, terms: Sequence[Sequence[int]], rank: int | None) -> Int
 
 def has_replicas(layout: Layout) -> bool:
     """Whether some box of the layout is held by several ranks with the same values."""
-    return bool((owners_of(layout).counts > 1).any())
+    return bool((index_owners(layout).counts > 1).any())
 
 
-def regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
+def overlap_regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
     """The regions where destination cells meet source cells, and the first table row of each destination cell."""
     first = np.unique(dst.table.cells, return_index=True)[1]
     return overlaps_with_layout(dst.table.offsets[first], dst.table.sizes[first], src), first
 
 
-def reducing_layout(src: Layout, dst: Layout) -> Layout:
+def reduction_layout(src: Layout, dst: Layout) -> Layout:
     """The layout in which each region lies on the ranks that reduce it."""
-    found, first = regions(src, dst)
+    found, first = overlap_regions(src, dst)
     offsets, sizes, ranks = [], [], []
     for row, start, size in zip(range(len(found.boxes)), found.starts, found.sizes, strict=True):
         reducers = _reducers(src, dst, int(found.cells[row]), int(dst.table.cells[first[found.boxes[row]]]))
-        for rank, begin, extent in _shares(start, size, reducers):
+        for rank, begin, extent in _split_region(start, size, reducers):
             offsets.append(begin)
             sizes.append(extent)
             ranks.append(rank)
@@ -243,7 +243,7 @@ def _reducers(src: Layout, dst: Layout, src_cell: int, dst_cell: int) -> IntArra
     return wanted if len(wanted) else holders
 
 
-def _shares(start: IntArray, size: IntArray, ranks: IntArray) -> Iterator[tuple[int, list[int], list[int]]]:
+def _split_region(start: IntArray, size: IntArray, ranks: IntArray) -> Iterator[tuple[int, list[int], list[int]]]:
     """Cut a region in even parts along the first dim that is long enough, else along the longest."""
     if len(size) == 0 or len(ranks) == 1:
         yield int(ranks[0]), start.tolist(), size.tolist()
@@ -265,7 +265,7 @@ def reduction_lower_bound(src: Layout, dst: Layout) -> int:
     For each element: one message less than it has addends, and one for each rank that needs the result, less one if
     such a rank holds an addend.
     """
-    found, first = regions(src, dst)
+    found, first = overlap_regions(src, dst)
     addends = 1 if src.cells is None else src.cells.addends
     total = 0
     for row, size in zip(range(len(found.boxes)), found.sizes, strict=True):
@@ -275,24 +275,24 @@ def reduction_lower_bound(src: Layout, dst: Layout) -> int:
     return total
 
 
-def plan_steps(src: Layout, dst: Layout, options: Options, rank: int | None) -> tuple[Step, ...]:
+def plan_steps(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
     """The steps from `src` to `dst`; with `rank`, only this rank's part of them."""
     if src.pending is None:
-        return (_first_addend(src, dst, options, rank),)
+        return (_plan_first_addend(src, dst, options, rank),)
     if dst.pending is not None and dst.pending.op == src.pending.op:
-        return (_addend_by_addend(src, dst, options, rank),)
-    everything = [list(range(_addends(src)))]
+        return (_plan_addend_by_addend(src, dst, options, rank),)
+    everything = [list(range(_count_addends(src)))]
     scale = (1, src.pending.divisor)
     if dst.pending is None and not has_replicas(dst):
         return (plan_step(src, dst, everything, src.pending.op, scale, options, rank),)
-    middle, op = reducing_layout(src, dst), src.pending.op
-    return _both(
+    middle, op = reduction_layout(src, dst), src.pending.op
+    return _plan_all(
         lambda: plan_step(src, middle, everything, op, scale, options, rank),
-        lambda: _first_addend(middle, dst, options, rank),
+        lambda: _plan_first_addend(middle, dst, options, rank),
     )
 
 
-def _both(*plans: Callable[[], Step]) -> tuple[Step, ...]:
+def _plan_all(*plans: Callable[[], Step]) -> tuple[Step, ...]:
     """All steps; if the buffer limit is too small for some, the error of the one that needs most."""
     steps: list[Step] = []
     refused: list[BufferTooSmallError] = []
@@ -306,23 +306,23 @@ def _both(*plans: Callable[[], Step]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _addends(layout: Layout) -> int:
+def _count_addends(layout: Layout) -> int:
     return 1 if layout.cells is None else layout.cells.addends
 
 
-def _first_addend(src: Layout, dst: Layout, options: Options, rank: int | None) -> Step:
+def _plan_first_addend(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> Step:
     """The value goes to the destination's first addend; the others are filled with the identity."""
-    terms = [[0]] + [[] for _ in range(_addends(dst) - 1)]
+    terms = [[0]] + [[] for _ in range(_count_addends(dst) - 1)]
     op = None if dst.pending is None else dst.pending.op
     scale = (1 if dst.pending is None else dst.pending.divisor, 1)
     return plan_step(src, dst, terms, op, scale, options, rank)
 
 
-def _addend_by_addend(src: Layout, dst: Layout, options: Options, rank: int | None) -> Step:
+def _plan_addend_by_addend(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> Step:
     """Source addend i becomes part of destination addend i, counted round."""
     assert src.pending is not None and dst.pending is not None
-    count = _addends(dst)
-    terms = [list(range(j, _addends(src), count)) for j in range(count)]
+    count = _count_addends(dst)
+    terms = [list(range(j, _count_addends(src), count)) for j in range(count)]
     common = gcd(dst.pending.divisor, src.pending.divisor)
     scale = (dst.pending.divisor // common, src.pending.divisor // common)
     return plan_step(src, dst, terms, src.pending.op, scale, options, rank)

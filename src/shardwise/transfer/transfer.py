@@ -12,10 +12,10 @@ import numpy as np
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
-from shardwise.transfer.collectives import Collective, recognise
-from shardwise.transfer.report import describe, table
+from shardwise.transfer.collectives import Collective, recognise_collective
+from shardwise.transfer.report import describe_transfer, format_transfer_table
 from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.steps import Options, plan_steps, reduction_lower_bound
+from shardwise.transfer.steps import PlanOptions, plan_steps, reduction_lower_bound
 from shardwise.transfer.topology import Topology
 
 
@@ -29,7 +29,7 @@ class Transfer:
 
     src: Layout
     dst: Layout
-    options: Options
+    options: PlanOptions
     rank: int | None
     steps: tuple[Step, ...]
 
@@ -112,7 +112,7 @@ class Transfer:
     @cached_property
     def collective(self) -> Collective | None:
         """The collective that this transfer is, or None if it is none of them."""
-        return recognise(self.src, self.dst, self.steps) if self.rank is None else None
+        return recognise_collective(self.src, self.dst, self.steps) if self.rank is None else None
 
     def estimate(self, topology: Topology) -> float:
         """Seconds by an alpha-beta model: in each step the busiest port, within or between hosts, sets the time."""
@@ -157,10 +157,10 @@ class Transfer:
 
     def explain(self) -> str:
         """The plan in plain words."""
-        return describe(self)
+        return describe_transfer(self)
 
     def __str__(self) -> str:
-        return table(self)
+        return format_transfer_table(self)
 
     def __repr__(self) -> str:
         part = "" if self.rank is None else f", rank={self.rank}"

@@ -30,8 +30,8 @@ from shardwise.checkpoint.tree import Json
 from shardwise.checkpoint.writing import Sink, host_bytes, packed
 from shardwise.comm import Comm
 from shardwise.tensor import redistribute_many, wrap
-from shardwise.tensor.comms import comm_for
-from shardwise.tensor.move import on_one_rank
+from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.move import single_rank_layout
 
 LABEL = "save_hf"
 MAX_FILE_BYTES = 5_000_000_000
@@ -55,7 +55,7 @@ def save_hf(
     ...     sorted(os.listdir(f"{folder}/model"))[:2]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    comm = comm_for(comm)
+    comm = resolve_comm(comm)
     finish_running(comm)
     found, problem = attempt(lambda: _look(state, path, comm, max_file_bytes))
     target, leaves = found or (Path(), [])
@@ -159,7 +159,7 @@ def _brought(
     sources = [
         wrap(t.layout, leaf.locals if leaf is not None else (), comm, dtype=torch_dtype(t.dtype)) for t, leaf in batch
     ]
-    targets = [on_one_rank(t.layout.shape, owner) for t, _ in batch]
+    targets = [single_rank_layout(t.layout.shape, owner) for t, _ in batch]
     with torch.no_grad():
         moved = redistribute_many(sources, targets, max_buffer_bytes=max_buffer_bytes)
     return [tensor.local_parts[0] for tensor in moved] if comm.rank == owner else []

@@ -18,7 +18,7 @@ from shardwise.comm import default_comm
 from shardwise.geometry import Mesh, parse_layout
 from shardwise.nn import ModelPlan, ShardedOptimizer, shard_module
 from shardwise.ops import explain
-from shardwise.ops.engine.explain import Entry
+from shardwise.ops.engine.explain import LogEntry
 from shardwise.tensor import ShardedTensor, shard
 
 STEPS, MORE_STEPS = 8, 4
@@ -72,7 +72,7 @@ def train(folder: str, show: bool) -> Trained:
     return Trained(losses, dense_losses, difference, _kinds(log.entries), _whole(run.state()))
 
 
-def _kinds(entries: Sequence[Entry]) -> list[tuple[str, str, str, int, int]]:
+def _kinds(entries: Sequence[LogEntry]) -> list[tuple[str, str, str, int, int]]:
     """The moves among recorded operations, those that differ in bytes only taken together."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for entry in (entry for entry in entries if entry.moved_bytes):

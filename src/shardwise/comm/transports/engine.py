@@ -52,7 +52,7 @@ class Engine(Protocol):
         """Return the bytes of all ranks in group order."""
         ...
 
-    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """Tell the others, if there is a way, that this rank will not go on."""
         ...
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single
-from shardwise.comm.faults import Accident, failure
+from shardwise.comm.faults import TransportError, to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes, reduce_runs
-from shardwise.comm.protocol import Done, Pending, ReduceOp, Work
+from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.rank_text import name_ranks
 
 _SLOT = 256
-_HEADER = struct.Struct("<qI")
-_SMALL = 1 << 16
+_SLOT_HEADER = struct.Struct("<qI")
+_SMALL_REDUCTION_BYTES = 1 << 16
 _WINDOW = 4 << 20
 _WORKSPACE = 64 << 20  # bytes, for the windows of all ranks together
 
@@ -56,15 +56,15 @@ class GlooEngine:
             for peer, tensors in sends.items():
                 works += [(peer, dist.isend(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
         except RuntimeError as error:
-            raise failure(error, (peer,)) from error
-        return Pending(partial(self._wait, works))
+            raise to_transport_error(error, (peer,)) from error
+        return PendingWork(partial(self._wait, works))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Gather small tensors in one collective, large ones straight into their places."""
         parts = out.view(len(self._ranks), -1)
-        if tensor.nbytes <= _SMALL:
+        if tensor.nbytes <= _SMALL_REDUCTION_BYTES:
             self._native(all_gather_single(out, tensor, self._group))
-            return Done()
+            return CompletedWork()
         mine = parts[self._index]
         if mine.data_ptr() != tensor.data_ptr():
             mine.copy_(tensor)
@@ -75,44 +75,44 @@ class GlooEngine:
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Exchange the runs window by window and reduce them as they arrive."""
         runs = tensor.view(len(self._ranks), -1)
-        cuts = [(out[at], [run[at] for run in runs]) for at in _windows(len(out), self._window_length(out))]
+        cuts = [(out[at], [run[at] for run in runs]) for at in _window_slices(len(out), self._window_length(out))]
         self._reduce(cuts, op, label)
-        return Done()
+        return CompletedWork()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather the windows of large ones."""
-        if tensor.nbytes <= _SMALL:
+        if tensor.nbytes <= _SMALL_REDUCTION_BYTES:
             parts = tensor.new_empty((len(self._ranks), tensor.numel()))
             self.all_gather_into(as_bytes(parts, label=label), as_bytes(tensor, label=label), label=label).wait()
             reduce_runs(tensor, list(parts), op)
-            return Done()
+            return CompletedWork()
         count = len(self._ranks)
-        windows = _windows(len(tensor), self._window_length(tensor) * count)
+        windows = _window_slices(len(tensor), self._window_length(tensor) * count)
         cut = [list(tensor[at].tensor_split(count)) for at in windows]
         self._reduce([(runs[self._index], runs) for runs in cut], op, label, share=True)
-        return Done()
+        return CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Broadcast as bytes, in gloo's own tree."""
         work = dist.broadcast(as_bytes(tensor, label=label), src, group=self._group, async_op=True)
-        return Pending(partial(self._native, work))
+        return PendingWork(partial(self._native, work))
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Gather one fixed slot per rank and, only if some rank has more, the rest."""
         check = zlib.crc32(label.encode())
-        head = _HEADER.pack(len(data), check) + data[: _SLOT - _HEADER.size]
+        head = _SLOT_HEADER.pack(len(data), check) + data[: _SLOT - _SLOT_HEADER.size]
         slots = self._gather_slots(head, _SLOT)
-        headers = [_HEADER.unpack_from(slot) for slot in slots]
+        headers = [_SLOT_HEADER.unpack_from(slot) for slot in slots]
         other = [r for r, (_, c) in zip(self._ranks, headers, strict=True) if c != check]
         if other:
             reason = f"{label!r}: the ranks made different calls: {name_ranks(other)} not in {label!r}"
-            raise Accident(reason, other, exact=True)
+            raise TransportError(reason, other, exact=True)
         sizes = [size for size, _ in headers]
-        longest = max(sizes) - (_SLOT - _HEADER.size)
-        rest = self._gather_slots(data[_SLOT - _HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
-        return [(slot[_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
+        longest = max(sizes) - (_SLOT - _SLOT_HEADER.size)
+        rest = self._gather_slots(data[_SLOT - _SLOT_HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
+        return [(slot[_SLOT_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
 
-    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """The notes in the store tell it."""
 
     def close(self) -> None:
@@ -181,9 +181,9 @@ class GlooEngine:
             self.awaited = (peer,)
             try:
                 if work is not None:
-                    work.wait(_left(deadline))
+                    work.wait(_time_left(deadline))
             except RuntimeError as error:
-                raise failure(error, (peer,)) from error
+                raise to_transport_error(error, (peer,)) from error
 
     def _native(self, work: dist.Work | None) -> None:
         self.awaited = self._others
@@ -191,13 +191,13 @@ class GlooEngine:
             if work is not None:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise failure(error, self._others) from error
+            raise to_transport_error(error, self._others) from error
 
 
-def _left(deadline: float) -> timedelta:
+def _time_left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _windows(length: int, step: int) -> Iterator[slice]:
+def _window_slices(length: int, step: int) -> Iterator[slice]:
     """Cut a length in slices of at most `step`."""
     return (slice(at, at + step) for at in range(0, length, step))

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-_HEADER = struct.Struct("<BQHI")
+_FRAME_HEADER = struct.Struct("<BQHI")
 _CREDENTIALS = struct.Struct("3i")
-_RANK = struct.Struct("<i")
+_RANK_FIELD = struct.Struct("<i")
 _CHUNK = 1 << 18
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says."""
 
     DATA = 0  # the bytes themselves
@@ -36,13 +36,13 @@ class Frame:
     """One message from a rank."""
 
     rank: int
-    kind: Kind
+    kind: FrameKind
     number: int
     label: str
     body: bytearray
 
 
-class Links:
+class PeerSockets:
     """The sockets from this rank to its peers."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -57,10 +57,10 @@ class Links:
             s.setblocking(False)
             self._poll.register(s, select.POLLIN)
 
-    def send(self, rank: int, kind: Kind, number: int, label: str, body: bytes) -> None:
+    def send(self, rank: int, kind: FrameKind, number: int, label: str, body: bytes) -> None:
         """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
         text = label.encode()
-        frame = _HEADER.pack(kind, number, len(text), len(body)) + text + body
+        frame = _FRAME_HEADER.pack(kind, number, len(text), len(body)) + text + body
         self._output[rank].append(memoryview(frame))
         self._flush(rank)
 
@@ -134,13 +134,13 @@ class Links:
 
 def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
     """Take one complete frame off the front of a buffer."""
-    if len(buffer) < _HEADER.size:
+    if len(buffer) < _FRAME_HEADER.size:
         return None
-    kind, number, text, body = _HEADER.unpack_from(buffer)
-    middle = _HEADER.size + text
+    kind, number, text, body = _FRAME_HEADER.unpack_from(buffer)
+    middle = _FRAME_HEADER.size + text
     if len(buffer) < middle + body:
         return None
-    frame = Frame(rank, Kind(kind), number, buffer[_HEADER.size : middle].decode(), buffer[middle : middle + body])
+    frame = Frame(rank, FrameKind(kind), number, buffer[_FRAME_HEADER.size : middle].decode(), buffer[middle : middle + body])
     del buffer[: middle + body]
     return frame
 
@@ -154,24 +154,24 @@ class Listener:
         self._socket.bind("\0" + self.name)
         self._socket.listen(1024)
 
-    def connect(self, rank: int, names: Mapping[int, str], pids: Mapping[int, int], timeout: float) -> Links:
+    def connect(self, rank: int, names: Mapping[int, str], pids: Mapping[int, int], timeout: float) -> PeerSockets:
         """Connect to every lower rank and accept every higher one; refuse processes other than the announced ones."""
         deadline = time.monotonic() + timeout
         sockets: dict[int, socket.socket] = {}
         for lower in sorted(r for r in names if r < rank):
             sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sockets[lower].connect("\0" + names[lower])
-            sockets[lower].sendall(_RANK.pack(rank))
+            sockets[lower].sendall(_RANK_FIELD.pack(rank))
         while len(sockets) < len(names) - 1:
             self._socket.settimeout(max(0.01, deadline - time.monotonic()))
             accepted, _ = self._socket.accept()
             accepted.settimeout(timeout)
-            higher = _RANK.unpack(accepted.recv(_RANK.size, socket.MSG_WAITALL))[0]
+            higher = _RANK_FIELD.unpack(accepted.recv(_RANK_FIELD.size, socket.MSG_WAITALL))[0]
             if pids.get(higher) == _peer_pid(accepted):
                 sockets[higher] = accepted
             else:
                 accepted.close()
-        return Links(sockets)
+        return PeerSockets(sockets)
 
     def close(self) -> None:
         """Stop listening."""

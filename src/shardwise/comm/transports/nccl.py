@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single, reduce_scatter_single
-from shardwise.comm.faults import failure
+from shardwise.comm.faults import to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes
-from shardwise.comm.protocol import Done, Pending, ReduceOp, Work
+from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 
 _LENGTH_BYTES = 8
 
@@ -30,9 +30,9 @@ class NativeEngine:
         posts = [dist.P2POp(dist.irecv, t, peer, self._group) for peer, ts in receives.items() for t in ts]
         posts += [dist.P2POp(dist.isend, t, peer, self._group) for peer, ts in sends.items() for t in ts]
         if not posts:
-            return Done()
+            return CompletedWork()
         works = self._guard(partial(dist.batch_isend_irecv, posts))
-        return Pending(partial(self._wait, works))
+        return PendingWork(partial(self._wait, works))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Gather as bytes, so that every dtype is taken."""
@@ -59,7 +59,7 @@ class NativeEngine:
         parts = self._gather(data.ljust(longest, b"\0"), label) if longest else [b""] * len(sizes)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """The notes in the store tell it."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class NativeEngine:
 
     def _start(self, call: Callable[[], dist.Work | None]) -> Work:
         work = self._guard(call)
-        return Pending(partial(self._wait, [work]))
+        return PendingWork(partial(self._wait, [work]))
 
     def _wait(self, works: list[dist.Work | None]) -> None:
         for work in works:
@@ -85,7 +85,7 @@ class NativeEngine:
         try:
             return call()
         except RuntimeError as error:
-            raise failure(error, self._others) from error
+            raise to_transport_error(error, self._others) from error
 
 
 def _torch_op(op: ReduceOp) -> Any:

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.comm.faults import Accident
-from shardwise.comm.flat_tensors import Edges, combine, finish
+from shardwise.comm.faults import TransportError
+from shardwise.comm.flat_tensors import Edges, accumulate_run, finish_average
 from shardwise.comm.protocol import ReduceOp
-from shardwise.comm.transports.links import Frame, Kind
+from shardwise.comm.transports.links import Frame, FrameKind
 
 _BATCH_RANGES = 512
 _BATCH_BYTES = 1 << 30
 _PR_SET_PTRACER = 0x59616D61
 
-Range = tuple[int, int]
+MemoryRange = tuple[int, int]
 """An address and a number of bytes."""
 
 
@@ -35,7 +35,7 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     """Say whether this system has the call; whether it is allowed only a trial tells."""
     return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
 
@@ -47,20 +47,20 @@ def allow_siblings() -> None:
         _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-def read_memory(pid: int, source: Sequence[Range], target: Sequence[Range]) -> None:
+def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
     """Copy ranges of process `pid` into our own ranges of the same lengths, pair by pair; raise OSError if refused."""
-    for remote, local in _batches(source, target):
+    for remote, local in _batch_ranges(source, target):
         wanted = sum(length for _, length in local)
-        got = _libc().process_vm_readv(pid, _vector(local), len(local), _vector(remote), len(remote), 0)
+        got = _libc().process_vm_readv(pid, _io_vector(local), len(local), _io_vector(remote), len(remote), 0)
         if got != wanted:
             code = ctypes.get_errno() if got < 0 else 0
             raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
 
 
-def _batches(source: Sequence[Range], target: Sequence[Range]) -> Iterator[tuple[list[Range], list[Range]]]:
+def _batch_ranges(source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
     """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
-    remote: list[Range] = []
-    local: list[Range] = []
+    remote: list[MemoryRange] = []
+    local: list[MemoryRange] = []
     total = 0
     for (theirs, length), (ours, _) in zip(source, target, strict=True):
         for at in range(0, length, _BATCH_BYTES):
@@ -75,7 +75,7 @@ def _batches(source: Sequence[Range], target: Sequence[Range]) -> Iterator[tuple
         yield remote, local
 
 
-def _vector(ranges: Sequence[Range]) -> ctypes.Array[_IoVec]:
+def _io_vector(ranges: Sequence[MemoryRange]) -> ctypes.Array[_IoVec]:
     return (_IoVec * len(ranges))(*(_IoVec(*each) for each in ranges))
 
 
@@ -91,23 +91,23 @@ if hasattr(_LIBC, "process_vm_readv"):
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _INLINE = 1 << 14
-_BLOCK = 1 << 18
+_REDUCE_BLOCK_BYTES = 1 << 18
 
 
-def offer(tensors: Sequence[Tensor]) -> tuple[Kind, bytes]:
+def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
     """Return the message for some byte views: where they are or, if they are few bytes, the bytes as well."""
     places = [(tensor.data_ptr(), len(tensor)) for tensor in tensors]
     head = _COUNT.pack(len(places)) + b"".join(_RANGE.pack(*place) for place in places)
     if sum(length for _, length in places) > _INLINE:
-        return Kind.RANGES, head
-    return Kind.DATA, head + b"".join(ctypes.string_at(*place) for place in places)
+        return FrameKind.RANGES, head
+    return FrameKind.DATA, head + b"".join(ctypes.string_at(*place) for place in places)
 
 
 @dataclass(frozen=True)
 class Offer:
     """A read message: ranges of another process, or bytes that came along."""
 
-    ranges: list[Range]
+    ranges: list[MemoryRange]
     data: memoryview | None
     pid: int
 
@@ -116,10 +116,10 @@ class Offer:
         """Read an offer from its message."""
         (count,) = _COUNT.unpack_from(frame.body)
         ranges = [_RANGE.unpack_from(frame.body, _COUNT.size + i * _RANGE.size) for i in range(count)]
-        data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is Kind.DATA else None
+        data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is FrameKind.DATA else None
         return cls(ranges, data, pid)
 
-    def copy(self, targets: Sequence[Range]) -> None:
+    def copy(self, targets: Sequence[MemoryRange]) -> None:
         """Copy the k-th range into the k-th target."""
         if self.data is None:
             read_memory(self.pid, self.ranges, targets)
@@ -129,7 +129,7 @@ class Offer:
             ctypes.memmove(address, bytes(self.data[at : at + length]), length)
             at += length
 
-    def copy_part(self, at: int, target: Range) -> None:
+    def copy_part(self, at: int, target: MemoryRange) -> None:
         """Copy some bytes of the only range, from byte `at` on."""
         address, length = target
         if self.data is None:
@@ -138,7 +138,7 @@ class Offer:
             ctypes.memmove(address, bytes(self.data[at : at + length]), length)
 
 
-class Operation:
+class HostOperation:
     """One call: from whom offers are expected, and to whom memory is lent."""
 
     def __init__(self, call: str, expected: Iterable[int]) -> None:
@@ -164,7 +164,7 @@ class Operation:
         raise NotImplementedError
 
 
-class Collect(Operation):
+class CollectOperation(HostOperation):
     """Keeps the bytes of every rank."""
 
     def __init__(self, call: str, expected: Iterable[int]) -> None:
@@ -178,7 +178,7 @@ class Collect(Operation):
         return []
 
 
-class Move(Operation):
+class CopyOperation(HostOperation):
     """Copies each rank's offer into the tensors that wait for it."""
 
     def __init__(self, call: str, receives: Edges, pids: Mapping[int, int]) -> None:
@@ -195,7 +195,7 @@ class Move(Operation):
         return [frame.rank] if given.data is None else []
 
 
-class Reduce(Operation):
+class ReduceOperation(HostOperation):
     """Reduces one run of every rank, in rank order, when all have been offered; a block at a time stays in cache."""
 
     def __init__(self, call: str, rank: int, pids: Mapping[int, int], out: Tensor, mine: Tensor, op: ReduceOp) -> None:
@@ -212,7 +212,7 @@ class Reduce(Operation):
         self.expected.discard(frame.rank)
         if self.expected:
             return []
-        step = max(1, _BLOCK // self._mine.element_size())
+        step = max(1, _REDUCE_BLOCK_BYTES // self._mine.element_size())
         scratch = self._mine.new_empty((2, min(step, len(self._mine))))
         for at in range(0, len(self._mine), step):
             self._reduce_block(at, min(step, len(self._mine) - at), scratch)
@@ -227,15 +227,15 @@ class Reduce(Operation):
             else:
                 self._offers[rank].copy_part(at * into.element_size(), (into.data_ptr(), into.nbytes))
             if i:
-                combine(total, other, self._op)
-        finish(total, self._op, len(self._pids))
+                accumulate_run(total, other, self._op)
+        finish_average(total, self._op, len(self._pids))
         self._out[at : at + count].copy_(total)
 
 
-def _check_sizes(call: str, rank: int, offered: Sequence[Range], wanted: Sequence[Range]) -> None:
+def _check_sizes(call: str, rank: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
     theirs, ours = [length for _, length in offered], [length for _, length in wanted]
     if theirs != ours:
-        raise Accident(
+        raise TransportError(
             f"{call}: rank {rank} sends {theirs} bytes, which do not match the {ours} received; "
             "the k-th tensors on both sides must match",
             (rank,),

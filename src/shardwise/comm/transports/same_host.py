@@ -32,12 +32,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.faults import Accident
-from shardwise.comm.flat_tensors import Edges, as_bytes, combine, finish
-from shardwise.comm.protocol import Done, Pending, ReduceOp, Work
+from shardwise.comm.faults import TransportError
+from shardwise.comm.flat_tensors import Edges, as_bytes, accumulate_run, finish_average
+from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
-from shardwise.comm.transports.links import Frame, Kind, Links, Listener
-from shardwise.comm.transports.remote_memory import Collect, Move, Operation, Reduce, offer
+from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets, Listener
+from shardwise.comm.transports.remote_memory import CollectOperation, CopyOperation, HostOperation, ReduceOperation, pack_offer
 
 _CONNECT_SECONDS = 10.0
 _SECRET_BYTES = 16
@@ -57,16 +57,16 @@ def connect_same_host(
     """Return an engine for ranks of one host, or None on every rank if some rank cannot or will not."""
     if len(ranks) == 1:
         return None
-    able = wanted and memory.supported()
+    able = wanted and memory.is_supported()
     listener = Listener() if able else None
     secret = ctypes.create_string_buffer(secrets.token_bytes(_SECRET_BYTES), _SECRET_BYTES)
     if able:
         memory.allow_siblings()
-    card = _card(listener, secret) if listener is not None else {"host": None}
+    card = _make_card(listener, secret) if listener is not None else {"host": None}
     told = over.all_gather_bytes(json.dumps(card).encode(), label="connect ranks of one host")
     cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
     hosts = {each["host"] for each in cards.values()}
-    links: Links | None = None
+    links: PeerSockets | None = None
     if listener is not None:
         links = _connect(listener, rank, cards) if hosts == {card["host"]} else None
         listener.close()
@@ -78,9 +78,9 @@ def connect_same_host(
     return SameHostEngine(rank, ranks, links, {r: each["pid"] for r, each in cards.items()}, timeout)
 
 
-def _card(listener: Listener, secret: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
+def _make_card(listener: Listener, secret: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
     return {
-        "host": _host(),
+        "host": _host_identity(),
         "pid": os.getpid(),
         "listener": listener.name,
         "secret": secret.raw.hex(),
@@ -88,19 +88,19 @@ def _card(listener: Listener, secret: ctypes.Array[ctypes.c_char]) -> dict[str, 
     }
 
 
-def _host() -> str:
+def _host_identity() -> str:
     """Return what tells one running kernel, its process numbers, its sockets and its user from any other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]
     return "/".join([socket.gethostname(), boot, str(os.getuid()), *spaces])
 
 
-def _connect(listener: Listener, rank: int, cards: dict[int, dict[str, Any]]) -> Links | None:
+def _connect(listener: Listener, rank: int, cards: dict[int, dict[str, Any]]) -> PeerSockets | None:
     """Connect to all others and try to read their memory; None if anything of it is refused."""
     try:
         names = {r: str(card["listener"]) for r, card in cards.items()}
         links = listener.connect(rank, names, {r: int(card["pid"]) for r, card in cards.items()}, _CONNECT_SECONDS)
-        readable = all(_reads(card) for r, card in cards.items() if r != rank)
+        readable = all(_can_read(card) for r, card in cards.items() if r != rank)
     except OSError:
         return None
     if not readable:
@@ -109,13 +109,13 @@ def _connect(listener: Listener, rank: int, cards: dict[int, dict[str, Any]]) ->
     return links
 
 
-def _reads(card: dict[str, Any]) -> bool:
+def _can_read(card: dict[str, Any]) -> bool:
     seen = ctypes.create_string_buffer(_SECRET_BYTES)
     memory.read_memory(card["pid"], [(card["address"], _SECRET_BYTES)], [(ctypes.addressof(seen), _SECRET_BYTES)])
     return seen.raw.hex() == str(card["secret"])
 
 
-_SMALL = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory
+_SMALL_COLLECT_BYTES = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory
 
 
 class SameHostEngine:
@@ -124,7 +124,7 @@ class SameHostEngine:
     device = torch.device("cpu")
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], links: Links, pids: Mapping[int, int], timeout: float
+        self, rank: int, ranks: tuple[int, ...], links: PeerSockets, pids: Mapping[int, int], timeout: float
     ) -> None:
         self._rank, self._ranks, self._links, self._pids, self._timeout = rank, ranks, links, pids, timeout
         self._index = ranks.index(rank)
@@ -132,13 +132,13 @@ class SameHostEngine:
         self.awaited: tuple[int, ...] = self._others
         self._lock = threading.RLock()
         self._started = 0
-        self._open: dict[int, Operation] = {}
+        self._open: dict[int, HostOperation] = {}
         self._early: dict[int, list[Frame]] = {}
-        self._failure: Accident | None = None
+        self._failure: TransportError | None = None
 
     def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
         """Offer what is sent; take what is received when it is offered."""
-        return self._start(Move(f"exchange {label!r}", receives, self._pids), sends)
+        return self._start(CopyOperation(f"exchange {label!r}", receives, self._pids), sends)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Every rank reads every other rank's tensor."""
@@ -156,13 +156,13 @@ class SameHostEngine:
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
         call = f"all_reduce {label!r} of {tensor.nbytes} bytes"  # other sizes go other ways: they are other calls
-        if tensor.nbytes * len(self._others) <= _SMALL:
+        if tensor.nbytes * len(self._others) <= _SMALL_COLLECT_BYTES:
             self._reduce_small(call, tensor, op)
-            return Done()
+            return CompletedWork()
         runs = list(tensor.tensor_split(len(self._ranks)))
         self._start_reduce(call, runs[self._index], runs, op, label).wait()
         self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True)), label).wait()
-        return Done()
+        return CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Every rank reads the source's tensor."""
@@ -170,21 +170,21 @@ class SameHostEngine:
         mine = self._rank == src
         receives = {} if mine or not view else {src: view}
         sends = dict.fromkeys(self._others, view) if mine and view else {}
-        return self._start(Move(f"broadcast {label!r} from rank {src}", receives, self._pids), sends)
+        return self._start(CopyOperation(f"broadcast {label!r} from rank {src}", receives, self._pids), sends)
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Send the bytes along with the messages."""
         taken = self._collect(f"all_gather_bytes {label!r}", data)
         return [data if rank == self._rank else bytes(taken[rank]) for rank in self._ranks]
 
-    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """Tell all peers that this rank will not go on, and refuse further calls."""
         with self._lock:
             if self._failure is None:
-                self._failure = Accident(reason, ranks, exact=True)
+                self._failure = TransportError(reason, ranks, exact=True)
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
-                self._links.send(rank, Kind.FAILED, 0, "", body)
+                self._links.send(rank, FrameKind.FAILED, 0, "", body)
 
     def close(self) -> None:
         """Close the connections."""
@@ -192,11 +192,11 @@ class SameHostEngine:
 
     def _collect(self, call: str, data: bytes) -> Mapping[int, bytearray]:
         """Send bytes to all others along with the message, and return theirs."""
-        operation = Collect(call, self._others)
+        operation = CollectOperation(call, self._others)
         with self._lock:
             number = self._register(operation)
             for rank in self._others:
-                self._links.send(rank, Kind.DATA, number, call, data)
+                self._links.send(rank, FrameKind.DATA, number, call, data)
             self._wait(operation)
         return operation.taken
 
@@ -208,8 +208,8 @@ class SameHostEngine:
         runs = [tensor if r == self._rank else torch.frombuffer(taken[r], dtype=tensor.dtype) for r in self._ranks]
         total = runs[0]  # this rank's tensor, or memory that came for it alone: both may be written to
         for other in runs[1:]:
-            combine(total, other, op)
-        finish(total, op, len(runs))
+            accumulate_run(total, other, op)
+        finish_average(total, op, len(runs))
         if total is not tensor:
             tensor.copy_(total)
 
@@ -218,37 +218,37 @@ class SameHostEngine:
         edges = {r: [as_bytes(t, label=label)] for r, t in parts.items() if r != self._rank and t.numel()}
         offered = [as_bytes(mine, label=label)]
         sends = dict.fromkeys(self._others, offered) if mine.numel() else {}
-        return self._start(Move(call, edges, self._pids), sends)
+        return self._start(CopyOperation(call, edges, self._pids), sends)
 
     def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp, label: str) -> Work:
         if not any(run.numel() for run in runs):
-            return self._start(Move(call, {}, self._pids), {})
+            return self._start(CopyOperation(call, {}, self._pids), {})
         mine = runs[self._index]
         sends = {r: [as_bytes(run, label=label)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
         sources = {r: self._pids[r] for r in self._ranks}
-        return self._start(Reduce(call, self._rank, sources, out, mine, op), sends)
+        return self._start(ReduceOperation(call, self._rank, sources, out, mine, op), sends)
 
-    def _start(self, operation: Operation, sends: Edges) -> Work:
+    def _start(self, operation: HostOperation, sends: Edges) -> Work:
         with self._lock:
             number = self._register(operation)
             for rank, tensors in sends.items():
-                kind, body = offer(tensors)
-                if kind is Kind.RANGES:
+                kind, body = pack_offer(tensors)
+                if kind is FrameKind.RANGES:
                     operation.lend(rank, tensors)
                 self._links.send(rank, kind, number, operation.call, body)
             operation.sent_to = set(sends)
             for frame in self._early.pop(number, []):
                 self._dispatch(frame)
-        return Pending(partial(self._wait, operation))
+        return PendingWork(partial(self._wait, operation))
 
-    def _register(self, operation: Operation) -> int:
+    def _register(self, operation: HostOperation) -> int:
         self._raise_failure()
         self._started += 1
         self._open[self._started] = operation
         operation.number = self._started
         return self._started
 
-    def _wait(self, operation: Operation) -> None:
+    def _wait(self, operation: HostOperation) -> None:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             for frame in self._early.pop(operation.number, []):
@@ -259,21 +259,21 @@ class SameHostEngine:
                 self.awaited = tuple(sorted(missing))
                 left = deadline - time.monotonic()
                 if missing & self._links.ended:
-                    raise Accident("its process ended", sorted(missing & self._links.ended))
+                    raise TransportError("its process ended", sorted(missing & self._links.ended))
                 if left <= 0:
-                    raise Accident(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
+                    raise TransportError(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
                 for frame in self._links.receive(left):
                     self._dispatch(frame)
             self._open.pop(operation.number, None)
 
-    def _unfinished(self, operation: Operation) -> bool:
+    def _unfinished(self, operation: HostOperation) -> bool:
         return bool(operation.awaited() or self._links.unsent(operation.sent_to))
 
     def _dispatch(self, frame: Frame) -> None:
-        if frame.kind is Kind.FAILED:
+        if frame.kind is FrameKind.FAILED:
             told = json.loads(frame.body)
-            self._failure = self._failure or Accident(told["reason"], told["ranks"], exact=True)
-        elif frame.kind is Kind.TAKEN:
+            self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
+        elif frame.kind is FrameKind.TAKEN:
             if frame.number in self._open:
                 self._open[frame.number].give_back(frame.rank)
         elif frame.number > self._started:
@@ -285,7 +285,7 @@ class SameHostEngine:
         operation = self._open.get(frame.number)
         if operation is None or frame.rank not in operation.expected or frame.label != operation.call:
             here = operation.call if operation is not None else "another call, which has ended"
-            raise Accident(
+            raise TransportError(
                 f"the ranks made different calls: rank {frame.rank} offers bytes to rank {self._rank} "
                 f"in {frame.label}, but rank {self._rank} is in {here} and expects none of them",
                 (frame.rank, self._rank),
@@ -294,9 +294,9 @@ class SameHostEngine:
         try:
             confirm = operation.take(frame)
         except OSError as error:
-            raise Accident(f"its memory cannot be read ({error.strerror or error})", (frame.rank,)) from error
+            raise TransportError(f"its memory cannot be read ({error.strerror or error})", (frame.rank,)) from error
         for rank in confirm:
-            self._links.send(rank, Kind.TAKEN, frame.number, "", b"")
+            self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
         operation.sent_to |= set(confirm)
 
     def _raise_failure(self) -> None:

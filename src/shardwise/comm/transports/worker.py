@@ -27,7 +27,7 @@ _SLOW_START = 60.0  # ranks on a busy machine begin seconds apart, however short
 
 
 @dataclass(frozen=True)
-class World:
+class WorldConfig:
     """What a spawned rank needs to know to join."""
 
     size: int
@@ -36,7 +36,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """A function to run; after the last one the process ends, and at once if it raised."""
 
     fn: Callable[..., Any]
@@ -45,7 +45,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Reply:
+class WorkerReply:
     """What a rank's function returned or raised."""
 
     value: Any = None
@@ -53,9 +53,9 @@ class Reply:
     trace: str = ""
 
 
-def main(rank: int, world: World, pipe: Connection) -> None:
+def worker_main(rank: int, world: WorldConfig, pipe: Connection) -> None:
     """Serve tasks until there are no more."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     store = TCPStore(LOOPBACK, world.port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=max(world.timeout, _SLOW_START))
@@ -74,22 +74,22 @@ def _serve(rank: int, pipe: Connection) -> bool:
         return False
     last = False
     try:
-        task: Task | None = pickle.loads(data)
+        task: WorkerTask | None = pickle.loads(data)
         if task is None:
             return False
         last = task.last
-        reply = Reply(task.fn(*task.args))
+        reply = WorkerReply(task.fn(*task.args))
     except BaseException as error:
-        reply = Reply(error=error, trace=traceback.format_exc())
+        reply = WorkerReply(error=error, trace=traceback.format_exc())
     if last and reply.error is not None:
         report_exception(rank, reply.error)
-    pipe.send_bytes(_pickled(reply))
+    pipe.send_bytes(_pickle_reply(reply))
     if last and reply.error is not None:
-        _end(1)
+        _exit_now(1)
     return not last
 
 
-def _pickled(reply: Reply) -> bytes:
+def _pickle_reply(reply: WorkerReply) -> bytes:
     try:
         data = pickle.dumps(reply)
         pickle.loads(data)
@@ -97,19 +97,19 @@ def _pickled(reply: Reply) -> bytes:
     except Exception as problem:
         if reply.error is None:
             text = f"the result of type {type(reply.value).__name__} cannot be pickled: {problem}"
-            return pickle.dumps(Reply(error=TypeError(text), trace=""))
+            return pickle.dumps(WorkerReply(error=TypeError(text), trace=""))
         stand_in = RuntimeError(f"{type(reply.error).__name__}: {reply.error}")
-        return pickle.dumps(Reply(error=stand_in, trace=reply.trace))
+        return pickle.dumps(WorkerReply(error=stand_in, trace=reply.trace))
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        _end(1)
+        _exit_now(1)
 
 
-def _end(code: int) -> None:
+def _exit_now(code: int) -> None:
     """Leave at once: the closed connections tell the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,14 +4,14 @@ import functools
 from inspect import signature
 from typing import Any
 
-from shardwise.tensor.custom_ops import Impl, Op, Table, check_op_arguments, name_of
+from shardwise.tensor.custom_ops import Impl, Op, Table, check_op_arguments, function_name
 
 
 def _register_op(op: Op, func: Impl, op_table: Table) -> None:
     if len(signature(func).parameters) != 4:
         raise TypeError(
             "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
-            f"signature: {signature(func)} for '{name_of(op)}'"
+            f"signature: {signature(func)} for '{function_name(op)}'"
         )
     op_table[op] = func
 

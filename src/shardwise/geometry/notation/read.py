@@ -80,9 +80,9 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
         scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}")
     rule = _read_rule(scanner)
     for at, dim in rule.dims:
-        with scanner.pointing(at):
+        with scanner.errors_at(at):
             resolve_dim(dim, shape, f"dim {dim}")
-    with scanner.pointing(rule.at):
+    with scanner.errors_at(rule.at):
         return TensorType(dtype, rule.spec.layout(shape))
 
 
@@ -122,7 +122,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 @dataclass
-class _Rule:
+class _ParsedSpec:
     """A spec, where an error about it points, and the dims it names with their places in the text."""
 
     spec: ShardingSpec
@@ -131,13 +131,13 @@ class _Rule:
 
 
 def _read_type(scanner: Scanner) -> tuple[str, tuple[int, ...]]:
-    with scanner.pointing(scanner.at):
+    with scanner.errors_at(scanner.at):
         dtype = find_dtype(scanner.word()).name
     scanner.expect("[", "after the dtype")
     return dtype, tuple(scanner.items(lambda: scanner.integer("a length"), "]", "in the shape"))
 
 
-def _read_rule(scanner: Scanner) -> _Rule:
+def _read_rule(scanner: Scanner) -> _ParsedSpec:
     at = scanner.at
     if scanner.take("on"):
         rule = _read_mesh_rule(scanner)
@@ -145,14 +145,14 @@ def _read_rule(scanner: Scanner) -> _Rule:
         rule = _read_listed_rule(scanner)
     elif scanner.take("@") or not scanner.rest:
         rank = scanner.integer("a rank") if scanner.at > at else 0
-        rule = _Rule(MeshSpec(Mesh((), rank), ()), at)
+        rule = _ParsedSpec(MeshSpec(Mesh((), rank), ()), at)
     else:
         scanner.fail(f"expected 'on' (a mesh), 'as' (chunk, grid or pieces) or '@' (one rank); {scanner.found()}")
     scanner.end("after the layout")
     return rule
 
 
-def _read_mesh_rule(scanner: Scanner) -> _Rule:
+def _read_mesh_rule(scanner: Scanner) -> _ParsedSpec:
     mesh = _read_mesh(scanner)
     scanner.expect(":", "after the mesh, then a placement for each axis")
     rule_at, placements, dims = scanner.at, [], []
@@ -167,8 +167,8 @@ def _read_mesh_rule(scanner: Scanner) -> _Rule:
     if scanner.peek(","):
         scanner.fail(f"expected no more placements: the mesh has {mesh.ndim} axes, {', '.join(mesh.axes)}")
     order = _read_order(scanner, mesh) if scanner.take("split") else None
-    with scanner.pointing(rule_at):
-        return _Rule(MeshSpec(mesh, placements, order), rule_at, dims)
+    with scanner.errors_at(rule_at):
+        return _ParsedSpec(MeshSpec(mesh, placements, order), rule_at, dims)
 
 
 def _read_mesh(scanner: Scanner) -> Mesh:
@@ -191,14 +191,14 @@ def _read_mesh(scanner: Scanner) -> Mesh:
     ranks = _read_ranks(scanner) if scanner.take("@") else tuple(range(size))
     if len(ranks) != size:
         scanner.fail(f"the mesh has {size} places and {len(ranks)} ranks are given; give {size}", at)
-    with scanner.pointing(at):
+    with scanner.errors_at(at):
         return Mesh(tuple(axes), np.reshape(ranks, tuple(axes.values())))
 
 
 def _read_order(scanner: Scanner, mesh: Mesh) -> list[str]:
     order: list[str] = []
     while not order or scanner.take(">"):
-        with scanner.pointing(scanner.at):
+        with scanner.errors_at(scanner.at):
             axis = scanner.peek_word() or scanner.fail(f"expected an axis, as in split tp>dp; {scanner.found()}")
             mesh.axis_index(axis)
         if axis in order:
@@ -218,7 +218,7 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     scanner.expect("(", "after S, as in S(0)")
     dim = scanner.integer("a dim", signed=True)
     scanner.expect(")", "after the dim")
-    with scanner.pointing(at):
+    with scanner.errors_at(at):
         if scanner.take("block"):
             scanner.expect("(", "after block, as in block(16)")
             block = scanner.integer("the length of a block")
@@ -260,18 +260,18 @@ def _read_ranks(scanner: Scanner) -> tuple[int, ...]:
             return tuple(ranks)
 
 
-def _read_listed_rule(scanner: Scanner) -> _Rule:
+def _read_listed_rule(scanner: Scanner) -> _ParsedSpec:
     at = scanner.at
     if scanner.take("chunk"):
         scanner.expect("(", "after chunk, as in chunk(0)")
         dims = [(scanner.at, dim := scanner.integer("a dim", signed=True))]
         scanner.expect(")", "after the dim")
         scanner.expect("over", "and the ranks, as in chunk(0) over 0-3")
-        return _Rule(ChunkSpec(dim, _read_ranks(scanner)), at, dims)
+        return _ParsedSpec(ChunkSpec(dim, _read_ranks(scanner)), at, dims)
     if scanner.take("grid"):
-        return _Rule(_read_grid(scanner), at)
+        return _ParsedSpec(_read_grid(scanner), at)
     if scanner.take("pieces"):
-        return _Rule(_read_pieces(scanner), at)
+        return _ParsedSpec(_read_pieces(scanner), at)
     scanner.fail(f"expected chunk, grid or pieces after 'as'; {scanner.found()}")
 
 
@@ -288,7 +288,7 @@ def _read_grid(scanner: Scanner) -> GridSpec:
     if len(ranks) != math.prod(counts) * copies:
         held = f", each held by {copies} ranks" if copies > 1 else ""
         scanner.fail(f"the grid has {math.prod(counts)} cells{held}; {len(ranks)} ranks are given", at)
-    with scanner.pointing(at):
+    with scanner.errors_at(at):
         return GridSpec(splits, np.reshape(ranks, (*counts, copies)))
 
 

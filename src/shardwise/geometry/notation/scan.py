@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 from shardwise.geometry.errors import LayoutError, NotationError
 
 T = TypeVar("T")
-LARGEST = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 
 class Scanner:
@@ -38,7 +38,7 @@ class Scanner:
         raise NotationError(message, self.text, self.at if at is None else at)
 
     @contextmanager
-    def pointing(self, at: int) -> Iterator[None]:
+    def errors_at(self, at: int) -> Iterator[None]:
         """Let the errors of the geometry point at a position of the text."""
         try:
             yield
@@ -94,8 +94,8 @@ class Scanner:
         digits = self.text[start:end]
         if not digits.removeprefix("-"):
             self.fail(f"expected {what}, a whole number; {self.found()}")
-        if len(digits) > 19 or abs(int(digits)) > LARGEST:
-            self.fail(f"{what} does not fit in 64 bits; the largest number is {LARGEST}")
+        if len(digits) > 19 or abs(int(digits)) > MAX_INT64:
+            self.fail(f"{what} does not fit in 64 bits; the largest number is {MAX_INT64}")
         self._advance(end - start)
         return int(digits)
 

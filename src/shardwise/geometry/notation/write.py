@@ -21,7 +21,7 @@ def format_layout(layout: Layout, dtype: str = "f32") -> str:
     >>> format_layout(spec.layout((8, 4)), "bf16")
     'bf16[8,4] on dp=2,tp=2: S(0), S(0) split tp>dp'
     """
-    head = f"{find_dtype(dtype).name}[{_join(layout.shape)}]"
+    head = f"{find_dtype(dtype).name}[{_join_numbers(layout.shape)}]"
     return f"{head} {_format_rule(layout)}".rstrip()
 
 
@@ -35,17 +35,17 @@ def format_placement(placement: Placement) -> str:
         return "R"
     if isinstance(placement, Partial):
         return f"P({placement.op})"
-    rule = [f" {name}({_join(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None]
+    rule = [f" {name}({_join_numbers(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None]
     block = [f" block({placement.block})"] if placement.block is not None else []
     return f"S({placement.dim}){''.join(rule + block)}"
 
 
-def _join(numbers: Sequence[int]) -> str:
+def _join_numbers(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
 def _format_rule(layout: Layout) -> str:
-    spec = _built_in(layout)
+    spec = _find_built_in_spec(layout)
     if isinstance(spec, MeshSpec):
         return _format_mesh_rule(spec, layout.shape)
     if isinstance(spec, ChunkSpec):
@@ -62,7 +62,7 @@ def _format_rule(layout: Layout) -> str:
     return f"as pieces {_format_pieces(layout.pieces)}"
 
 
-def _built_in(layout: Layout) -> ShardingSpec | None:
+def _find_built_in_spec(layout: Layout) -> ShardingSpec | None:
     """The mesh, chunk or grid spec that means the layout, if its spec is one; a user's subclass may mean another."""
     spec = layout.spec
     if type(spec) in (MeshSpec, ChunkSpec, GridSpec):

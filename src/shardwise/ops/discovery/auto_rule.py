@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.ops.discovery.search import Findings, find_strategies, lined_up
+from shardwise.ops.discovery.search import Findings, find_strategies, line_up_placements
 from shardwise.ops.engine.registry import Strategy, TensorMeta
-from shardwise.ops.engine.schema import Call, take_apart
+from shardwise.ops.engine.schema import OperatorCall, split_call
 
 log = logging.getLogger("shardwise.ops")
-SMALLEST = 6
+SMALLEST_LENGTH = 6
 
 
 class AutoRule:
@@ -34,20 +34,20 @@ class AutoRule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
         """The strategies for these arguments, tensors given as TensorMeta."""
-        small = _shrunk_lengths([*args, *kwargs.values()])
+        small = _shrink_lengths([*args, *kwargs.values()])
         call = self._call(args, kwargs, small)
-        known = self._known.get(_key(call))
-        return known if known is not None else self._discovered(call, args, kwargs)
+        known = self._known.get(_rule_key(call))
+        return known if known is not None else self._discover(call, args, kwargs)
 
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[int, int]) -> Call:
-        index_limit = min((lengths.get(n, n) for m in _metas([*args, *kwargs.values()]) for n in m.shape), default=1)
-        made = [_template(a, lengths, index_limit) for a in args]
-        return take_apart(self.op, made, {k: _template(v, lengths, index_limit) for k, v in kwargs.items()})
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[int, int]) -> OperatorCall:
+        index_limit = min((lengths.get(n, n) for m in _iterate_metas([*args, *kwargs.values()]) for n in m.shape), default=1)
+        made = [_make_template(a, lengths, index_limit) for a in args]
+        return split_call(self.op, made, {k: _make_template(v, lengths, index_limit) for k, v in kwargs.items()})
 
-    def _discovered(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+    def _discover(self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
         whole = self._call(args, kwargs, {})
         tried = [call, whole]
-        tried += [_on_gpu(c) for c in tried] if torch.cuda.is_available() else []
+        tried += [_move_call_to_gpu(c) for c in tried] if torch.cuda.is_available() else []
         problem: ValueError | None = None
         for one in tried:
             try:
@@ -57,78 +57,78 @@ class AutoRule:
         assert problem is not None
         raise problem
 
-    def remember(self, call: Call, findings: Findings) -> list[tuple[list[Any], list[Any]]]:
+    def remember(self, call: OperatorCall, findings: Findings) -> list[tuple[list[Any], list[Any]]]:
         """Keep what was found for calls of this kind."""
         found = [as_pair(call, s) for s in findings.strategies]
-        self._known[_key(call)] = found
+        self._known[_rule_key(call)] = found
         log.info(
             "%s on %s: found %s",
             self.op,
             [tuple(t.shape) for t in call.tensors],
-            "; ".join(map(brief, findings.strategies)),
+            "; ".join(map(format_strategy, findings.strategies)),
         )
         return found
 
 
-def as_pair(call: Call, strategy: Strategy) -> tuple[list[Any], list[Any]]:
+def as_pair(call: OperatorCall, strategy: Strategy) -> tuple[list[Any], list[Any]]:
     """A strategy as a rule writes it: output placements, and input placements lined up with the arguments."""
-    return list(strategy.outputs), lined_up(call, strategy.inputs)
+    return list(strategy.outputs), line_up_placements(call, strategy.inputs)
 
 
-def brief(strategy: Strategy) -> str:
+def format_strategy(strategy: Strategy) -> str:
     """A strategy on one line.
 
     >>> from shardwise.geometry import Partial, Replicate, Shard
-    >>> brief(Strategy((Partial("sum"),), (Shard(1), Replicate())))
+    >>> format_strategy(Strategy((Partial("sum"),), (Shard(1), Replicate())))
     'S(1), R -> P(sum)'
     """
-    return f"{', '.join(map(short, strategy.inputs))} -> {', '.join(map(short, strategy.outputs)) or 'nothing'}"
+    return f"{', '.join(map(format_placement_brief, strategy.inputs))} -> {', '.join(map(format_placement_brief, strategy.outputs)) or 'nothing'}"
 
 
-def short(placement: Any) -> str:
+def format_placement_brief(placement: Any) -> str:
     """A placement in the notation's words; "-" for None."""
     if placement is None:
         return "-"
     return repr(placement).replace("Shard", "S").replace("Replicate()", "R").replace("Partial", "P").replace("'", "")
 
 
-def _on_gpu(call: Call) -> Call:
+def _move_call_to_gpu(call: OperatorCall) -> OperatorCall:
     """The same call on the GPU, for operators that run nowhere else."""
     return replace(call, tensors=tuple(t.cuda() for t in call.tensors))
 
 
-def _key(call: Call) -> Hashable:
+def _rule_key(call: OperatorCall) -> Hashable:
     return call.key, tuple((tuple(t.shape), t.dtype) for t in call.tensors)
 
 
-def _metas(values: Sequence[Any]) -> Iterator[TensorMeta]:
+def _iterate_metas(values: Sequence[Any]) -> Iterator[TensorMeta]:
     for value in values:
         if isinstance(value, TensorMeta):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _metas(value)
+            yield from _iterate_metas(value)
 
 
-def _integers(values: Sequence[Any]) -> Iterator[int]:
+def _iterate_integers(values: Sequence[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _integers(value)
+            yield from _iterate_integers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             yield value
 
 
-def _shrunk_lengths(values: Sequence[Any]) -> dict[int, int]:
+def _shrink_lengths(values: Sequence[Any]) -> dict[int, int]:
     """A small length for each large one; none if an integer argument could tell the difference."""
-    lengths = sorted({n for m in _metas(values) for n in m.shape if n > SMALLEST})
-    if any(abs(i) >= SMALLEST for i in _integers(values)):
+    lengths = sorted({n for m in _iterate_metas(values) for n in m.shape if n > SMALLEST_LENGTH})
+    if any(abs(i) >= SMALLEST_LENGTH for i in _iterate_integers(values)):
         return {}
-    return {length: min(length, SMALLEST + number) for number, length in enumerate(lengths)}
+    return {length: min(length, SMALLEST_LENGTH + number) for number, length in enumerate(lengths)}
 
 
-def _template(value: Any, lengths: dict[int, int], index_limit: int) -> Any:
+def _make_template(value: Any, lengths: dict[int, int], index_limit: int) -> Any:
     """A tensor to try the operator on: integers in it are valid indices of every dim."""
     if isinstance(value, list | tuple):
-        return type(value)(_template(v, lengths, index_limit) for v in value)
+        return type(value)(_make_template(v, lengths, index_limit) for v in value)
     if not isinstance(value, TensorMeta):
         return value
     shape = [lengths.get(n, n) for n in value.shape]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
-from shardwise.ops.discovery.auto_rule import brief
-from shardwise.ops.discovery.run_strategy import Case, Deviation, carry_out, laid_out
-from shardwise.ops.discovery.search import Placed, Trial, draw_trials, find_strategies
-from shardwise.ops.discovery.trial import run, written_tensors
+from shardwise.ops.discovery.auto_rule import format_strategy
+from shardwise.ops.discovery.run_strategy import StrategyCase, Deviation, run_strategy, make_specs
+from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies
+from shardwise.ops.discovery.trial import run_call, written_tensors
 from shardwise.ops.engine.placement_cost import same_kind
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalised
-from shardwise.ops.engine.schema import Call, resolved_op, take_apart
+from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.engine.schema import OperatorCall, resolve_op, split_call
 from shardwise.ops.rules.pointwise import is_pointwise, pointwise_rule
 from shardwise.tensor.dispatch import UnsupportedOpError
 
@@ -32,7 +32,7 @@ WORLDS = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class WrongStrategy:
     """A strategy of a rule that does not give the whole result: on how many ranks, cut how, and what is off."""
 
     strategy: Strategy
@@ -42,17 +42,17 @@ class Wrong:
     error: float | None = None
 
     def __str__(self) -> str:
-        return f"{brief(self.strategy)} on {self.ranks} ranks, {self.cut} cuts: {self.problem}"
+        return f"{format_strategy(self.strategy)} on {self.ranks} ranks, {self.cut} cuts: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckReport:
     """What a check found: wrong strategies, missing ones, and those that were carried out."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
     strategies: tuple[Strategy, ...]
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[WrongStrategy, ...]
     missing: tuple[Strategy, ...]
     gradients: bool
 
@@ -66,13 +66,13 @@ class Checked:
         shapes = ", ".join(map(str, self.shapes))
         lines = [f"{self.op} on {shapes}: {len(self.strategies)} strategies checked, {what}"]
         lines += [f"  wrong: {w}" for w in self.wrong]
-        lines += [f"  missing: {brief(s)}" for s in self.missing]
+        lines += [f"  missing: {format_strategy(s)}" for s in self.missing]
         return "\n".join(lines if self.wrong or self.missing else [*lines, "  all right"])
 
 
 def check_sharding(
     op: Any, *sample_args: Any, find_missing: bool = True, empty: bool = False, **sample_kwargs: Any
-) -> Checked:
+) -> CheckReport:
     """Verify the registered rule of an operator against the operator itself, gradients included.
 
     `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` leaves discovery out.
@@ -81,91 +81,91 @@ def check_sharding(
     aten.mm.default on (4, 6), (6, 5): 6 strategies checked, values and gradients
       all right
     """
-    op = resolved_op(op)
-    call = take_apart(op, sample_args, sample_kwargs)
-    rule = rule_of(op)
+    op = resolve_op(op)
+    call = split_call(op, sample_args, sample_kwargs)
+    rule = require_rule(op)
     _, trials = draw_trials(call)
     found = find_strategies(call).strategies if find_missing else ()
-    case = _case(call, trials[0])
-    check = _Check(case, rule)
+    case = _make_case(call, trials[0])
+    check = _RuleCheck(case, rule)
     for ranks in WORLDS:
         for cut in ("even", "uneven", "empty")[: 3 if empty else 2]:
             check.all_layouts(ranks, cut, [s.inputs for s in found])
     missing = tuple(s for s in found if not any(_same_inputs(s.inputs, k.inputs) for k in check.offered))
     shapes = tuple(tuple(t.shape) for t in call.tensors)
-    return Checked(op, shapes, tuple(check.offered), _first_of_each(check.wrong), missing, case.gradients is not None)
+    return CheckReport(op, shapes, tuple(check.offered), _worst_of_each(check.wrong), missing, case.gradients is not None)
 
 
-def rule_of(op: Any) -> Rule:
+def require_rule(op: Any) -> Rule:
     """The rule that the engine would ask."""
     rule = find_rule(op)
     if rule is not None:
         return rule
     if is_pointwise(op):
-        return lambda *args, **kwargs: pointwise_rule(op, list(_metas([*args, *kwargs.values()]))) or []
+        return lambda *args, **kwargs: pointwise_rule(op, list(_list_metas([*args, *kwargs.values()]))) or []
     raise ValueError(f"{op} has no rule; register one with @shardwise.register_sharding({op}), or discover one")
 
 
-def _metas(values: Sequence[Any]) -> list[TensorMeta]:
+def _list_metas(values: Sequence[Any]) -> list[TensorMeta]:
     flat = [m for v in values for m in (v if isinstance(v, list | tuple) else [v])]
     return [m for m in flat if isinstance(m, TensorMeta)]
 
 
 @dataclass(slots=True)
-class _Check:
+class _RuleCheck:
     """The strategies that a rule offered for some layout, and those found wrong, as a check goes on."""
 
-    case: Case
+    case: StrategyCase
     rule: Rule
     offered: list[Strategy] = field(default_factory=list)
-    wrong: list[Wrong] = field(default_factory=list)
+    wrong: list[WrongStrategy] = field(default_factory=list)
 
     def all_layouts(self, ranks: int, cut: str, known: Sequence[tuple[Placement | None, ...]]) -> None:
         """Ask and carry out the rule for the layouts known and for those it asks for itself."""
         tensors = self.case.inputs
-        waiting: list[Placed] = [(Replicate(),) * len(tensors)]
-        waiting += [_plain(layout, tensors) for layout in known]
-        seen: set[Placed] = set()
+        waiting: list[InputPlacements] = [(Replicate(),) * len(tensors)]
+        waiting += [_normalise_placements(layout, tensors) for layout in known]
+        seen: set[InputPlacements] = set()
         while waiting:
             layout = waiting.pop(0)
             if layout in seen:
                 continue
             seen.add(layout)
-            specs = laid_out(layout, tensors, ranks, cut)
+            specs = make_specs(layout, tensors, ranks, cut)
             if specs is None:
                 continue
-            strategies = self._asked(specs)
-            waiting += [_plain(s.inputs, tensors) for s in strategies]
-            self._carry_out(
-                [s for s in strategies if _same_inputs(_plain(s.inputs, tensors), layout)], specs, ranks, cut
+            strategies = self._ask_rule(specs)
+            waiting += [_normalise_placements(s.inputs, tensors) for s in strategies]
+            self._run_and_note(
+                [s for s in strategies if _same_inputs(_normalise_placements(s.inputs, tensors), layout)], specs, ranks, cut
             )
 
-    def _asked(self, specs: Sequence[MeshSpec]) -> list[Strategy]:
+    def _ask_rule(self, specs: Sequence[MeshSpec]) -> list[Strategy]:
         call, tensors = self.case.call, self.case.inputs
         metas = [
             TensorMeta(tuple(t.shape), t.dtype, s.layout(tuple(t.shape)), s.placements)
             for t, s in zip(tensors, specs, strict=True)
         ]
-        args, kwargs = call.filled(metas)
+        args, kwargs = call.fill_slots(metas)
         try:
-            return normalised(self.rule(*args, **kwargs), call.args, dict(call.kwargs), len(metas))
+            return normalise_strategies(self.rule(*args, **kwargs), call.args, dict(call.kwargs), len(metas))
         except UnsupportedOpError:
             return []
 
-    def _carry_out(self, strategies: Sequence[Strategy], specs: Sequence[MeshSpec], ranks: int, cut: str) -> None:
+    def _run_and_note(self, strategies: Sequence[Strategy], specs: Sequence[MeshSpec], ranks: int, cut: str) -> None:
         for strategy in strategies:
             if not any(_same_inputs(strategy.inputs, k.inputs) and strategy.outputs == k.outputs for k in self.offered):
                 self.offered.append(strategy)
             try:
-                deviations: Sequence[Deviation] = carry_out(self.case, strategy, specs, ranks)
+                deviations: Sequence[Deviation] = run_strategy(self.case, strategy, specs, ranks)
             except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError) as error:
                 text = str(error).partition("\n")[0]
-                self.wrong.append(Wrong(strategy, ranks, cut, f"{type(error).__name__}: {text}"))
+                self.wrong.append(WrongStrategy(strategy, ranks, cut, f"{type(error).__name__}: {text}"))
                 continue
-            self.wrong += [Wrong(strategy, ranks, cut, str(d), d.error) for d in deviations[:1]]
+            self.wrong += [WrongStrategy(strategy, ranks, cut, str(d), d.error) for d in deviations[:1]]
 
 
-def _plain(layout: Sequence[Placement | None], tensors: Sequence[Tensor]) -> Placed:
+def _normalise_placements(layout: Sequence[Placement | None], tensors: Sequence[Tensor]) -> InputPlacements:
     """Placements without lengths of their own, dims counted from the front."""
     return tuple(
         Shard(p.dim % max(1, t.ndim)) if isinstance(p, Shard) else (p or Replicate())
@@ -177,9 +177,9 @@ def _same_inputs(one: Sequence[Placement | None], other: Sequence[Placement | No
     return all(same_kind(a or Replicate(), b or Replicate()) for a, b in zip(one, other, strict=True))
 
 
-def _first_of_each(wrong: Sequence[Wrong]) -> tuple[Wrong, ...]:
+def _worst_of_each(wrong: Sequence[WrongStrategy]) -> tuple[WrongStrategy, ...]:
     """One finding for each strategy: the one with the largest error."""
-    kept: dict[Any, Wrong] = {}
+    kept: dict[Any, WrongStrategy] = {}
     for one in wrong:
         key = (one.strategy.inputs, one.strategy.outputs)
         before = kept.get(key)
@@ -188,25 +188,25 @@ def _first_of_each(wrong: Sequence[Wrong]) -> tuple[Wrong, ...]:
     return tuple(kept.values())
 
 
-def _case(call: Call, trial: Trial) -> Case:
+def _make_case(call: OperatorCall, trial: Trial) -> StrategyCase:
     """The whole results and gradients that strategies are held against."""
     differentiable = [t.is_floating_point() or t.is_complex() for t in trial.inputs]
     generator = torch.Generator().manual_seed(1)
-    weights = [_weight(r, generator) if isinstance(r, Tensor) else None for r in trial.results]
-    plain = Case(call, trial.inputs, trial.results, tuple(weights), None)
+    weights = [_draw_weight(r, generator) if isinstance(r, Tensor) else None for r in trial.results]
+    plain = StrategyCase(call, trial.inputs, trial.results, tuple(weights), None)
     if written_tensors(call) or not any(differentiable):
         return plain
     leaves = [t.clone().requires_grad_(d) for t, d in zip(trial.inputs, differentiable, strict=True)]
-    return _with_gradients(plain, leaves, lambda: run(call, leaves))
+    return _add_gradients(plain, leaves, lambda: run_call(call, leaves))
 
 
-def _weight(result: Tensor, generator: torch.Generator) -> Tensor | None:
+def _draw_weight(result: Tensor, generator: torch.Generator) -> Tensor | None:
     if not (result.is_floating_point() or result.is_complex()):
         return None
     return torch.randn(result.shape, dtype=torch.float64, generator=generator).to(result.dtype)
 
 
-def _with_gradients(case: Case, leaves: Sequence[Tensor], compute: Callable[[], list[Any]]) -> Case:
+def _add_gradients(case: StrategyCase, leaves: Sequence[Tensor], compute: Callable[[], list[Any]]) -> StrategyCase:
     """The case with gradients, if the operator has any: one without a backward formula says so by a warning."""
     try:
         with warnings.catch_warnings():
@@ -219,4 +219,4 @@ def _with_gradients(case: Case, leaves: Sequence[Tensor], compute: Callable[[], 
     except (RuntimeError, NotImplementedError, UserWarning):
         return case
     found = tuple(next(grads) if t.requires_grad else None for t in leaves)
-    return Case(case.call, case.inputs, case.results, case.weights, found)
+    return StrategyCase(case.call, case.inputs, case.results, case.weights, found)

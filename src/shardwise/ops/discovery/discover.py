@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.ops.discovery.auto_rule import AutoRule, brief
+from shardwise.ops.discovery.auto_rule import AutoRule, format_strategy
 from shardwise.ops.discovery.rule_source import rule_source
 from shardwise.ops.discovery.search import find_strategies
 from shardwise.ops.engine.registry import Strategy
-from shardwise.ops.engine.schema import Call, resolved_op, take_apart
+from shardwise.ops.engine.schema import OperatorCall, resolve_op, split_call
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Discovered:
+class DiscoveryReport:
     """The strategies that an operator was seen to have, as values, as a rule, and as Python to paste."""
 
     op: Any
-    call: Call
+    call: OperatorCall
     strategies: tuple[Strategy, ...]
     notes: tuple[str, ...]
     rule: AutoRule
@@ -42,11 +42,11 @@ class Discovered:
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in self.call.tensors)
-        lines = [f"{self.op} on {shapes}:", *(f"  {brief(s)}" for s in self.strategies)]
+        lines = [f"{self.op} on {shapes}:", *(f"  {format_strategy(s)}" for s in self.strategies)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Discovered:
+def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> DiscoveryReport:
     """Find the strategies of an operator by trying: cut sample inputs in parts and see what the results make up.
 
     The samples give shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are cut
@@ -62,9 +62,9 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
       R, P(sum) -> P(sum)
       P(sum), R -> P(sum)
     """
-    op = resolved_op(op)
-    call = take_apart(op, sample_args, sample_kwargs)
+    op = resolve_op(op)
+    call = split_call(op, sample_args, sample_kwargs)
     findings = find_strategies(call)
     rule = AutoRule(op)
     rule.remember(call, findings)
-    return Discovered(op, call, findings.strategies, findings.notes, rule)
+    return DiscoveryReport(op, call, findings.strategies, findings.notes, rule)

@@ -12,22 +12,22 @@ from torch import Tensor
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Shard
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.ops.discovery.search import lined_up
-from shardwise.ops.discovery.trial import COARSE, TOLERANCE, addends, sizes_of, written_tensors
+from shardwise.ops.discovery.search import line_up_placements
+from shardwise.ops.discovery.trial import COARSE, TOLERANCE, draw_addends, part_sizes, written_tensors
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.registry import Strategy, set_rule
-from shardwise.ops.engine.schema import Call
+from shardwise.ops.engine.schema import OperatorCall
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 DIFFERENTIABLE = ("sum", "avg")  # pending reductions through which gradients pass
-LIMIT = 30.0  # seconds; a wrong rule may leave ranks waiting for each other
+RUN_TIMEOUT = 30.0  # seconds; a wrong rule may leave ranks waiting for each other
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StrategyCase:
     """A call, its inputs, its whole results, what results are weighed with in a loss, and the loss's gradients."""
 
-    call: Call
+    call: OperatorCall
     inputs: tuple[Tensor, ...]
     results: tuple[Any, ...]
     weights: tuple[Tensor | None, ...]
@@ -79,7 +79,7 @@ class _Probe:
         return str(self.op)
 
 
-def laid_out(layout: Sequence[Placement], tensors: Sequence[Tensor], ranks: int, cut: str) -> list[MeshSpec] | None:
+def make_specs(layout: Sequence[Placement], tensors: Sequence[Tensor], ranks: int, cut: str) -> list[MeshSpec] | None:
     """Specs on a mesh of one axis that cut the tensors evenly, unevenly, or leave a rank empty; None if one cannot."""
     mesh = Mesh.of(axis=ranks)
     specs = []
@@ -88,53 +88,53 @@ def laid_out(layout: Sequence[Placement], tensors: Sequence[Tensor], ranks: int,
         if isinstance(placement, Shard):
             if not tensor.ndim:
                 return None
-            placed = _cut(placement.dim, tensor.shape[placement.dim], ranks, cut)
+            placed = _cut_shard(placement.dim, tensor.shape[placement.dim], ranks, cut)
         if placed is None:
             return None
         specs.append(MeshSpec(mesh, (placed,)))
     return specs
 
 
-def _cut(dim: int, length: int, ranks: int, cut: str) -> Shard | None:
+def _cut_shard(dim: int, length: int, ranks: int, cut: str) -> Shard | None:
     if cut == "empty":
         return Shard(dim, (0, length, *[0] * (ranks - 2)))
-    sizes = sizes_of(length, ranks, cut == "uneven")
+    sizes = part_sizes(length, ranks, cut == "uneven")
     if sizes is None:
         return None
     return Shard(dim, sizes) if cut == "uneven" else Shard(dim)
 
 
-def carry_out(case: Case, strategy: Strategy, specs: Sequence[MeshSpec], ranks: int) -> list[Deviation]:
+def run_strategy(case: StrategyCase, strategy: Strategy, specs: Sequence[MeshSpec], ranks: int) -> list[Deviation]:
     """What differs when the strategy is carried out with the inputs laid out like this: outputs first, then by size."""
     probe = _Probe(case.call.op, (strategy.outputs, strategy.inputs, strategy.local, tuple(specs)))
-    lined = Strategy(strategy.outputs, tuple(lined_up(case.call, strategy.inputs)), strategy.local)
+    lined = Strategy(strategy.outputs, tuple(line_up_placements(case.call, strategy.inputs)), strategy.local)
     placed = (*strategy.outputs, *strategy.inputs)
     if any(isinstance(p, Partial) and p.op not in DIFFERENTIABLE for p in placed):
         case = replace(case, gradients=None)
     set_rule(probe, lambda *args, **kwargs: [lined])
     try:
-        found = run_local(_body, ranks, probe, case, tuple(specs), timeout=LIMIT)
+        found = run_local(_run_case_on_rank, ranks, probe, case, tuple(specs), timeout=RUN_TIMEOUT)
     finally:
         set_rule(probe, None)
     return sorted((d for one in found for d in one), key=lambda d: (not d.name.startswith("output"), -d.error))
 
 
-def _body(comm: Comm, probe: _Probe, case: Case, specs: Sequence[MeshSpec]) -> list[Deviation]:
+def _run_case_on_rank(comm: Comm, probe: _Probe, case: StrategyCase, specs: Sequence[MeshSpec]) -> list[Deviation]:
     held = [
-        _held(t, s, comm, case.gradients is not None, seed)
+        _make_leaf(t, s, comm, case.gradients is not None, seed)
         for seed, (t, s) in enumerate(zip(case.inputs, specs, strict=True))
     ]
-    args, kwargs = case.call.filled(held)
+    args, kwargs = case.call.fill_slots(held)
     result = call_op(probe, (), args, kwargs)
     flat = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
     flat += [held[i] for i in written_tensors(case.call)]
     whole = [r.full() if isinstance(r, ShardedTensor) else r for r in flat]
-    found = [_deviation(f"output {i}", a, b) for i, (a, b) in enumerate(zip(whole, case.results, strict=True))]
-    found += _gradient_deviations(case, held, whole)
+    found = [_measure_deviation(f"output {i}", a, b) for i, (a, b) in enumerate(zip(whole, case.results, strict=True))]
+    found += _measure_gradient_deviations(case, held, whole)
     return [d for d in found if d is not None]
 
 
-def _held(value: Tensor, spec: MeshSpec, comm: Comm, grad: bool, seed: int) -> ShardedTensor:
+def _make_leaf(value: Tensor, spec: MeshSpec, comm: Comm, grad: bool, seed: int) -> ShardedTensor:
     """A ShardedTensor that makes up a value, with a leaf of its own on the tape."""
     (placement,) = spec.placements
     local = value
@@ -142,13 +142,13 @@ def _held(value: Tensor, spec: MeshSpec, comm: Comm, grad: bool, seed: int) -> S
         sizes = placement.sizes or tuple(chunk_sizes(value.shape[placement.dim], comm.world_size))
         local = value.narrow(placement.dim, sum(sizes[: comm.rank]), sizes[comm.rank])
     elif isinstance(placement, Partial):
-        local = addends(value, placement.op, comm.world_size, torch.Generator().manual_seed(seed))[comm.rank]
+        local = draw_addends(value, placement.op, comm.world_size, torch.Generator().manual_seed(seed))[comm.rank]
     local = local.detach().clone(memory_format=torch.contiguous_format)
     local.requires_grad_(grad and (local.is_floating_point() or local.is_complex()))
     return wrap(spec.layout(tuple(value.shape)), (local,), comm)
 
 
-def _gradient_deviations(case: Case, held: Sequence[ShardedTensor], whole: Sequence[Any]) -> list[Deviation | None]:
+def _measure_gradient_deviations(case: StrategyCase, held: Sequence[ShardedTensor], whole: Sequence[Any]) -> list[Deviation | None]:
     if case.gradients is None:
         return []
     loss = case.loss(whole)
@@ -164,11 +164,11 @@ def _gradient_deviations(case: Case, held: Sequence[ShardedTensor], whole: Seque
         gradient = tensor.grad
         assert gradient is not None
         wanted = torch.zeros_like(case.inputs[number]) if expected is None else expected
-        found.append(_deviation(f"the gradient of tensor {number}", gradient.full(), wanted))
+        found.append(_measure_deviation(f"the gradient of tensor {number}", gradient.full(), wanted))
     return found
 
 
-def _deviation(name: str, found: Any, expected: Any) -> Deviation | None:
+def _measure_deviation(name: str, found: Any, expected: Any) -> Deviation | None:
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         return (
             None

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.discovery.trial import SOURCES, Source, cut, draw, recombined, run, sizes_of, written_tensors
+from shardwise.ops.discovery.trial import SOURCES, SampleSource, cut_in_parts, draw_sample, find_recombinations, run_call, part_sizes, written_tensors
 from shardwise.ops.engine.registry import Strategy
-from shardwise.ops.engine.schema import Call, Slot
+from shardwise.ops.engine.schema import OperatorCall, Slot
 
 CUTS = ((2, True), (2, False), (3, True))
 TRIALS, TRIALS_OF_INTEGERS = 3, 10
-MOST = 4096
-Placed = tuple[Placement, ...]
+MAX_LAYOUTS = 4096
+InputPlacements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Findings:
     """The strategies that held in every trial, how the inputs were drawn, and what limits the answer."""
 
     strategies: tuple[Strategy, ...]
-    source: Source
+    source: SampleSource
     notes: tuple[str, ...]
 
 
@@ -49,27 +49,27 @@ class RandomNumbersError(ValueError):
     """An operator draws random numbers, so that its results cannot be compared."""
 
 
-def find_strategies(call: Call) -> Findings:
+def find_strategies(call: OperatorCall) -> Findings:
     """All strategies of a call of an operator, whose tensors give shapes, dtypes and valid integers."""
     if not call.tensors:
         raise ValueError(f"{call.op} got no tensor to shard; give at least one among the sample arguments")
     source, trials = draw_trials(call)
-    layouts = list(islice(_layouts(call), MOST + 1))
-    notes = [f"more than {MOST} ways to lay the inputs out; the first {MOST} were tried"] * (len(layouts) > MOST)
+    layouts = list(islice(_candidate_layouts(call), MAX_LAYOUTS + 1))
+    notes = [f"more than {MAX_LAYOUTS} ways to lay the inputs out; the first {MAX_LAYOUTS} were tried"] * (len(layouts) > MAX_LAYOUTS)
     if not any(isinstance(r, Tensor) for r in trials[0].results):
         notes.append("the operator gives no tensor to compare; only replicated inputs are safe")
         layouts = []
     if not source.random_floats:
         notes.append("the operator runs on the sample's own values only; other values were not tried")
-    found = [Strategy(_outputs(call, (Replicate(),) * len(call.tensors), trials), (Replicate(),) * len(call.tensors))]
-    for layout in layouts[:MOST]:
-        outputs = _holds(call, layout, trials)
+    found = [Strategy(_output_placements(call, (Replicate(),) * len(call.tensors), trials), (Replicate(),) * len(call.tensors))]
+    for layout in layouts[:MAX_LAYOUTS]:
+        outputs = _try_layout(call, layout, trials)
         if outputs is not None:
             found.append(Strategy(outputs, layout))
-    return Findings(tuple(sorted(found, key=_rank)), source, tuple(notes))
+    return Findings(tuple(sorted(found, key=_preference)), source, tuple(notes))
 
 
-def _rank(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
+def _preference(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
     """Replicated first, then sharded inputs, then pending ones; fewer whole inputs first, then by dim."""
     sharded = any(isinstance(p, Shard) for p in strategy.inputs)
     pending = any(isinstance(p, Partial) for p in strategy.inputs)
@@ -77,12 +77,12 @@ def _rank(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
     return pending, sharded, whole, [p.dim for p in strategy.inputs if isinstance(p, Shard)]
 
 
-def draw_trials(call: Call) -> tuple[Source, list[Trial]]:
+def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
     """Inputs and whole results of several trials, drawn in the first way in which the operator runs."""
     problem: Exception | None = None
     for source in SOURCES:
         try:
-            first = _trial(call, source, 0)
+            first = _run_trial(call, source, 0)
         except RandomNumbersError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError) as error:
@@ -91,7 +91,7 @@ def draw_trials(call: Call) -> tuple[Source, list[Trial]]:
         whole = all(isinstance(r, Tensor) and (r.is_floating_point() or r.is_complex()) for r in first.results)
         count = (TRIALS if whole else TRIALS_OF_INTEGERS) if source.random_floats else 1
         try:
-            return source, [first, *(_trial(call, source, n) for n in range(1, count))]
+            return source, [first, *(_run_trial(call, source, n) for n in range(1, count))]
         except (RuntimeError, ValueError, IndexError) as error:
             problem = problem or error
     shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors)
@@ -100,24 +100,24 @@ def draw_trials(call: Call) -> tuple[Source, list[Trial]]:
     ) from problem
 
 
-def _trial(call: Call, source: Source, number: int) -> Trial:
+def _run_trial(call: OperatorCall, source: SampleSource, number: int) -> Trial:
     generator = torch.Generator().manual_seed(number)
-    inputs = tuple(draw(t, source, number, generator) for t in call.tensors)
-    results, again = run(call, inputs), run(call, inputs)
-    if not all(recombined([b], a, None) for a, b in zip(results, again, strict=True)):
+    inputs = tuple(draw_sample(t, source, number, generator) for t in call.tensors)
+    results, again = run_call(call, inputs), run_call(call, inputs)
+    if not all(find_recombinations([b], a, None) for a, b in zip(results, again, strict=True)):
         raise RandomNumbersError(
             f"{call.op} gives different results for equal inputs: it draws random numbers, so no rule can be found"
         )
     return Trial(inputs, tuple(results), number)
 
 
-def _layouts(call: Call) -> Iterator[Placed]:
+def _candidate_layouts(call: OperatorCall) -> Iterator[InputPlacements]:
     """Ways to lay the inputs out: dims of one length cut together, others whole or pending; tensors of a list alike."""
-    groups = list(_groups(call))
+    groups = list(_length_groups(call))
     lengths = sorted({n for t in call.tensors for n in t.shape if n > 1})
-    seen: set[Placed] = {(Replicate(),) * len(call.tensors)}
+    seen: set[InputPlacements] = {(Replicate(),) * len(call.tensors)}
     for length in [*lengths, 0]:
-        for chosen in product(*(_options([call.tensors[i] for i in g], length) for g in groups)):
+        for chosen in product(*(_placement_options([call.tensors[i] for i in g], length) for g in groups)):
             layout: list[Placement] = [Replicate()] * len(call.tensors)
             for group, placement in zip(groups, chosen, strict=True):
                 for index in group:
@@ -127,7 +127,7 @@ def _layouts(call: Call) -> Iterator[Placed]:
                 yield tuple(layout)
 
 
-def _groups(call: Call) -> Iterator[list[int]]:
+def _length_groups(call: OperatorCall) -> Iterator[list[int]]:
     for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, Slot):
             yield [value.index]
@@ -135,7 +135,7 @@ def _groups(call: Call) -> Iterator[list[int]]:
             yield listed
 
 
-def _options(tensors: Sequence[Tensor], length: int) -> Iterator[Placement]:
+def _placement_options(tensors: Sequence[Tensor], length: int) -> Iterator[Placement]:
     yield Replicate()
     for dim in range(min(t.ndim for t in tensors)):
         if all(t.shape[dim] == length for t in tensors):
@@ -144,44 +144,44 @@ def _options(tensors: Sequence[Tensor], length: int) -> Iterator[Placement]:
         yield Partial("sum")
 
 
-def _holds(call: Call, layout: Placed, trials: Sequence[Trial]) -> tuple[Placement | None, ...] | None:
+def _try_layout(call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]) -> tuple[Placement | None, ...] | None:
     """The outputs' placements if the layout gives the whole result in every trial, else None."""
     try:
-        return _outputs(call, layout, trials)
+        return _output_placements(call, layout, trials)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
         return None  # the operator refuses such parts
 
 
-def _outputs(call: Call, layout: Placed, trials: Sequence[Trial]) -> tuple[Placement | None, ...]:
+def _output_placements(call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]) -> tuple[Placement | None, ...]:
     """Raises ValueError if some result is not made up by the parts' results."""
     ways: list[set[Placement | None]] | None = None
     length = next((t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard)), None)
     for trial, (parts, uneven) in product(trials, CUTS):
-        sizes = (1,) * parts if length is None else sizes_of(length, parts, uneven)
+        sizes = (1,) * parts if length is None else part_sizes(length, parts, uneven)
         if sizes is None:
             continue
-        found = _recombinations(call, layout, trial, sizes, length is not None)
+        found = _find_output_placements(call, layout, trial, sizes, length is not None)
         ways = found if ways is None else [a & b for a, b in zip(ways, found, strict=True)]
-        _require(call, layout, ways)
+        _check_output_placements(call, layout, ways)
     assert ways is not None
     results = len(ways) - len(written_tensors(call))
-    return tuple(_best(w) for w in ways[:results])
+    return tuple(_best_placement(w) for w in ways[:results])
 
 
-def _recombinations(
-    call: Call, layout: Placed, trial: Trial, sizes: Sequence[int], sharded: bool
+def _find_output_placements(
+    call: OperatorCall, layout: InputPlacements, trial: Trial, sizes: Sequence[int], sharded: bool
 ) -> list[set[Placement | None]]:
     generator = torch.Generator().manual_seed(trial.seed)
-    held = [cut(t, p, sizes, generator) for t, p in zip(trial.inputs, layout, strict=True)]
-    parts = [run(call, [h[r] for h in held if h is not None]) for r in range(len(sizes))]
+    held = [cut_in_parts(t, p, sizes, generator) for t, p in zip(trial.inputs, layout, strict=True)]
+    parts = [run_call(call, [h[r] for h in held if h is not None]) for r in range(len(sizes))]
     if any(len(p) != len(trial.results) for p in parts):
         raise ValueError("the parts give another number of results")
     return [
-        recombined([p[k] for p in parts], whole, sizes if sharded else None) for k, whole in enumerate(trial.results)
+        find_recombinations([p[k] for p in parts], whole, sizes if sharded else None) for k, whole in enumerate(trial.results)
     ]
 
 
-def _require(call: Call, layout: Placed, ways: Sequence[set[Placement | None]]) -> None:
+def _check_output_placements(call: OperatorCall, layout: InputPlacements, ways: Sequence[set[Placement | None]]) -> None:
     """Every result needs a way; a tensor that was written to must still lie as it did."""
     written = written_tensors(call)
     for way, index in zip(ways[len(ways) - len(written) :], written, strict=True):
@@ -191,7 +191,7 @@ def _require(call: Call, layout: Placed, ways: Sequence[set[Placement | None]]) 
         raise ValueError("the parts do not make up the whole result")
 
 
-def _best(ways: set[Placement | None]) -> Placement | None:
+def _best_placement(ways: set[Placement | None]) -> Placement | None:
     """Whole before sharded before pending: what needs the least to be used on."""
     ranks = {Replicate: 0, Shard: 1, Partial: 2}
     order = {"sum": 0, "max": 1, "min": 2, "product": 3}
@@ -201,7 +201,7 @@ def _best(ways: set[Placement | None]) -> Placement | None:
     )
 
 
-def lined_up(call: Call, placements: Sequence[Any]) -> list[Any]:
+def line_up_placements(call: OperatorCall, placements: Sequence[Any]) -> list[Any]:
     """Placements of tensors lined up with the call's arguments: lists for lists, None for what is no tensor."""
 
     def place(value: Any) -> Any:

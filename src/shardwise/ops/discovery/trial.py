@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.ops.engine.schema import Call, Slot, written_slots
+from shardwise.ops.engine.schema import OperatorCall, Slot, written_slots
 
 REDUCTIONS = ("sum", "max", "min", "product")
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -22,7 +22,7 @@ COARSE = 3e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SampleSource:
     """How inputs are drawn: floats and integers at random or as in the sample, in double precision or as they are."""
 
     random_floats: bool = True
@@ -31,18 +31,18 @@ class Source:
 
 
 SOURCES = (
-    Source(),
-    Source(double=False),
-    Source(random_integers=False),
-    Source(random_integers=False, double=False),
-    Source(random_floats=False, random_integers=False),
-    Source(random_floats=False, random_integers=False, double=False),
+    SampleSource(),
+    SampleSource(double=False),
+    SampleSource(random_integers=False),
+    SampleSource(random_integers=False, double=False),
+    SampleSource(random_floats=False, random_integers=False),
+    SampleSource(random_floats=False, random_integers=False, double=False),
 )
 
 
-def draw(template: Tensor, source: Source, trial: int, generator: torch.Generator) -> Tensor:
+def draw_sample(template: Tensor, source: SampleSource, trial: int, generator: torch.Generator) -> Tensor:
     """A tensor of a sample's shape: signed, positive, sparse or dense by turns; integers are some of the sample's."""
-    dtype = widened(template.dtype) if source.double else template.dtype
+    dtype = widen_dtype(template.dtype) if source.double else template.dtype
     number = template.is_floating_point() or template.is_complex()
     if not (source.random_floats if number else source.random_integers):
         return template.detach().to(dtype).clone()
@@ -58,16 +58,16 @@ def draw(template: Tensor, source: Source, trial: int, generator: torch.Generato
     return template.detach().reshape(-1)[chosen].reshape(template.shape)
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def widen_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def sizes_of(length: int, parts: int, uneven: bool) -> tuple[int, ...] | None:
+def part_sizes(length: int, parts: int, uneven: bool) -> tuple[int, ...] | None:
     """Lengths of the parts of a dim, all at least 1; None if it is too short.
 
-    >>> sizes_of(8, 3, uneven=True), sizes_of(8, 3, uneven=False), sizes_of(2, 3, uneven=False)
+    >>> part_sizes(8, 3, uneven=True), part_sizes(8, 3, uneven=False), part_sizes(2, 3, uneven=False)
     ((1, 5, 2), (3, 3, 2), None)
     """
     if not uneven:
@@ -80,7 +80,7 @@ def sizes_of(length: int, parts: int, uneven: bool) -> tuple[int, ...] | None:
     return found if min(found) > 0 else None
 
 
-def cut(
+def cut_in_parts(
     value: Tensor, placement: Placement | None, sizes: Sequence[int], generator: torch.Generator
 ) -> list[Tensor] | None:
     """What each part holds of a tensor: slices, the whole, or addends that make it up; None if it has no such dim."""
@@ -89,14 +89,14 @@ def cut(
         fits = value.shape[placement.dim] == sum(sizes)
         return list(torch.split_with_sizes(value, list(sizes), placement.dim)) if fits else None
     if isinstance(placement, Partial):
-        return addends(value, placement.op, parts, generator)
+        return draw_addends(value, placement.op, parts, generator)
     return [value] * parts
 
 
-def addends(value: Tensor, op: str, parts: int, generator: torch.Generator) -> list[Tensor]:
+def draw_addends(value: Tensor, op: str, parts: int, generator: torch.Generator) -> list[Tensor]:
     """Random tensors that reduce to a value.
 
-    >>> made = addends(torch.tensor([3.0, -1.0]), "max", 3, torch.Generator().manual_seed(0))
+    >>> made = draw_addends(torch.tensor([3.0, -1.0]), "max", 3, torch.Generator().manual_seed(0))
     >>> torch.stack(made).amax(0).tolist()
     [3.0, -1.0]
     """
@@ -115,17 +115,17 @@ def addends(value: Tensor, op: str, parts: int, generator: torch.Generator) -> l
     return [*rest, value * scale - sum(rest, torch.zeros_like(value))]
 
 
-def run(call: Call, values: Sequence[Tensor]) -> list[Any]:
+def run_call(call: OperatorCall, values: Sequence[Tensor]) -> list[Any]:
     """The results of a call as a list, and after them the tensors that it wrote to; inputs are left as they are."""
     written, out = written_tensors(call), written_tensors(call, only_out=True)
     own = [v.new_empty(0) if i in out else v.clone() if i in written else v for i, v in enumerate(values)]
-    args, kwargs = call.filled(own)
+    args, kwargs = call.fill_slots(own)
     result = call.op(*args, **kwargs)
     flat = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
     return flat + [own[i] for i in written]
 
 
-def written_tensors(call: Call, only_out: bool = False) -> list[int]:
+def written_tensors(call: OperatorCall, only_out: bool = False) -> list[int]:
     """The numbers of the tensors that a call writes to, in order; `only_out`: those whose values it does not read."""
     names = written_slots(call.op)
     if not names:
@@ -136,23 +136,23 @@ def written_tensors(call: Call, only_out: bool = False) -> list[int]:
     return sorted(s.index for v in values for s in (v if isinstance(v, list | tuple) else [v]) if isinstance(s, Slot))
 
 
-def recombined(parts: Sequence[Any], whole: Any, sizes: Sequence[int] | None) -> set[Placement | None]:
+def find_recombinations(parts: Sequence[Any], whole: Any, sizes: Sequence[int] | None) -> set[Placement | None]:
     """The placements under which the parts' results are the whole one; {None} for equal values that are no tensors."""
     if not isinstance(whole, Tensor):
         return {None} if all(p == whole for p in parts) else set()
     if any(not isinstance(p, Tensor) or p.dtype != whole.dtype or p.ndim != whole.ndim for p in parts):
         return set()
-    return {p for p in _ways(whole) if close(_made(parts, p, sizes), whole)}
+    return {p for p in _possible_placements(whole) if is_close(_recombine(parts, p, sizes), whole)}
 
 
-def _ways(whole: Tensor) -> Iterator[Placement]:
+def _possible_placements(whole: Tensor) -> Iterator[Placement]:
     yield Replicate()
     yield from (Shard(d) for d in range(whole.ndim))
     plain = whole.dtype != torch.bool
     yield from (Partial(op) for op in REDUCTIONS if (plain or op in ("max", "min")))
 
 
-def _made(parts: Sequence[Tensor], placement: Placement, sizes: Sequence[int] | None) -> Tensor | None:
+def _recombine(parts: Sequence[Tensor], placement: Placement, sizes: Sequence[int] | None) -> Tensor | None:
     """The whole that parts make under a placement, or None if they do not fit it."""
     if isinstance(placement, Shard):
         fits = sizes is not None and [p.shape[placement.dim] for p in parts] == list(sizes)
@@ -161,11 +161,11 @@ def _made(parts: Sequence[Tensor], placement: Placement, sizes: Sequence[int] | 
     if any(p.shape != parts[0].shape for p in parts):
         return None
     if isinstance(placement, Replicate):
-        return parts[0] if all(close(p, parts[0]) for p in parts[1:]) else None
-    return reduced(parts, placement.op)
+        return parts[0] if all(is_close(p, parts[0]) for p in parts[1:]) else None
+    return reduce_parts(parts, placement.op)
 
 
-def reduced(parts: Sequence[Tensor], op: str) -> Tensor | None:
+def reduce_parts(parts: Sequence[Tensor], op: str) -> Tensor | None:
     stacked = torch.stack(list(parts))
     if stacked.is_complex() and op in ("max", "min"):
         return None
@@ -176,7 +176,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor | None:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def close(one: Tensor | None, other: Tensor) -> bool:
+def is_close(one: Tensor | None, other: Tensor) -> bool:
     """Whether two tensors agree up to rounding; not-a-number agrees with itself."""
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False

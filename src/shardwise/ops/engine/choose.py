@@ -25,13 +25,13 @@ class Operand:
     first: int
 
 
-def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
+def choose_strategies(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
     """One strategy for each axis, or None if an axis has no possible one."""
     chosen = []
     for axis in range(mesh.ndim):
         best: tuple[float, Strategy] | None = None
         for strategy in strategies:
-            cost = _cost(strategy, operands, axis, mesh.shape[axis])
+            cost = _strategy_cost(strategy, operands, axis, mesh.shape[axis])
             if cost is not None and (best is None or cost < best[0]):
                 best = (cost, strategy)
         if best is None:
@@ -40,7 +40,7 @@ def choose(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Me
     return chosen
 
 
-def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
+def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
     """What the inputs' changes cost; a tensor that is given twice and wanted alike moves once."""
     total = 0.0
     paid = set()
@@ -48,7 +48,7 @@ def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int
         now = operand.spec.placements[axis]
         if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
             return None
-        if operand.written and not _keeps(now, then):
+        if operand.written and not _keeps_placement(now, then):
             return None
         if (operand.first, then) not in paid:
             paid.add((operand.first, then))
@@ -56,7 +56,7 @@ def _cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int
     return total
 
 
-def _keeps(now: Placement, then: Placement) -> bool:
+def _keeps_placement(now: Placement, then: Placement) -> bool:
     return same_kind(now, then)
 
 
@@ -71,7 +71,7 @@ def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) 
     return False
 
 
-def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
+def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
     """For each axis how its dim is cut and the length of that dim.
 
     It is cut as in the largest tensor that is cut there already; where none is, as `torch.chunk` cuts.
@@ -91,10 +91,10 @@ def leads(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple
     return found
 
 
-def without_lengths(cuts: Sequence[tuple[Shard, int] | None]) -> list[tuple[Shard, int] | None]:
+def drop_lengths(cuts: Sequence[tuple[Shard, int] | None]) -> list[tuple[Shard, int] | None]:
     """The same dims, cut as `torch.chunk` cuts.
 
-    >>> without_lengths([(Shard(1, sizes=(5, 1)), 6), None])
+    >>> drop_lengths([(Shard(1, sizes=(5, 1)), 6), None])
     [(Shard(1), 6), None]
     """
     return [None if lead is None else (Shard(lead[0].dim), lead[1]) for lead in cuts]

@@ -23,27 +23,27 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
 from shardwise.ops.engine.choose import (
     Operand,
-    choose,
+    choose_strategies,
     cut_lengths_differ,
     cut_like,
     input_layout,
-    leads,
+    leading_cuts,
     split_order,
-    without_lengths,
+    drop_lengths,
 )
-from shardwise.ops.engine.explain import Entry, brief, is_watched, record, user_line
+from shardwise.ops.engine.explain import LogEntry, layout_brief, is_explaining_or_forbidding, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
-from shardwise.ops.engine.fast_path import is_recorded, note_operator
-from shardwise.ops.engine.mixed import as_sharded
+from shardwise.ops.engine.fast_path import is_function_recorded, note_operator
+from shardwise.ops.engine.mixed import convert_plain_tensors
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, find_rule, normalised
-from shardwise.ops.engine.schema import Call, Slot, take_apart, written_slots
-from shardwise.ops.engine.vary import varied
-from shardwise.ops.rules.pointwise import irregular_pointwise, is_pointwise, pointwise_rule
+from shardwise.ops.engine.rules import Strategy, TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.engine.schema import OperatorCall, Slot, split_call, written_slots
+from shardwise.ops.engine.vary import vary_along
+from shardwise.ops.rules.pointwise import compute_irregular_pointwise, is_pointwise, pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
-from shardwise.tensor.move import moved, text_of
+from shardwise.tensor.move import move_to, format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -84,79 +84,79 @@ class LocalView:
         return starts[0]
 
 
-_decisions: dict[Hashable, Decision] = caches.cleared_on_change({})
-_MOST = 16384
+_decisions: dict[Hashable, Decision] = caches.clear_on_change({})
+_MAX_DECISIONS = 16384
 
 
 def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors."""
-    call = take_apart(op, args, kwargs)
-    tensors = as_sharded(call)
+    call = split_call(op, args, kwargs)
+    tensors = convert_plain_tensors(call)
     comm = tensors[0].comm
     if any(mesh_view(t.sharding) is None for t in tensors):
-        return irregular_pointwise(call, tensors, comm)
+        return compute_irregular_pointwise(call, tensors, comm)
     if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
-    for index in _written(call):
+    for index in _written_indices(call):
         check_writable(tensors[index])
-    return _run(call, tensors, comm, _decision(call, tensors))
+    return _run_decision(call, tensors, comm, _find_decision(call, tensors))
 
 
-def _decision(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
-    if len(_decisions) > _MOST:
+def _find_decision(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
+    if len(_decisions) > _MAX_DECISIONS:
         _decisions.clear()
-    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_places(tensors))
+    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_positions(tensors))
     known = _decisions.get(key)
     if known is None:
         known = _decisions[key] = _decide(call, tensors)
     return known
 
 
-def _first_places(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
+def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
     """For each tensor its first place in the call; None where no tensor is given twice."""
     numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
     return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 
 
-def _decide(call: Call, tensors: Sequence[ShardedTensor]) -> Decision:
+def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
     specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
     mesh = _common_mesh(call, tensors, specs)
-    operands = _operands(call, tensors, specs)
-    strategies = _strategies(call, tensors, specs)
-    chosen = choose(strategies, operands, mesh)
+    operands = _make_operands(call, tensors, specs)
+    strategies = _ask_for_strategies(call, tensors, specs)
+    chosen = choose_strategies(strategies, operands, mesh)
     if chosen is None:
         raise UnsupportedOpError(
-            f"{_describe(call, tensors)}: no strategy of its rule fits. {_accepted(strategies, operands)}"
+            f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
         )
     if cut_lengths_differ(chosen, operands):
         _check_shapes(call, tensors)
-    cuts, order = leads(chosen, operands), split_order(operands, mesh)
+    cuts, order = leading_cuts(chosen, operands), split_order(operands, mesh)
     try:
-        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
+        wanted = _wanted_layouts(tensors, operands, chosen, cuts, order)
     except LayoutError:  # lengths that fit a whole dim, where another axis cuts it first
-        cuts = without_lengths(cuts)
-        wanted = _all_wanted(tensors, operands, chosen, cuts, order)
+        cuts = drop_lengths(cuts)
+        wanted = _wanted_layouts(tensors, operands, chosen, cuts, order)
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
         if operand.written and tensor.sharding != layout:
             raise UnsupportedOpError(
-                f"{_describe(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
+                f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
             )
-    vary = tuple(_varying(i, chosen, mesh) for i in range(len(tensors)))
+    vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     given = tuple(t.sharding for t in tensors)
     return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
 
 
-def _all_wanted(
+def _wanted_layouts(
     tensors: Sequence[ShardedTensor],
     operands: Sequence[Operand],
     chosen: Sequence[Strategy],
     cuts: Sequence[tuple[Shard, int] | None],
     order: tuple[str, ...],
 ) -> tuple[Layout, ...]:
-    return tuple(_wanted(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
+    return tuple(_wanted_layout(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
 
 
-def _wanted(
+def _wanted_layout(
     tensor: ShardedTensor,
     index: int,
     operand: Operand,
@@ -170,34 +170,34 @@ def _wanted(
     return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
 
 
-def _check_shapes(call: Call, tensors: Sequence[ShardedTensor]) -> None:
+def _check_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> None:
     """Let the operator itself refuse shapes that do not fit: local parts of them might fit by chance."""
     values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-    args, kwargs = call.filled(values)
+    args, kwargs = call.fill_slots(values)
     with torch.no_grad(), contextlib.suppress(NotImplementedError):
         call.op(*args, **kwargs)
 
 
-def _common_mesh(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
+def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
     meshes = {s.mesh for s in specs}
     if len(meshes) > 1:
         raise UnsupportedOpError(
-            f"{_describe(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "
+            f"{_describe_call(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "
             "redistribute them to one mesh"
         )
     return meshes.pop()
 
 
-def _operands(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
-    written = _written(call)
-    first = _first_places(tensors) or range(len(tensors))
+def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
+    written = _written_indices(call)
+    first = _first_positions(tensors) or range(len(tensors))
     return [
         Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written, first[i])
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 
 
-def _written(call: Call) -> set[int]:
+def _written_indices(call: OperatorCall) -> set[int]:
     """The numbers of the tensors that the operator writes to."""
     names = written_slots(call.op)
     if not names:
@@ -211,22 +211,22 @@ def _written(call: Call) -> set[int]:
     return found
 
 
-def _strategies(call: Call, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
+def _ask_for_strategies(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
     rule = find_rule(call.op)
     metas = [TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements) for t, s in zip(tensors, specs, strict=True)]
-    args, kwargs = call.filled(metas)
+    args, kwargs = call.fill_slots(metas)
     if rule is None:
         strategies = pointwise_rule(call.op, metas)
         if strategies is None:
             raise UnsupportedOpError(
-                f"{_describe(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find "
+                f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find "
                 "one with shardwise.discover_sharding, or compute on local_tensor()"
             )
         return strategies
-    return normalised(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
+    return normalise_strategies(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
 
 
-def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
+def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
     """The axes of several ranks along which this tensor is replicated while something else is not."""
     axes = []
     for axis, strategy in enumerate(chosen):
@@ -236,71 +236,71 @@ def _varying(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, .
     return tuple(axes)
 
 
-def _run(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
+def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
     name = str(call.op)
-    aligned = _all_aligned(tensors, decision.inputs, name)
+    aligned = _align_all(tensors, decision.inputs, name)
     if not aligned[0].local_parts and comm.rank not in decision.mesh.ranks:
         raise UnsupportedOpError(
             f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
         )
     with autograd_on_locals():
         values = [
-            varied(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in zip(aligned, decision.vary, strict=True)
+            vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in zip(aligned, decision.vary, strict=True)
         ]
-        args, kwargs = call.filled(values)
+        args, kwargs = call.fill_slots(values)
         local = next((s.local for s in decision.chosen if s.local is not None), None)
         if local is None:
             result = call.op(*args, **kwargs)
         else:
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
-    if is_recorded():
-        _note(call, tensors, decision, local is None)
-    outputs = _wrapped(call, tensors, comm, decision, result)
+    if is_function_recorded():
+        _note_run(call, tensors, decision, local is None)
+    outputs = _wrap_results(call, tensors, comm, decision, result)
     mark_moved_views(call.op, tensors, aligned, outputs)
-    if is_watched():
-        _record(name, decision, outputs)
+    if is_explaining_or_forbidding():
+        _record_call(name, decision, outputs)
     return outputs
 
 
-def _note(call: Call, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
+def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
     """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
     given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
     turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
     moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t.sharding is not w]
     copied = bool(moves) and gives_views(call.op)  # then the results are marked
-    written = [tensors[i] for i in sorted(_written(call))]
+    written = [tensors[i] for i in sorted(_written_indices(call))]
     note_operator(given and own and not turned and not copied, moves, written, str(call.op))
 
 
-def _all_aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
+def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
     """The tensors in the layouts wanted; one that is given twice and wanted alike is moved once."""
     made: dict[tuple[int, int], ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         key = (id(tensor), id(layout))
         if key not in made:
-            made[key] = _aligned(tensor, layout, name)
+            made[key] = _align_input(tensor, layout, name)
     return [made[id(tensor), id(layout)] for tensor, layout in zip(tensors, wanted, strict=True)]
 
 
-def _aligned(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
+def _align_input(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
     if tensor.sharding is wanted:
         return tensor
     if tensor.sharding == wanted:
         return wrap(wanted, tensor.local_parts, tensor.comm, dtype=tensor.dtype, anchor=tensor._anchor)
-    locals_, anchor = moved(tensor, wanted, name)
+    locals_, anchor = move_to(tensor, wanted, name)
     return wrap(wanted, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
 
 
-def _record(name: str, decision: Decision, outputs: Any) -> None:
+def _record_call(name: str, decision: Decision, outputs: Any) -> None:
     flat = outputs if isinstance(outputs, list | tuple) else [outputs]
-    given = tuple(brief(o.sharding) for o in flat if isinstance(o, ShardedTensor))
-    record(Entry(name, tuple(brief(layout) for layout in decision.inputs), given, 0, user_line()))
+    given = tuple(layout_brief(o.sharding) for o in flat if isinstance(o, ShardedTensor))
+    record_entry(LogEntry(name, tuple(layout_brief(layout) for layout in decision.inputs), given, 0, user_line()))
 
 
-def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:
+def _wrap_results(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:
     """The local results as ShardedTensors; a tensor that was written to is given back itself."""
-    written = _written(call)
+    written = _written_indices(call)
     if written:
         for index in written:
             tensors[index].__dict__.pop("_varied", None)
@@ -322,24 +322,24 @@ def _wrapped(call: Call, tensors: Sequence[ShardedTensor], comm: Comm, decision:
     return wrapped[0]
 
 
-def _check_count(call: Call, decision: Decision, values: Sequence[Any]) -> None:
+def _check_count(call: OperatorCall, decision: Decision, values: Sequence[Any]) -> None:
     """Raise if a strategy speaks of more outputs than a user's operator has; ours serve variants with fewer."""
     most = max((len(s.outputs) for s in decision.chosen), default=0)
     if most > len(values) and not str(call.op).startswith("aten."):
         raise LayoutError(f"the rule of {call.op} gives {most} output placements, but it has {len(values)} outputs")
 
 
-def _check_results(call: Call, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
+def _check_results(call: OperatorCall, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
     """Raise if a local result has not the shape that the strategies say: then the rule is wrong."""
     for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
         if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
             raise LayoutError(
-                f"the rule of {call.op} says output {number} is {text_of(layout)}, so rank {rank} should hold "
+                f"the rule of {call.op} says output {number} is {format_layout_text(layout)}, so rank {rank} should hold "
                 f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
             )
 
 
-def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> Layout | None:
+def _output_layout(call: OperatorCall, decision: Decision, index: int, value: Any) -> Layout | None:
     """The layout of an output: local lengths where a dim is whole, the cut's length where it is sharded."""
     if not isinstance(value, Tensor):
         return None
@@ -362,7 +362,7 @@ def _output_layout(call: Call, decision: Decision, index: int, value: Any) -> La
     return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
 
 
-def _accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:
+def _describe_accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:
     """What to do where no strategy fits."""
     ways = [", ".join("-" if p is None else format_placement(p) for p in s.inputs) for s in strategies]
     fix = "Redistribute the tensors first"
@@ -371,5 +371,5 @@ def _accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> st
     return f"{fix}; on each axis the rule takes {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
 
 
-def _describe(call: Call, tensors: Sequence[ShardedTensor]) -> str:
-    return f"{call.op} of {', '.join(f'{t.dtype}{text_of(t.sharding)}' for t in tensors)}"
+def _describe_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> str:
+    return f"{call.op} of {', '.join(f'{t.dtype}{format_layout_text(t.sharding)}' for t in tensors)}"

@@ -22,7 +22,7 @@ class HiddenCommunicationError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """One operation or one move: its name, the layouts it took and gave, the bytes it moved, and the user's line.
 
     An operation's inputs are shown as the chosen strategy wants them; the moves that bring them there come before it.
@@ -39,7 +39,7 @@ class Entry:
 class Log:
     """What `explain()` recorded; prints as a table."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
 
     @property
     def moved_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Log:
 
 _log: ContextVar[Log | None] = ContextVar("shardwise_explain", default=None)
 _forbidden: ContextVar[bool] = ContextVar("shardwise_no_communication", default=False)
-watchers = [0]
+active_watchers = [0]
 
 
 @contextmanager
@@ -64,11 +64,11 @@ def explain() -> Iterator[Log]:
     """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
     log = Log()
     token = _log.set(log)
-    watchers[0] += 1
+    active_watchers[0] += 1
     try:
         yield log
     finally:
-        watchers[0] -= 1
+        active_watchers[0] -= 1
         _log.reset(token)
 
 
@@ -76,20 +76,20 @@ def explain() -> Iterator[Log]:
 def no_communication() -> Iterator[None]:
     """Turn any communication of operations in a `with` block into an error that names it."""
     token = _forbidden.set(True)
-    watchers[0] += 1
+    active_watchers[0] += 1
     try:
         yield
     finally:
-        watchers[0] -= 1
+        active_watchers[0] -= 1
         _forbidden.reset(token)
 
 
-def is_watched() -> bool:
+def is_explaining_or_forbidding() -> bool:
     """Whether operations are recorded or communication is forbidden."""
-    return watchers[0] > 0 and (_forbidden.get() or _log.get() is not None)
+    return active_watchers[0] > 0 and (_forbidden.get() or _log.get() is not None)
 
 
-def brief(layout: Layout) -> str:
+def layout_brief(layout: Layout) -> str:
     """A layout for a table."""
     return (
         format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ")
@@ -98,16 +98,16 @@ def brief(layout: Layout) -> str:
     )
 
 
-def forbid(name: str, src: Layout, dst: Layout) -> None:
+def check_may_communicate(name: str, src: Layout, dst: Layout) -> None:
     """Raise if communication is forbidden."""
     if _forbidden.get():
         raise HiddenCommunicationError(
-            f"{name} at {user_line()} would move {brief(src)} to {brief(dst)}, and communication is forbidden here; "
+            f"{name} at {user_line()} would move {layout_brief(src)} to {layout_brief(dst)}, and communication is forbidden here; "
             "redistribute before the block, or choose layouts that fit"
         )
 
 
-def record(entry: Entry) -> None:
+def record_entry(entry: LogEntry) -> None:
     log = _log.get()
     if log is not None:
         log.entries.append(entry)
@@ -125,9 +125,9 @@ def user_line() -> str:
 
 
 def _watch_move(plan: Transfer, label: str) -> None:
-    if is_watched() and plan.moved_bytes > 0:
-        forbid(label, plan.src, plan.dst)
-        record(Entry(label, (brief(plan.src),), (brief(plan.dst),), plan.moved_bytes, user_line()))
+    if is_explaining_or_forbidding() and plan.moved_bytes > 0:
+        check_may_communicate(label, plan.src, plan.dst)
+        record_entry(LogEntry(label, (layout_brief(plan.src),), (layout_brief(plan.dst),), plan.moved_bytes, user_line()))
 
 
 watch_moves(_watch_move)

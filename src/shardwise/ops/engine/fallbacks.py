@@ -23,7 +23,7 @@ from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated
 from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-Way = Callable[..., Any]
+Fallback = Callable[..., Any]
 # They change the shape or the strides of the tensor they write to, or their decompositions ask for strides.
 _REFUSED = frozenset(
     [f"{name}_" for name in ("resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "as_strided")]
@@ -32,26 +32,26 @@ _REFUSED = frozenset(
 
 
 @cache
-def find_fallback(op: Any) -> Way | None:
+def find_fallback(op: Any) -> Fallback | None:
     """How an operator without a rule is computed by others, or None."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return None
     if any(a.is_out for a in schema.arguments):
-        return _into_given(op)
+        return _make_out_variant(op)
     space, _, name = schema.name.partition("::")
     if space != "aten" or name in _REFUSED:
         return None
     overload = schema.overload_name or "default"
     if name.endswith("_") and not name.endswith("__"):
-        return _in_place(_overload(name[:-1], overload))
+        return _make_in_place(_find_overload(name[:-1], overload))
     if name.endswith("_copy"):
-        return _copied(_overload(name[: -len("_copy")], overload)) or decomposition_table.get(op)
-    way: Way | None = decomposition_table.get(op)
+        return _make_view_copy(_find_overload(name[: -len("_copy")], overload)) or decomposition_table.get(op)
+    way: Fallback | None = decomposition_table.get(op)
     return way
 
 
-def fall_back(op: Any, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fall_back(op: Any, way: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator by others; what they cannot do is refused in the operator's name."""
     note_operator(plain=True)  # one more than those that follow: a shortcut is compared with them before it is used
     try:
@@ -66,29 +66,29 @@ def fall_back(op: Any, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         ) from error
 
 
-def _overload(name: str, overload: str) -> Any:
+def _find_overload(name: str, overload: str) -> Any:
     return getattr(getattr(torch.ops.aten, name, None), overload, None)
 
 
-def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call_overload(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return call_operator(op, (ShardedTensor,), tuple(args), kwargs)
 
 
-def _in_place(functional: Any) -> Way | None:
+def _make_in_place(functional: Any) -> Fallback | None:
     """Compute without writing, then copy into the first argument."""
     if functional is None:
         return None
 
     def way(target: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        return _write(target, _call(functional, (target, *args), kwargs))
+        return _write_result(target, _call_overload(functional, (target, *args), kwargs))
 
     return way
 
 
-def _into_given(op: Any) -> Way | None:
+def _make_out_variant(op: Any) -> Fallback | None:
     """Compute without `out=`, then copy into what was given."""
     names = tuple(a.name for a in op._schema.arguments if a.is_out)
-    functional = _without_out(op)
+    functional = _find_without_out(op)
     if functional is None:
         return None
 
@@ -97,17 +97,17 @@ def _into_given(op: Any) -> Way | None:
         tensors = [t for t in pytree.tree_leaves((args, kwargs, given)) if is_tensor(t)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
-        result = _call(functional, args, kwargs)
+        result = _call_overload(functional, args, kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         for target, found in zip(given, results, strict=True):
             _check_fit(target, found)
-        written = tuple(_write(target, found) for target, found in zip(given, results, strict=True))
+        written = tuple(_write_result(target, found) for target, found in zip(given, results, strict=True))
         return written[0] if len(written) == 1 else written
 
     return way
 
 
-def _without_out(op: Any) -> Any:
+def _find_without_out(op: Any) -> Any:
     """The overload that takes the same arguments but for `out=`, or None."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for overload in op.overloadpacket.overloads():
@@ -124,23 +124,23 @@ def _check_fit(target: Tensor, found: Tensor) -> None:
         raise ValueError(f"a result of {found.dtype} cannot be written to {target.dtype}")
 
 
-def _write(target: ShardedTensor, found: Tensor) -> ShardedTensor:
+def _write_result(target: ShardedTensor, found: Tensor) -> ShardedTensor:
     _check_fit(target, found)
-    _call(torch.ops.aten.copy_.default, (target, found), {})
+    _call_overload(torch.ops.aten.copy_.default, (target, found), {})
     return target
 
 
-def _copied(view: Any) -> Way | None:
+def _make_view_copy(view: Any) -> Fallback | None:
     """Take the view, then copy it."""
     if view is None:
         return None
 
     def way(*args: Any, **kwargs: Any) -> Any:
-        seen = _call(view, args, kwargs)
-        return [_copy(v) for v in seen] if isinstance(seen, list | tuple) else _copy(seen)
+        seen = _call_overload(view, args, kwargs)
+        return [_copy_view(v) for v in seen] if isinstance(seen, list | tuple) else _copy_view(seen)
 
     return way
 
 
-def _copy(tensor: Tensor) -> Any:
-    return _call(torch.ops.aten.clone.default, (tensor,), {})
+def _copy_view(tensor: Tensor) -> Any:
+    return _call_overload(torch.ops.aten.clone.default, (tensor,), {})

@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Replicate
-from shardwise.ops.engine.explain import is_watched, watchers
-from shardwise.ops.engine.vary import varied
+from shardwise.ops.engine.explain import is_explaining_or_forbidding, active_watchers
+from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor import caches
-from shardwise.tensor.caches import per_layout
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import moved
+from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -63,18 +63,18 @@ class Shortcut:
     writes: bool = False
 
 
-def run_short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function by its shortcut."""
     if shortcut.reshape:
-        return _reshaped(shortcut.outputs[0], args[0])
+        return _reshape_locals(shortcut.outputs[0], args[0])
     if shortcut.direct:
-        return _direct(shortcut.outputs[0], func, args, kwargs)
+        return _run_direct(shortcut.outputs[0], func, args, kwargs)
     tensors = [value for value in args if type(value) is ShardedTensor]
     if kwargs:
         tensors += [value for value in kwargs.values() if type(value) is ShardedTensor]
     if shortcut.writes:
         check_writable(tensors[0])
-    local = iter(_local_tensors(shortcut, tensors))
+    local = iter(_prepare_locals(shortcut, tensors))
     local_args = [next(local) if type(value) is ShardedTensor else value for value in args]
     if kwargs:
         kwargs = {n: next(local) if type(value) is ShardedTensor else value for n, value in kwargs.items()}
@@ -88,7 +88,7 @@ def run_short(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
 
 
-def _direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _run_direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     comm: Any = None
     local_args: list[Any] = []
     for value in args:
@@ -107,29 +107,29 @@ def _direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwa
     return wrap(layout, (func(*local_args, **local_kwargs),), comm)
 
 
-def _reshaped(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
+def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
     comm = tensor.comm
     return wrap(layout, (tensor.local_parts[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
 
 
-def _local_tensors(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list[Tensor]:
+def _prepare_locals(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list[Tensor]:
     """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
     of every rank must meet them in one order."""
-    aligned = _aligned(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
+    aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
     pairs = zip(aligned, shortcut.vary, strict=True)
-    return [varied(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
+    return [vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
 
 
-def _aligned(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:
+def _align_all_inputs(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:
     made: dict[int, ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         if id(tensor) not in made:
-            made[id(tensor)] = tensor if layout is None else _moved(tensor, layout, label)
+            made[id(tensor)] = tensor if layout is None else _move_input(tensor, layout, label)
     return [made[id(tensor)] for tensor in tensors]
 
 
-def _moved(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
-    locals_, anchor = moved(tensor, layout, label)
+def _move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
+    locals_, anchor = move_to(tensor, layout, label)
     return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
 
 
@@ -140,7 +140,7 @@ _RESHAPES: frozenset[Any] = frozenset(
 
 
 @dataclass
-class Recording:
+class FunctionRecording:
     """What happened below a function: how many operators ran, whether one of them forbids a shortcut, what was moved
     where before an operator, under which name, and what was written to."""
 
@@ -150,7 +150,7 @@ class Recording:
     written: list[ShardedTensor] = field(default_factory=list)
     label: str = ""
 
-    def add(self, other: Recording) -> None:
+    def add(self, other: FunctionRecording) -> None:
         """What happened below a function that this one called."""
         self.operators += other.operators
         self.plain &= other.plain
@@ -159,16 +159,16 @@ class Recording:
         self.label = other.label
 
 
-class _State(threading.local):
-    recording: Recording | None = None
+class _RecordingState(threading.local):
+    recording: FunctionRecording | None = None
 
 
-_state = _State()
+_recording_state = _RecordingState()
 
 
-def is_recorded() -> bool:
+def is_function_recorded() -> bool:
     """Whether a function is being watched."""
-    return _state.recording is not None
+    return _recording_state.recording is not None
 
 
 def note_operator(
@@ -179,8 +179,8 @@ def note_operator(
 ) -> None:
     """Tell the recording that an operator ran: whether on local tensors with its own arguments, what was moved for it
     (and under which name), and what it wrote to."""
-    if _state.recording is not None:
-        _state.recording.add(Recording(1, plain, list(moves), list(written), label))
+    if _recording_state.recording is not None:
+        _recording_state.recording.add(FunctionRecording(1, plain, list(moves), list(written), label))
 
 
 def note_special() -> None:
@@ -188,26 +188,26 @@ def note_special() -> None:
     note_operator(plain=False)
 
 
-def recorded(
+def run_and_record(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Run a function the long way, and say by which shortcut it may run later.
 
     None: by none. UNKNOWN: another call has to tell.
     """
-    before, _state.recording = _state.recording, Recording()
+    before, _recording_state.recording = _recording_state.recording, FunctionRecording()
     try:
         result = call_function(func, types, args, kwargs)
-        recording = _state.recording
+        recording = _recording_state.recording
     finally:
-        _state.recording = before
+        _recording_state.recording = before
     if before is not None:
         before.add(recording)
-    return result, _shortcut(func, args, kwargs, result, recording)
+    return result, _find_shortcut(func, args, kwargs, result, recording)
 
 
-def _shortcut(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: Recording
+def _find_shortcut(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: FunctionRecording
 ) -> Any:
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
@@ -217,10 +217,10 @@ def _shortcut(
     if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
         return None
     if recording.operators > 1:
-        return _of_several(func, args, kwargs, result, recording)
+        return _find_shortcut_of_several(func, args, kwargs, result, recording)
     if not _gives_back_what_it_writes(args, result, tensors, recording):
         return None
-    moves = _moves(tensors, recording)
+    moves = _find_moves(tensors, recording)
     if moves is None:
         return None
     wanted = [move or t.sharding for t, move in zip(tensors, moves, strict=True)]
@@ -236,7 +236,7 @@ def _shortcut(
 
 
 def _gives_back_what_it_writes(
-    args: Sequence[Any], result: Any, tensors: Sequence[ShardedTensor], recording: Recording
+    args: Sequence[Any], result: Any, tensors: Sequence[ShardedTensor], recording: FunctionRecording
 ) -> bool:
     """Whether a function writes to nothing and gives something new, or writes to its first argument and gives that."""
     if not recording.written:
@@ -245,7 +245,7 @@ def _gives_back_what_it_writes(
     return bool(args) and result is args[0] and all(t is result for t in recording.written)
 
 
-def _moves(tensors: Sequence[ShardedTensor], recording: Recording) -> tuple[Layout | None, ...] | None:
+def _find_moves(tensors: Sequence[ShardedTensor], recording: FunctionRecording) -> tuple[Layout | None, ...] | None:
     """Where each tensor is moved before the function runs.
 
     None if one is wanted in two layouts, is no argument of the function, or would be moved in another order: all ranks
@@ -259,8 +259,8 @@ def _moves(tensors: Sequence[ShardedTensor], recording: Recording) -> tuple[Layo
     return tuple(wanted.get(id(t)) for t in tensors) if order == list(wanted) else None
 
 
-def _of_several(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: Recording
+def _find_shortcut_of_several(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: FunctionRecording
 ) -> Any:
     """The shortcut of a function of several operators, none of which moved or wrote anything."""
     outputs = list(result) if type(result) in (list, tuple) else [result]
@@ -277,7 +277,7 @@ def _of_several(
     return UNKNOWN if verdict is None else (made if verdict else None)
 
 
-@per_layout
+@cache_by_identity
 def _is_even(layout: Layout) -> bool:
     """Whether all ranks hold the same shape, so that what one of them finds out about a function holds for all."""
     return len({layout.local_shapes(rank) for rank in layout.ranks}) <= 1
@@ -314,7 +314,7 @@ def _gives_the_same(
     None: these values do not tell. A mean over a wrong count of zeros, or of nothing, is right by chance.
     """
     try:
-        result = run_short(shortcut, func, args, kwargs)
+        result = run_shortcut(shortcut, func, args, kwargs)
     except (RuntimeError, ValueError, IndexError):
         return False
     again = list(result) if shortcut.several is not None else [result]
@@ -323,12 +323,12 @@ def _gives_the_same(
     if any(a.requires_grad != o.requires_grad for a, o in zip(again, outputs, strict=True)):
         return False
     pairs = [(a.local_parts[0].detach(), o.local_parts[0].detach()) for a, o in zip(again, outputs, strict=True)]
-    if not all(_same(a, o) for a, o in pairs):
+    if not all(_same_result(a, o) for a, o in pairs):
         return False
     return True if all(bool(o.any()) for _, o in pairs) else None
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same_result(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     close = torch.eq(one, other)
@@ -336,14 +336,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((close | both_missing).all())
 
 
-_MOST = 16384
+_MAX_SHORTCUTS = 16384
 
 
-_shortcuts: dict[Any, Shortcut | None] = caches.cleared_on_change({})
-_SIMPLE = frozenset((int, float, bool, type(None), torch.dtype))
+_shortcuts: dict[Any, Shortcut | None] = caches.clear_on_change({})
+_KEY_TYPES = frozenset((int, float, bool, type(None), torch.dtype))
 
 
-def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_fast_path(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched.
 
     The first part is the fast way of fast ways, for positional tensors and numbers; it is written for few instructions.
@@ -362,7 +362,7 @@ def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[An
                 key.append(held.dtype)
                 local.append(held)
                 comm = value.comm
-            elif kind in _SIMPLE:
+            elif kind in _KEY_TYPES:
                 key.append(kind)
                 key.append(value)
                 local.append(value)
@@ -371,33 +371,33 @@ def call_through(func: Callable[..., Any], types: Sequence[type], args: tuple[An
         else:
             key = tuple(key)
             shortcut = _shortcuts.get(key)
-            if shortcut is not None and not watchers[0]:
+            if shortcut is not None and not active_watchers[0]:
                 if shortcut.direct:
                     return wrap(shortcut.outputs[0], (func(*local),), comm)
-                return run_short(shortcut, func, args, kwargs)
+                return run_shortcut(shortcut, func, args, kwargs)
             return _call_with_key(func, types, args, kwargs, key)
-    return _call_with_key(func, types, args, kwargs, _key(func, args, kwargs))
+    return _call_with_key(func, types, args, kwargs, _shortcut_key(func, args, kwargs))
 
 
 def _call_with_key(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
 ) -> Any:
-    if key is None or (watchers[0] and is_watched()):
+    if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
         return call_function(func, types, args, kwargs)
     shortcut = _shortcuts.get(key, UNKNOWN)
     if shortcut is None:
         return call_function(func, types, args, kwargs)
     if shortcut is UNKNOWN:
-        if len(_shortcuts) > _MOST:
+        if len(_shortcuts) > _MAX_SHORTCUTS:
             _shortcuts.clear()
-        result, found = recorded(func, types, args, kwargs)
+        result, found = run_and_record(func, types, args, kwargs)
         if found is not UNKNOWN:
             _shortcuts[key] = found
         return result
-    return run_short(shortcut, func, args, kwargs)
+    return run_shortcut(shortcut, func, args, kwargs)
 
 
-def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A key of the function, the layouts and every other argument; None where there is no shortcut."""
     parts: list[Any] = [func]
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -406,7 +406,7 @@ def _key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             if len(value.local_parts) != 1:
                 return None
             parts.append((id(value.sharding), value.local_parts[0].dtype))
-        elif kind in _SIMPLE or kind is str:
+        elif kind in _KEY_TYPES or kind is str:
             parts.append((kind, value))
         elif kind is tuple or kind is torch.Size or kind is list:
             for number in value:

@@ -14,14 +14,14 @@ import torch
 
 from shardwise._torch import autograd_on_locals
 from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
-from shardwise.ops.engine.schema import Call
-from shardwise.ops.engine.two_step import all_dims, named, placed
-from shardwise.tensor.caches import per_layout
+from shardwise.ops.engine.schema import OperatorCall
+from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
 
-WHOLE = {
+WHOLE_REDUCTIONS = {
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.nansum.default,
@@ -44,34 +44,34 @@ WHOLE = {
 }
 
 
-def reduce_pieces(call: Call, tensors: Sequence[ShardedTensor]) -> Any:
+def reduce_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     """The reduction of a whole tensor in irregular pieces, or NotImplemented for anything else."""
-    if call.op not in WHOLE or len(tensors) != 1:
+    if call.op not in WHOLE_REDUCTIONS or len(tensors) != 1:
         return NotImplemented
-    given = named(call.op, call.args, call.kwargs)
+    given = arguments_by_name(call.op, call.args, call.kwargs)
     ndim = tensors[0].ndim
     if given.get("keepdim") or all_dims(given.get("dim"), ndim) != tuple(range(ndim)):
         return NotImplemented
     rest = {name: value for name, value in given.items() if name not in ("self", "dim")}
     if given.get("dim") is not None:
         rest["dim"] = [0]
-    return call.op(flattened(tensors[0]), **rest)
+    return call.op(flatten_pieces(tensors[0]), **rest)
 
 
-def flattened(tensor: ShardedTensor) -> ShardedTensor:
+def flatten_pieces(tensor: ShardedTensor) -> ShardedTensor:
     """All elements, each once, as a 1-D tensor of which every rank has one run; their order is that of the pieces."""
-    once = placed(tensor, single(tensor.sharding), "reduction")
+    once = redistribute_to(tensor, drop_replicas(tensor.sharding), "reduction")
     counts = once.sharding.elements_per_rank()
     ranks = tensor.comm.ranks
     cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
     layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
     with autograd_on_locals():
-        local = torch.cat([piece.reshape(-1) for piece in once._on_tape()])
+        local = torch.cat([piece.reshape(-1) for piece in once._tape_tensors()])
     return wrap(layout, (local,), tensor.comm)
 
 
-@per_layout
-def single(layout: Layout) -> Layout:
+@cache_by_identity
+def drop_replicas(layout: Layout) -> Layout:
     """The layout with one copy of each piece."""
     first = np.unique(layout.table.cells, return_index=True)[1]
     if len(first) == len(layout.table):

@@ -13,9 +13,9 @@ from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.schema import Call, Slot
-from shardwise.tensor.comms import comm_for
-from shardwise.tensor.dispatch import handler
+from shardwise.ops.engine.schema import OperatorCall, Slot
+from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _ANY_MESH = "_any_mesh"
@@ -42,9 +42,9 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
     Without `like` it takes the mesh of the tensors it is computed with.
     """
     if like is not None:
-        return wrap(_replicated(tuple(tensor.shape), _mesh_of(like)), (tensor,), like.comm)
-    comm = comm_for(None)
-    made = wrap(_replicated(tuple(tensor.shape), Mesh(("all",), comm.ranks)), (tensor,), comm)
+        return wrap(_replicated_on_mesh(tuple(tensor.shape), _mesh_of(like)), (tensor,), like.comm)
+    comm = resolve_comm(None)
+    made = wrap(_replicated_on_mesh(tuple(tensor.shape), Mesh(("all",), comm.ranks)), (tensor,), comm)
     made.__dict__[_ANY_MESH] = True
     return made
 
@@ -54,11 +54,11 @@ def _mesh_of(tensor: ShardedTensor) -> Mesh:
     return view.mesh if view is not None else Mesh(("all",), tensor.comm.ranks)
 
 
-def _replicated(shape: tuple[int, ...], mesh: Mesh) -> Layout:
+def _replicated_on_mesh(shape: tuple[int, ...], mesh: Mesh) -> Layout:
     return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(shape)
 
 
-def as_sharded(call: Call) -> list[ShardedTensor]:
+def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
     """All tensors of a call as ShardedTensors; plain ones that are not 0-dim are refused unless read as replicated."""
     sharded = [t for t in call.tensors if isinstance(t, ShardedTensor)]
     first = next((t for t in sharded if _ANY_MESH not in t.__dict__), sharded[0])
@@ -70,14 +70,14 @@ def as_sharded(call: Call) -> list[ShardedTensor]:
             found.append(replicate(tensor, first))
         else:
             raise MixedTensorsError(
-                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_name_of(call, number)!r} "
+                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_argument_name(call, number)!r} "
                 "beside a ShardedTensor; if every rank holds the same values pass shardwise.replicate(t), or use "
                 "`with shardwise.plain_as_replicated():`"
             )
     return found
 
 
-def _name_of(call: Call, number: int) -> str:
+def _argument_name(call: OperatorCall, number: int) -> str:
     """The name of the argument that holds tensor number `number` of a call."""
     schema = getattr(call.op, "_schema", None)
     names = [a.name for a in schema.arguments] if schema is not None else [str(i) for i in range(len(call.args))]
@@ -87,13 +87,13 @@ def _name_of(call: Call, number: int) -> str:
     return str(number)
 
 
-def makes_tensors_inside(function: Callable[..., Any]) -> None:
+def register_plain_maker(function: Callable[..., Any]) -> None:
     """Register a torch function that makes plain tensors on its way (offsets, counts): they are replicated values.
 
     What the caller gives is not: a plain tensor among the arguments is refused as anywhere.
     """
 
-    @handler(function)
+    @register_handler(function)
     def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not all(isinstance(t, ShardedTensor) for t in given):

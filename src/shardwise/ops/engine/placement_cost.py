@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.tensor.caches import per_layout
+from shardwise.tensor.caches import cache_by_identity
 
 
-@per_layout
+@cache_by_identity
 def mesh_view(layout: Layout) -> MeshSpec | None:
     """The mesh spec that gives this layout one local tensor per rank, or None for irregular layouts.
 
@@ -32,17 +32,17 @@ def mesh_view(layout: Layout) -> MeshSpec | None:
         return MeshSpec(Mesh((), int(layout.table.ranks[0])), ())
     sizes = tuple(cells.dims[dim].lengths.tolist())
     mesh = Mesh(("chunks",), cells.owners.reshape(-1))
-    return _plain(MeshSpec(mesh, (Shard(dim, sizes),)), layout)
+    return _drop_chunk_sizes(MeshSpec(mesh, (Shard(dim, sizes),)), layout)
 
 
 def _grid_view(layout: Layout, cut: Sequence[int]) -> MeshSpec:
     assert layout.cells is not None
     counts = [layout.cells.dims[d].count for d in cut]
     mesh = Mesh([f"cells{d}" for d in cut], layout.cells.owners.reshape(counts))
-    return _plain(MeshSpec(mesh, [Shard(d, tuple(layout.cells.dims[d].lengths.tolist())) for d in cut]), layout)
+    return _drop_chunk_sizes(MeshSpec(mesh, [Shard(d, tuple(layout.cells.dims[d].lengths.tolist())) for d in cut]), layout)
 
 
-def _plain(spec: MeshSpec, layout: Layout) -> MeshSpec:
+def _drop_chunk_sizes(spec: MeshSpec, layout: Layout) -> MeshSpec:
     """The same without sizes where they are those of torch.chunk."""
     simple = MeshSpec(spec.mesh, [Shard(p.dim) for p in spec.placements if isinstance(p, Shard)])
     return simple if simple.layout(layout.shape) == layout else spec
@@ -54,7 +54,7 @@ def mesh_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, .
     return MeshSpec(mesh, placements, order)
 
 
-def native(placement: Any) -> Placement | None:
+def to_native_placement(placement: Any) -> Placement | None:
     """One of our placements, from ours or torch's; None stays None."""
     if placement is None or isinstance(placement, Shard | Replicate | Partial):
         return placement

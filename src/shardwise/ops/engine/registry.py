@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.geometry import Layout, LayoutError, Placement, Replicate, Shard
-from shardwise.ops.engine.placement_cost import native
+from shardwise.ops.engine.placement_cost import to_native_placement
 from shardwise.ops.engine.schema import Slot
 from shardwise.tensor import caches
 
@@ -69,25 +69,25 @@ def set_rule(op: Any, rule: Rule | None) -> Rule | None:
     before = _rules.pop(op, None)
     if rule is not None:
         _rules[op] = rule
-    caches.advance()
+    caches.invalidate_caches()
     return before
 
 
-def normalised(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
+def normalise_strategies(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
     """A rule's answer with one placement for each tensor of the call, in order."""
     if not isinstance(given, list | tuple):
         raise LayoutError(f"{_FORM}, got {type(given).__name__}")
-    return [_normal(one, args, kwargs, tensors) for one in given]
+    return [_normalise_strategy(one, args, kwargs, tensors) for one in given]
 
 
-def _normal(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
+def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
     if isinstance(given, Strategy):
         outputs, inputs, local = given.outputs, given.inputs, given.local
     else:
         _check_form(given)
         outputs, inputs, local = given[0], given[1], (given[2] if len(given) > 2 else None)
-    placed = tuple(_spread(inputs, [*args, *kwargs.values()], tensors))
-    made = Strategy(tuple(native(p) for p in _flat(outputs)), placed, local)
+    placed = tuple(_line_up_inputs(inputs, [*args, *kwargs.values()], tensors))
+    made = Strategy(tuple(to_native_placement(p) for p in _flatten_arguments(outputs)), placed, local)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LayoutError(f"a rule gives Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")
@@ -100,29 +100,29 @@ def _check_form(given: Any) -> None:
         raise LayoutError(f"{_FORM}, got {given!r} among them")
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flatten_arguments(values: Any) -> Iterator[Any]:
     if isinstance(values, list | tuple):
         for value in values:
-            yield from _flat(value)
+            yield from _flatten_arguments(value)
     else:
         yield values
 
 
-def _spread(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
+def _line_up_inputs(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
     """Line placements up with tensors: by argument position, or directly when there is one for each tensor."""
-    flat = list(_flat(list(inputs)))
+    flat = list(_flatten_arguments(list(inputs)))
     if len(inputs) != len(arguments) and len([p for p in flat if p is not None]) == tensors:
-        yield from (native(p) for p in flat if p is not None)
+        yield from (to_native_placement(p) for p in flat if p is not None)
         return
     padded = [*inputs, *([None] * (len(arguments) - len(inputs)))]
     for placement, argument in zip(padded, arguments, strict=False):
         slots = [
             leaf
-            for leaf in _flat(argument if isinstance(argument, list | tuple) else [argument])
+            for leaf in _flatten_arguments(argument if isinstance(argument, list | tuple) else [argument])
             if isinstance(leaf, Slot)
         ]
-        listed = list(_flat(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
+        listed = list(_flatten_arguments(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
         if len(listed) != len(slots):
             raise LayoutError(f"a rule gives {len(listed)} placements for an argument with {len(slots)} tensors")
         for one in listed:
-            yield native(one) or Replicate()
+            yield to_native_placement(one) or Replicate()

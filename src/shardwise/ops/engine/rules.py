@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, overload
 
 from shardwise.ops import dtensor_rules
 from shardwise.ops.discovery.auto_rule import AutoRule
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalised, registered_ops, set_rule
-from shardwise.ops.engine.schema import resolved_op
+from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalise_strategies, registered_ops, set_rule
+from shardwise.ops.engine.schema import resolve_op
 
 R = TypeVar("R", bound=Rule)
 
@@ -22,7 +22,7 @@ __all__ = [
     "Strategy",
     "TensorMeta",
     "find_rule",
-    "normalised",
+    "normalise_strategies",
     "register_sharding",
     "registered_ops",
     "remove_sharding",
@@ -63,17 +63,17 @@ def register_sharding(
     True
     >>> remove_sharding(torch.ops.example.twice.default)
     """
-    ops = tuple(resolved_op(one) for one in (op if isinstance(op, list | tuple) else (op,)))
+    ops = tuple(resolve_op(one) for one in (op if isinstance(op, list | tuple) else (op,)))
     if rule is None:
-        return lambda given: _register(ops, given, override, dtensor)
+        return lambda given: _register_rule(ops, given, override, dtensor)
     if rule == "auto":
         for one in ops:
-            _register((one,), AutoRule(one), override, dtensor)
+            _register_rule((one,), AutoRule(one), override, dtensor)
         return find_rule(ops[0])
-    return _register(ops, rule, override, dtensor)
+    return _register_rule(ops, rule, override, dtensor)
 
 
-def _register(ops: tuple[Any, ...], rule: R, override: bool, dtensor: bool | None) -> R:
+def _register_rule(ops: tuple[Any, ...], rule: R, override: bool, dtensor: bool | None) -> R:
     for one in ops:
         if find_rule(one) is not None and not override:
             raise ValueError(f"{one} has a rule already; pass override=True to replace it")
@@ -82,28 +82,28 @@ def _register(ops: tuple[Any, ...], rule: R, override: bool, dtensor: bool | Non
     for one in ops:
         set_rule(one, rule)
         if dtensor:
-            dtensor_rules.register(one, rule)
+            dtensor_rules.register_dtensor_rule(one, rule)
     return rule
 
 
 @contextmanager
 def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
-    op = resolved_op(op)
+    op = resolve_op(op)
     before = set_rule(op, rule)
     if dtensor:
-        dtensor_rules.register(op, rule)
+        dtensor_rules.register_dtensor_rule(op, rule)
     try:
         yield
     finally:
         set_rule(op, before)
         if dtensor:
-            dtensor_rules.remove(op)
+            dtensor_rules.remove_dtensor_rule(op)
 
 
 def remove_sharding(op: Any) -> None:
     """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back."""
-    op = resolved_op(op)
+    op = resolve_op(op)
     if set_rule(op, None) is None:
         raise ValueError(f"{op} has no rule to remove")
-    dtensor_rules.remove(op)
+    dtensor_rules.remove_dtensor_rule(op)

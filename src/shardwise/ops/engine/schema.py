@@ -14,7 +14,7 @@ from shardwise._torch import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """A call of an operator: `args` and `kwargs` with tensors replaced by `Slot(i)`, and the tensors."""
 
     op: Callable[..., Any]
@@ -23,9 +23,9 @@ class Call:
     tensors: tuple[Tensor, ...]
     key: Hashable
 
-    def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill_slots(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other values in place of the tensors."""
-        return tuple(_fill(a, values) for a in self.args), {k: _fill(v, values) for k, v in self.kwargs.items()}
+        return tuple(_fill_value_slots(a, values) for a in self.args), {k: _fill_value_slots(v, values) for k, v in self.kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +35,30 @@ class Slot:
     index: int
 
 
-def take_apart(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def split_call(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
     """Separate the tensors of a call, also those in lists, from everything else."""
     tensors: list[Tensor] = []
-    new_args = tuple(_strip(a, tensors) for a in args)
-    new_kwargs = {name: _strip(value, tensors) for name, value in kwargs.items()}
-    key = (op, tuple(_hashable(a) for a in new_args), tuple((k, _hashable(v)) for k, v in new_kwargs.items()))
-    return Call(op, new_args, new_kwargs, tuple(tensors), key)
+    new_args = tuple(_replace_by_slots(a, tensors) for a in args)
+    new_kwargs = {name: _replace_by_slots(value, tensors) for name, value in kwargs.items()}
+    key = (op, tuple(_argument_key(a) for a in new_args), tuple((k, _argument_key(v)) for k, v in new_kwargs.items()))
+    return OperatorCall(op, new_args, new_kwargs, tuple(tensors), key)
 
 
-def _strip(value: Any, tensors: list[Tensor]) -> Any:
+def _replace_by_slots(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return Slot(len(tensors) - 1)
     if isinstance(value, list | tuple):
-        return type(value)(_strip(v, tensors) for v in value) if type(value) in (list, tuple) else value
+        return type(value)(_replace_by_slots(v, tensors) for v in value) if type(value) in (list, tuple) else value
     return value
 
 
-def _hashable(value: Any) -> Hashable:
+def _argument_key(value: Any) -> Hashable:
     """A key for any argument: its type counts, so that 1, 1.0 and True differ."""
     if isinstance(value, list | tuple):
-        return (list, *(_hashable(v) for v in value))
+        return (list, *(_argument_key(v) for v in value))
     if isinstance(value, dict):
-        return (dict, *((k, _hashable(v)) for k, v in value.items()))
+        return (dict, *((k, _argument_key(v)) for k, v in value.items()))
     if isinstance(value, torch.Generator):
         return (torch.Generator, id(value))
     try:
@@ -68,11 +68,11 @@ def _hashable(value: Any) -> Hashable:
     return (type(value), value)
 
 
-def _fill(value: Any, values: Sequence[Any]) -> Any:
+def _fill_value_slots(value: Any, values: Sequence[Any]) -> Any:
     if isinstance(value, Slot):
         return values[value.index]
     if type(value) in (list, tuple):
-        return type(value)(_fill(v, values) for v in value)
+        return type(value)(_fill_value_slots(v, values) for v in value)
     return value
 
 
@@ -89,10 +89,10 @@ def written_slots(op: Any) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-def resolved_op(op: Any) -> Any:
+def resolve_op(op: Any) -> Any:
     """The operator that is meant by its overload, its name if there is one overload, or a custom operator's definition.
 
-    >>> resolved_op(torch.ops.aten.relu)
+    >>> resolve_op(torch.ops.aten.relu)
     <OpOverload(op='aten.relu', overload='default')>
     """
     op = getattr(op, "_opoverload", op)

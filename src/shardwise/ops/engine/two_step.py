@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardwise._torch import autograd_on_locals
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.explain import forbid
+from shardwise.ops.engine.explain import check_may_communicate
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.tensor.move import moved
+from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -33,10 +33,10 @@ def all_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return tuple(sorted({d % max(ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)})) if ndim else ()
 
 
-def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operator's call by name, defaults filled in.
 
-    >>> named(torch.ops.aten.argmax.default, (None, 1), {})
+    >>> arguments_by_name(torch.ops.aten.argmax.default, (None, 1), {})
     {'self': None, 'dim': 1, 'keepdim': False}
     """
     declared = op._schema.arguments
@@ -44,14 +44,14 @@ def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
-def spec_of(tensor: ShardedTensor) -> MeshSpec | None:
+def mesh_spec_of(tensor: ShardedTensor) -> MeshSpec | None:
     """The tensor's placements on a mesh, or None for irregular layouts."""
     return mesh_view(tensor.sharding)
 
 
-def axes_of(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
+def cutting_axes(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
     """The mesh axes of more than one rank that cut one of these dims."""
-    spec, wanted = spec_of(tensor), set(dims)
+    spec, wanted = mesh_spec_of(tensor), set(dims)
     if spec is None:
         return ()
     return tuple(
@@ -61,67 +61,67 @@ def axes_of(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
     )
 
 
-def replaced(spec: MeshSpec, axes: Iterable[int], placement: Placement) -> MeshSpec:
+def replace_placements(spec: MeshSpec, axes: Iterable[int], placement: Placement) -> MeshSpec:
     """The spec with another placement along some axes."""
     chosen = set(axes)
     return MeshSpec(spec.mesh, [placement if a in chosen else p for a, p in enumerate(spec.placements)], spec.order)
 
 
-def placed(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
+def redistribute_to(tensor: ShardedTensor, layout: Layout, name: str) -> ShardedTensor:
     """The tensor in another layout; all ranks come here with the same layouts, so they need not agree first."""
     if tensor.sharding == layout:
         return tensor
-    forbid(name, tensor.sharding, layout)
+    check_may_communicate(name, tensor.sharding, layout)
     with autograd_on_locals():
-        locals_, anchor = moved(tensor, layout, name)
+        locals_, anchor = move_to(tensor, layout, name)
     return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
 
-def settled(tensor: ShardedTensor, name: str) -> ShardedTensor:
+def resolve_partial(tensor: ShardedTensor, name: str) -> ShardedTensor:
     """The tensor with its pending reductions done: replicated along those axes."""
-    spec = spec_of(tensor)
+    spec = mesh_spec_of(tensor)
     if spec is None:
         return tensor
     pending = [a for a, p in enumerate(spec.placements) if isinstance(p, Partial)]
-    return placed(tensor, replaced(spec, pending, Replicate()).layout(spec_shape(tensor)), name) if pending else tensor
+    return redistribute_to(tensor, replace_placements(spec, pending, Replicate()).layout(shape_tuple(tensor)), name) if pending else tensor
 
 
-def gathered(tensor: ShardedTensor, dims: Iterable[int], name: str) -> ShardedTensor:
+def gather_dims(tensor: ShardedTensor, dims: Iterable[int], name: str) -> ShardedTensor:
     """The tensor with these dims whole on every rank."""
-    spec = spec_of(tensor)
+    spec = mesh_spec_of(tensor)
     assert spec is not None
-    return placed(tensor, replaced(spec, axes_of(tensor, dims), Replicate()).layout(spec_shape(tensor)), name)
+    return redistribute_to(tensor, replace_placements(spec, cutting_axes(tensor, dims), Replicate()).layout(shape_tuple(tensor)), name)
 
 
-def spec_shape(tensor: ShardedTensor) -> tuple[int, ...]:
+def shape_tuple(tensor: ShardedTensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def row_for_each_rank(
+def gather_rank_rows(
     tensor: ShardedTensor, dims: Sequence[int], reduce: Callable[[Tensor], Tensor], name: str
 ) -> ShardedTensor:
     """Reduce each rank's part along some dims to one row; the rows of all ranks, together on every rank.
 
     `reduce` keeps the dims, with length 1. The result's dims have one row for each rank along them.
     """
-    spec = spec_of(tensor)
+    spec = mesh_spec_of(tensor)
     assert spec is not None and tensor.sharding.pending is None
-    axes = axes_of(tensor, dims)
+    axes = cutting_axes(tensor, dims)
     shape = list(tensor.shape)
     for dim in dims:
-        shape[dim] = math.prod(spec.mesh.shape[a] for a in axes_of(tensor, (dim,)))
-    rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole(p, dims) for a, p in _each(spec)]
+        shape[dim] = math.prod(spec.mesh.shape[a] for a in cutting_axes(tensor, (dim,)))
+    rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole_placement(p, dims) for a, p in _numbered_placements(spec)]
     with autograd_on_locals():
         local = reduce(tensor.local_parts[0])
     layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)
-    return gathered(wrap(layout, (local,), tensor.comm), dims, name)
+    return gather_dims(wrap(layout, (local,), tensor.comm), dims, name)
 
 
-def _each(spec: MeshSpec) -> Iterable[tuple[int, Placement]]:
+def _numbered_placements(spec: MeshSpec) -> Iterable[tuple[int, Placement]]:
     return enumerate(spec.placements)
 
 
-def _whole(placement: Placement, dims: Sequence[int]) -> Placement:
+def _whole_placement(placement: Placement, dims: Sequence[int]) -> Placement:
     """Placements of dims that are reduced on an axis of one rank say nothing about the result."""
     return Replicate() if isinstance(placement, Shard) and placement.dim in dims else placement
 
@@ -139,7 +139,7 @@ def global_rows(layout: Layout, rank: int, dim: int, device: torch.device) -> Te
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def nothing_of(x: Tensor, *others: Tensor | None) -> Tensor:
+def empty_result_like(x: Tensor, *others: Tensor | None) -> Tensor:
     """The result of a rank without elements: as `x`, and on the tape of everything that the other ranks compute from.
 
     Every rank's backward pass has to meet the same moves.

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.tensor.autograd import Link, dual, move_gradients
-from shardwise.tensor.caches import per_layout
+from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
 class _Vary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, link: LayoutMove, tensor: Tensor) -> Tensor:
         ctx.link = link
         return tensor.view_as(tensor)
 
@@ -31,7 +31,7 @@ class _Vary(torch.autograd.Function):
         return None, *move_gradients(ctx.link, (grads[0].contiguous(),))
 
 
-def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
+def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
     """The local tensor of a tensor that is replicated along these axes, its gradient summed over them."""
     local = tensor.local_parts[0]
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
@@ -40,28 +40,28 @@ def varied(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor
     key = tuple(axes)
     known = cache.get(key)
     if known is None or known[0] is not local or known[1] != local._version:
-        link = _gradient_link(tensor, layout, key)
+        link = _gradient_move(tensor, layout, key)
         out: Tensor = _Vary.apply(link, local)  # type: ignore[no-untyped-call]  # untyped in torch
         known = cache[key] = (local, local._version, out)
     return known[2]
 
 
-def _gradient_link(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> Link:
+def _gradient_move(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> LayoutMove:
     """The move from local gradients, pending along the axes, to the gradient's layout."""
     known = _pending_layouts(layout)
     src = known.get(axes)
     if src is None:
-        src = known[axes] = _pending_along(dual(layout), axes)
-    return Link(src, dual(layout), tensor.comm, tensor.dtype, "gradient of a replicated tensor")
+        src = known[axes] = _make_pending(dual_layout(layout), axes)
+    return LayoutMove(src, dual_layout(layout), tensor.comm, tensor.dtype, "gradient of a replicated tensor")
 
 
-@per_layout
+@cache_by_identity
 def _pending_layouts(layout: Layout) -> dict[tuple[int, ...], Layout]:
     """The layouts of local gradients by the axes along which they are pending, as far as they were asked for."""
     return {}
 
 
-def _pending_along(gradient: Layout, axes: tuple[int, ...]) -> Layout:
+def _make_pending(gradient: Layout, axes: tuple[int, ...]) -> Layout:
     spec = gradient.spec
     assert isinstance(spec, MeshSpec)
     pending = [Partial("sum") if a in axes else p for a, p in enumerate(spec.placements)]

@@ -52,14 +52,14 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DimGroup:
     """Dims of the input and of the output that hold the same elements in the same order."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-def match_dims(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+def match_dims(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
     """The smallest groups of dims with equal products, from left to right; no length is 0.
 
     >>> match_dims((2, 3, 4), (6, 1, 4))
@@ -69,7 +69,7 @@ def match_dims(before: Sequence[int], after: Sequence[int]) -> list[Group]:
     while i < len(before) or j < len(after):
         left, right = (before[i] if i < len(before) else None), (after[j] if j < len(after) else None)
         if left != right and 1 in (left, right):
-            groups.append(Group((i,), ()) if left == 1 else Group((), (j,)))
+            groups.append(DimGroup((i,), ()) if left == 1 else DimGroup((), (j,)))
             i, j = i + (left == 1), j + (left != 1)
             continue
         assert left is not None and right is not None
@@ -79,50 +79,50 @@ def match_dims(before: Sequence[int], after: Sequence[int]) -> list[Group]:
                 left, first = left * before[first], first + 1
             else:
                 right, last = right * after[last], last + 1
-        groups.append(Group(tuple(range(i, first)), tuple(range(j, last))))
+        groups.append(DimGroup(tuple(range(i, first)), tuple(range(j, last))))
         i, j = first, last
     return groups
 
 
-def viewed(spec: MeshSpec, before: Sequence[int], after: Sequence[int]) -> MeshSpec:
+def view_spec(spec: MeshSpec, before: Sequence[int], after: Sequence[int]) -> MeshSpec:
     """The spec of a view of a tensor of shape `before` as one of shape `after`; nothing is moved.
 
     >>> from shardwise.geometry import Mesh
     >>> mesh = Mesh.of(tp=2)
-    >>> viewed(MeshSpec(mesh, (Shard(0),)), (3, 4), (12,))
+    >>> view_spec(MeshSpec(mesh, (Shard(0),)), (3, 4), (12,))
     MeshSpec(tp=2, (Shard(0, sizes=(8, 4)),))
-    >>> viewed(MeshSpec(mesh, (Shard(1),)), (3, 4), (12,))
+    >>> view_spec(MeshSpec(mesh, (Shard(1),)), (3, 4), (12,))
     MeshSpec(tp=2, (Shard(0, block=2),))
-    >>> viewed(MeshSpec(mesh, (Shard(0, block=2),)), (12,), (3, 4))
+    >>> view_spec(MeshSpec(mesh, (Shard(0, block=2),)), (12,), (3, 4))
     MeshSpec(tp=2, (Shard(1),))
     """
     placements: list[Placement] = [Replicate() if isinstance(p, Shard) else p for p in spec.placements]
     order: list[str] = []
     for group in match_dims(before, after):
-        for axis, placement in _carried(spec, before, after, group):
+        for axis, placement in _carry_over(spec, before, after, group):
             placements[axis] = placement
             order.append(spec.mesh.axes[axis])
     return MeshSpec(spec.mesh, placements, order)
 
 
-def axes_of(spec: MeshSpec, dim: int) -> list[int]:
+def split_axes(spec: MeshSpec, dim: int) -> list[int]:
     """The axes that split a dim, from the outermost split to the innermost."""
     axes = [spec.mesh.axis_index(name) for name in spec.order]
     return [a for a in axes if isinstance(p := spec.placements[a], Shard) and p.dim == dim]
 
 
-def _carried(spec: MeshSpec, before: Sequence[int], after: Sequence[int], group: Group) -> list[tuple[int, Placement]]:
+def _carry_over(spec: MeshSpec, before: Sequence[int], after: Sequence[int], group: DimGroup) -> list[tuple[int, Placement]]:
     """The placements of the axes that split the dims of a group."""
     if len(group.inputs) == len(group.outputs) == 1:
-        return [(a, _at(spec.placements[a], group.outputs[0])) for a in axes_of(spec, group.inputs[0])]
+        return [(a, _move_to_dim(spec.placements[a], group.outputs[0])) for a in split_axes(spec, group.inputs[0])]
     patterns = []
     for dim in group.inputs:
         inner = math.prod(before[d] for d in group.inputs if d > dim)
         patterns += [p.times(inner) for p in dim_patterns(spec, dim, before[dim])]
-    return [found for pattern in patterns for found in _given(pattern, after, group.outputs, spec)]
+    return [found for pattern in patterns for found in _place_pattern(pattern, after, group.outputs, spec)]
 
 
-def _at(placement: Placement, dim: int) -> Placement:
+def _move_to_dim(placement: Placement, dim: int) -> Placement:
     assert isinstance(placement, Shard)
     return Shard(dim, placement.sizes, placement.groups, placement.block)
 
@@ -131,26 +131,26 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
     """The patterns in which a dim is cut: plain cuts first, then those that repeat."""
     found: list[Pattern] = []
     period, runs, levels = length, [length], list[Level]()
-    for axis in axes_of(spec, dim):
+    for axis in split_axes(spec, dim):
         shard, count = spec.placements[axis], spec.mesh.shape[axis]
         assert isinstance(shard, Shard)
         if shard.groups is not None or (shard.block is not None and any(r != shard.block * count for r in runs)):
-            cycle = _cycle(shard, count, runs, period < length)
-            found, levels = [*found, *_closed(period, levels)], []
+            cycle = _cut_period(shard, count, runs, period < length)
+            found, levels = [*found, *_close_pattern(period, levels)], []
             period, runs = cycle, [cycle]
         elif period < length and shard.block is None:
             raise NoViewError(f"{shard} cuts what another axis holds in several runs")
-        sizes = tuple(_sizes(shard, count, run) for run in runs)
+        sizes = tuple(_cut_sizes(shard, count, run) for run in runs)
         levels.append(Level(axis, sizes))
         runs = [s for parent in sizes for s in parent]
-    return [*found, *_closed(period, levels)]
+    return [*found, *_close_pattern(period, levels)]
 
 
-def _closed(period: int, levels: Sequence[Level]) -> list[Pattern]:
+def _close_pattern(period: int, levels: Sequence[Level]) -> list[Pattern]:
     return [Pattern(period, tuple(levels))] if levels else []
 
 
-def _cycle(shard: Shard, count: int, runs: Sequence[int], repeats: bool) -> int:
+def _cut_period(shard: Shard, count: int, runs: Sequence[int], repeats: bool) -> int:
     """The period of a cut in blocks or groups."""
     lengths = {shard.block * count} if shard.block is not None else set(shard.groups or ())
     cycle = next(iter(lengths))
@@ -159,30 +159,30 @@ def _cycle(shard: Shard, count: int, runs: Sequence[int], repeats: bool) -> int:
     return cycle
 
 
-def _sizes(shard: Shard, count: int, run: int) -> tuple[int, ...]:
+def _cut_sizes(shard: Shard, count: int, run: int) -> tuple[int, ...]:
     if shard.block is not None:
         return (shard.block,) * count
     return shard.sizes if shard.sizes is not None else chunk_sizes(run, count)
 
 
-def _given(pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: MeshSpec) -> list[tuple[int, Placement]]:
+def _place_pattern(pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: MeshSpec) -> list[tuple[int, Placement]]:
     """The placements that express a pattern on one of the output dims."""
     inner = {d: math.prod(after[e] for e in dims if e > d) for d in dims}
     own = [d for d in dims if after[d] * inner[d] == pattern.period and after[d] > 1 and pattern.fits(inner[d])]
     if own:
         levels = pattern.over(inner[own[0]]).levels
-        return [(v.axis, express(own[0], v.sizes, spec.mesh.axes[v.axis])) for v in levels]
+        return [(v.axis, express_shard(own[0], v.sizes, spec.mesh.axes[v.axis])) for v in levels]
     longer = [d for d in dims if after[d] * inner[d] % pattern.period == 0 and pattern.fits(inner[d])]
     if not longer:
         raise NoViewError("a boundary falls inside a row of the result")
     dim = longer[-1]
-    return [(v.axis, _repeated(dim, v, pattern.over(inner[dim]), after[dim])) for v in pattern.levels]
+    return [(v.axis, _express_repeated(dim, v, pattern.over(inner[dim]), after[dim])) for v in pattern.levels]
 
 
-def express(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") -> Shard:
+def express_shard(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") -> Shard:
     """The Shard by which an axis cuts runs in these sizes, one tuple for each run.
 
-    >>> express(0, [(2, 1), (2, 1)]), express(0, [(1, 2), (1, 2)])
+    >>> express_shard(0, [(2, 1), (2, 1)]), express_shard(0, [(1, 2), (1, 2)])
     (Shard(0), Shard(0, sizes=(1, 2)))
     """
     if all(s == chunk_sizes(sum(s), len(s)) for s in sizes):
@@ -196,7 +196,7 @@ def express(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") -> Shard
     return Shard(dim, sizes[0])
 
 
-def _repeated(dim: int, level: Level, pattern: Pattern, length: int) -> Shard:
+def _express_repeated(dim: int, level: Level, pattern: Pattern, length: int) -> Shard:
     """The Shard that cuts a dim in a pattern that repeats."""
     sizes = next(v for v in pattern.levels if v.axis == level.axis).sizes
     flat = {s for parent in sizes for s in parent}

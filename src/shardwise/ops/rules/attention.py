@@ -15,8 +15,8 @@ from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import nothing_of
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.ops.engine.two_step import empty_result_like
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 
 aten = torch.ops.aten
 Mask = TensorMeta | None
@@ -36,13 +36,13 @@ def attention(
 ) -> list[Any]:
     ndim = q.ndim
     if len({ndim, k.ndim, v.ndim}) > 1:
-        return [_strategy(Replicate(), (Replicate(),) * 3, mask, None, ndim)]
-    found = _batches(q, k, v, mask, enable_gqa)
+        return [_attention_strategy(Replicate(), (Replicate(),) * 3, mask, None, ndim)]
+    found = _attention_batch_strategies(q, k, v, mask, enable_gqa)
     rows, columns = ndim - 2, ndim - 1
-    local = _causal_rows if is_causal else None
-    found.append(_strategy(Shard(rows), (Shard(rows), Replicate(), Replicate()), mask, rows, ndim, local))
-    found.append(_strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim))
-    return [_guarded(s) for s in found] if _may_be_empty(q, v) else found
+    local = _attend_causal_rows if is_causal else None
+    found.append(_attention_strategy(Shard(rows), (Shard(rows), Replicate(), Replicate()), mask, rows, ndim, local))
+    found.append(_attention_strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim))
+    return [_guard_empty(s) for s in found] if _may_be_empty(q, v) else found
 
 
 def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
@@ -51,12 +51,12 @@ def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
     return spec is None or min((*q.shape, *v.shape), default=0) < math.prod(spec.mesh.shape)
 
 
-def _guarded(strategy: Strategy) -> Strategy:
+def _guard_empty(strategy: Strategy) -> Strategy:
     """The same strategy with a local function that fits all of them: axes may choose different ones."""
-    return Strategy(strategy.outputs, strategy.inputs, _where_any)
+    return Strategy(strategy.outputs, strategy.inputs, _attend_if_any)
 
 
-def _where_any(
+def _attend_if_any(
     view: Any,
     q: Tensor,
     k: Tensor,
@@ -69,23 +69,23 @@ def _where_any(
     """Attention of any rows of the queries, and nothing where there is nothing."""
     if not (q.numel() and v.numel()):
         empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        return nothing_of(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
+        return empty_result_like(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
     if is_causal:
-        return _causal_rows(view, q, k, v, **named)
+        return _attend_causal_rows(view, q, k, v, **named)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
 
 
-def _batches(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
+def _attention_batch_strategies(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
     """All replicated, and each dim before the last two sharded."""
-    found = [_strategy(Replicate(), (Replicate(),) * 3, mask, None, q.ndim)]
+    found = [_attention_strategy(Replicate(), (Replicate(),) * 3, mask, None, q.ndim)]
     for dim in range(q.ndim - 2):
         alike = q.shape[dim] == k.shape[dim] == v.shape[dim]
-        if alike or (grouped and dim == q.ndim - 3 and _groups_fit(q, k)):
-            found.append(_strategy(Shard(dim), (Shard(dim),) * 3, mask, dim, q.ndim))
+        if alike or (grouped and dim == q.ndim - 3 and _do_groups_fit(q, k)):
+            found.append(_attention_strategy(Shard(dim), (Shard(dim),) * 3, mask, dim, q.ndim))
     return found
 
 
-def _groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
+def _do_groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
     """Whether heads of queries that share a key lie together on any axis: all cuts are even."""
     spec = mesh_view(q.layout)
     dim = q.ndim - 3
@@ -93,7 +93,7 @@ def _groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
     return plain and spec is not None and k.shape[dim] % math.prod(spec.mesh.shape) == 0
 
 
-def _strategy(
+def _attention_strategy(
     out: Placement, inputs: tuple[Placement, ...], mask: Mask, dim: int | None, ndim: int, local: Any = None
 ) -> Strategy:
     """A strategy whose mask is cut along `dim` of the result, where it has that dim."""
@@ -104,7 +104,7 @@ def _strategy(
     return Strategy((out,), (*inputs, cut), local)
 
 
-def _causal_rows(view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **named: Any) -> Tensor:
+def _attend_causal_rows(view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **named: Any) -> Tensor:
     """Causal attention of some rows of the queries: the mask starts at the first of them."""
     first, last = view.interval(0, q.ndim - 2)
     rows = torch.arange(first, last, device=q.device).unsqueeze(1)
@@ -113,19 +113,19 @@ def _causal_rows(view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, **options)
 
 
-@handler(F.scaled_dot_product_attention)
+@register_handler(F.scaled_dot_product_attention)
 def _attention(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("dropout_p", 0.0):
-        return _with_dropout(**given)
+        return _attend_with_dropout(**given)
     first = [given[name] for name in names[:3]]
     options = {name: given[name] for name in ("scale", "enable_gqa") if given.get(name) is not None}
     rest = (given.get("attn_mask"), 0.0, bool(given.get("is_causal", False)))
     return call_op(aten.scaled_dot_product_attention.default, types, (*first, *rest), options)
 
 
-def _with_dropout(
+def _attend_with_dropout(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,6 +164,6 @@ def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **k
             "attention with dropout draws random numbers; call torch.nn.functional.scaled_dot_product_attention, which "
             "draws the same ones for every layout"
         )
-    replicated, *cut = _batches(q, k, v, mask, grouped=False)
+    replicated, *cut = _attention_batch_strategies(q, k, v, mask, grouped=False)
     two = [Strategy((s.outputs[0], s.outputs[0], *(Replicate(),) * 7), s.inputs) for s in cut]
     return [Strategy((Replicate(),) * 9, replicated.inputs), *two]

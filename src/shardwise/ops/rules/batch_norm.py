@@ -20,22 +20,22 @@ from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.fast_path import note_special
 from shardwise.ops.engine.mixed import replicate
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import nothing_of, placed, settled
+from shardwise.ops.engine.two_step import empty_result_like, redistribute_to, resolve_partial
 from shardwise.ops.rules.reduction import Args
-from shardwise.ops.rules.variance import moments
-from shardwise.tensor.dispatch import handler
+from shardwise.ops.rules.variance import compute_moments
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
 
 
-def _native_part(view: LocalView, x: Tensor, *args: Any) -> Any:
+def _native_norm_part(view: LocalView, x: Tensor, *args: Any) -> Any:
     """torch's own, except on a rank without elements, where its backward pass divides by their number."""
     if x.numel():
         return aten.native_batch_norm.default(x, *args)
     saved = x.new_zeros((x.shape[1] if args[4] else 0,))
-    return nothing_of(x, *args[:4]), saved, saved
+    return empty_result_like(x, *args[:4]), saved, saved
 
 
 @register_sharding(aten.native_batch_norm.default)
@@ -48,19 +48,19 @@ def native_batch_norm(
     stats: Placement = Shard(0) if training else Replicate()
     found = [Strategy((Replicate(),) * 3, (Replicate(), *whole))]
     if training:
-        return [*found, Strategy((Shard(1), stats, stats), (Shard(1), *(Shard(0) for _ in given)), _native_part)]
+        return [*found, Strategy((Shard(1), stats, stats), (Shard(1), *(Shard(0) for _ in given)), _native_norm_part)]
     for dim in range(x.ndim):
         others = tuple(Shard(0) for _ in given) if dim == 1 else whole
-        found.append(Strategy((Shard(dim), stats, stats), (Shard(dim), *others), _native_part))
+        found.append(Strategy((Shard(dim), stats, stats), (Shard(dim), *others), _native_norm_part))
     return found
 
 
-@handler(F.batch_norm)
+@register_handler(F.batch_norm)
 def _batch_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    return _norm(*args, **kwargs)
+    return _normalise_batch(*args, **kwargs)
 
 
-def _norm(
+def _normalise_batch(
     input: Any,
     running_mean: Any,
     running_var: Any,
@@ -74,41 +74,41 @@ def _norm(
     if not isinstance(input, ShardedTensor):
         return NotImplemented
     note_special()
-    wide: Any = settled(input, "batch_norm").to(accumulation_dtype(input.dtype))
+    wide: Any = resolve_partial(input, "batch_norm").to(accumulation_dtype(input.dtype))
     if training:
-        average, variance = _statistics(wide, running_mean, running_var, momentum)
+        average, variance = _compute_statistics(wide, running_mean, running_var, momentum)
     else:
-        average, variance = (_as_channels(_sharded(t, input), input.ndim) for t in (running_mean, running_var))
+        average, variance = (_reshape_to_channels(_replicate_plain(t, input), input.ndim) for t in (running_mean, running_var))
     out = (wide - average) * (variance + eps).rsqrt()
-    out = out if weight is None else out * _as_channels(weight, input.ndim)
-    out = out if bias is None else out + _as_channels(bias, input.ndim)
+    out = out if weight is None else out * _reshape_to_channels(weight, input.ndim)
+    out = out if bias is None else out + _reshape_to_channels(bias, input.ndim)
     return out.to(input.dtype)
 
 
-def _statistics(x: Any, running_mean: Any, running_var: Any, momentum: float) -> tuple[Any, Any]:
+def _compute_statistics(x: Any, running_mean: Any, running_var: Any, momentum: float) -> tuple[Any, Any]:
     """Mean and variance of each channel over the whole batch; running ones are moved towards them."""
     dims = tuple(d for d in range(x.ndim) if d != 1)
     count = math.prod(x.shape[d] for d in dims)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    average, variance = moments(x, dims, "batch_norm")
+    average, variance = compute_moments(x, dims, "batch_norm")
     if running_mean is not None:
-        _track(_sharded(running_mean, x), average.detach().sum(dims), momentum)
+        _track(_replicate_plain(running_mean, x), average.detach().sum(dims), momentum)
     if running_var is not None:
-        _track(_sharded(running_var, x), variance.detach().sum(dims) * (count / (count - 1)), momentum)
+        _track(_replicate_plain(running_var, x), variance.detach().sum(dims) * (count / (count - 1)), momentum)
     return average, variance
 
 
-def _sharded(values: Tensor, like: ShardedTensor) -> ShardedTensor:
+def _replicate_plain(values: Tensor, like: ShardedTensor) -> ShardedTensor:
     return values if isinstance(values, ShardedTensor) else replicate(values, like)
 
 
-def _as_channels(values: Tensor, ndim: int) -> Tensor:
+def _reshape_to_channels(values: Tensor, ndim: int) -> Tensor:
     return values.reshape([-1 if d == 1 else 1 for d in range(ndim)])
 
 
 def _track(running: ShardedTensor, found: Any, momentum: float) -> None:
     """Move a running statistic towards the one found, in place, on every rank alike."""
-    local = placed(found, running.sharding, "batch_norm").local_parts[0]
+    local = redistribute_to(found, running.sharding, "batch_norm").local_parts[0]
     with torch.no_grad():
         running.local_parts[0].mul_(1 - momentum).add_(local.to(running.dtype), alpha=momentum)

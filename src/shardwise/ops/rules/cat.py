@@ -13,7 +13,7 @@ import torch
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.rules.view import pending_kinds, renumbered
+from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 aten = torch.ops.aten
 
@@ -22,18 +22,18 @@ aten = torch.ops.aten
 def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     ndim = max(t.ndim for t in tensors)
     at = dim % max(1, ndim)
-    found = [_alike(Replicate(), Replicate(), len(tensors))]
+    found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
     if any(t.ndim != ndim for t in tensors):
         return found
-    found += [_alike(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
-    found += [_alike(p, p, len(tensors)) for p in pending_kinds(*tensors)]
+    found += [_same_cut_strategy(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
+    found += [_same_cut_strategy(p, p, len(tensors)) for p in pending_kinds(*tensors)]
     cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
     if cuts and not any(p.sizes or p.groups or p.block for p in cuts):
-        found.append(_alike(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
+        found.append(_same_cut_strategy(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
     return found
 
 
-def _alike(out: Placement, given: Placement, count: int) -> Strategy:
+def _same_cut_strategy(out: Placement, given: Placement, count: int) -> Strategy:
     return Strategy((out,), (given,) * count)
 
 
@@ -41,22 +41,22 @@ def _alike(out: Placement, given: Placement, count: int) -> Strategy:
 def stack(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     ndim = tensors[0].ndim
     at = dim % (ndim + 1)
-    found = [_alike(Replicate(), Replicate(), len(tensors))]
-    found += [_alike(Shard(d + (d >= at)), Shard(d), len(tensors)) for d in range(ndim)]
-    return found + [_alike(p, p, len(tensors)) for p in pending_kinds(*tensors)]
+    found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
+    found += [_same_cut_strategy(Shard(d + (d >= at)), Shard(d), len(tensors)) for d in range(ndim)]
+    return found + [_same_cut_strategy(p, p, len(tensors)) for p in pending_kinds(*tensors)]
 
 
 @register_sharding(aten.repeat.default)
 def repeat(x: TensorMeta, repeats: Sequence[int]) -> list[Any]:
     added = len(repeats) - x.ndim
-    return renumbered(x, [d + added if repeats[d + added] == 1 else None for d in range(x.ndim)])
+    return renumber_dims(x, [d + added if repeats[d + added] == 1 else None for d in range(x.ndim)])
 
 
 @register_sharding(aten.constant_pad_nd.default)
 def pad(x: TensorMeta, pad: Sequence[int], value: float = 0) -> list[Any]:
     first = x.ndim - len(pad) // 2
     grown = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
-    found = renumbered(x, [None if d in grown else d for d in range(x.ndim)])
+    found = renumber_dims(x, [None if d in grown else d for d in range(x.ndim)])
     return found if value == 0 or first == x.ndim else [s for s in found if not isinstance(s.inputs[0], Partial)]
 
 
@@ -64,4 +64,4 @@ def pad(x: TensorMeta, pad: Sequence[int], value: float = 0) -> list[Any]:
 def diagonal(x: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Any]:
     gone = {dim1 % x.ndim, dim2 % x.ndim}
     rest = [d for d in range(x.ndim) if d not in gone]
-    return renumbered(x, [rest.index(d) if d in rest else None for d in range(x.ndim)])
+    return renumber_dims(x, [rest.index(d) if d in rest else None for d in range(x.ndim)])

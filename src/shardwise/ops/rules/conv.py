@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.rules.index import nothing_like
+from shardwise.ops.rules.index import zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: 
     probe = torch.empty(1, 1, *x.shape[2:], device="meta")
     spatial = aten.convolution.default(probe, torch.empty(kernel, device="meta"), None, *rest[:5], 1).shape[2:]
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    empty = nothing_like(x, (x.shape[0], channels, *spatial)) + nothing_like(weight, ())
+    empty = zeros_on_tape(x, (x.shape[0], channels, *spatial)) + zeros_on_tape(weight, ())
     return empty if bias is None else empty + bias.reshape(1, -1, *([1] * len(spatial)))
 
 

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.geometry import Partial, Replicate, Shard
-from shardwise.ops.engine.mixed import makes_tensors_inside
+from shardwise.ops.engine.mixed import register_plain_maker
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.rules.index import found_here
+from shardwise.ops.rules.index import find_local_entries
 from shardwise.ops.rules.view import pending_kinds
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
 
-makes_tensors_inside(F.one_hot)
-makes_tensors_inside(F.embedding_bag)
+register_plain_maker(F.one_hot)
+register_plain_maker(F.embedding_bag)
 
 
 @register_sharding(aten.embedding.default)
@@ -35,19 +35,19 @@ def embedding(
     if scale_grad_by_freq:
         return found  # frequencies are counted over all ids and rows
     found += [Strategy((Shard(d),), (Replicate(), Shard(d))) for d in range(ids.ndim)]
-    return [*found, Strategy((Partial("sum"),), (Shard(0), Replicate()), _lookup_here)]
+    return [*found, Strategy((Partial("sum"),), (Shard(0), Replicate()), _look_up_local_rows)]
 
 
-def _lookup_here(view: Any, weight: Tensor, ids: Tensor, padding_idx: int = -1, *rest: Any, **named: Any) -> Tensor:
+def _look_up_local_rows(view: Any, weight: Tensor, ids: Tensor, padding_idx: int = -1, *rest: Any, **named: Any) -> Tensor:
     """Look up the rows that this rank holds, zeros for the others."""
-    here, at = found_here(view, 0, 0, ids)
+    here, at = find_local_entries(view, 0, 0, ids)
     start, stop = view.interval(0, 0)
     padding = padding_idx - start if start <= padding_idx < stop else -1
-    values = aten.embedding.default(_with_a_row(weight), at, padding, *rest, **named)
+    values = aten.embedding.default(_ensure_row(weight), at, padding, *rest, **named)
     return torch.where(here.unsqueeze(-1), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def _with_a_row(weight: Tensor) -> Tensor:
+def _ensure_row(weight: Tensor) -> Tensor:
     """The table, with a row of zeros if it has none, so that it can be looked up in."""
     return weight if weight.shape[0] else torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
 
@@ -66,22 +66,22 @@ def embedding_bag(
 ) -> list[Any]:
     """Bags of a table cut in columns; of one cut in rows where the rows of a bag are added up or averaged."""
     whole = (Replicate(),) * (2 if weights is None else 3)
-    found = [Strategy((Replicate(),) * 4, (Replicate(), *whole), _bags)]
+    found = [Strategy((Replicate(),) * 4, (Replicate(), *whole), _sum_bags)]
     last = Shard(1) if mode == MAX else Replicate()
-    found.append(Strategy((Shard(1), Replicate(), Replicate(), last), (Shard(1), *whole), _bags))
+    found.append(Strategy((Shard(1), Replicate(), Replicate(), last), (Shard(1), *whole), _sum_bags))
     if mode != MAX and padding_idx < 0 and not scale_grad_by_freq:
         outputs = (Partial("sum"), Replicate(), Replicate(), Replicate())
-        found.append(Strategy(outputs, (Shard(0), *whole), _bags))
+        found.append(Strategy(outputs, (Shard(0), *whole), _sum_bags))
     return found
 
 
-def _bags(view: Any, *args: Any, **kwargs: Any) -> Any:
+def _sum_bags(view: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags of the rows that this rank holds, on the tape: torch asks for the variant without gradients."""
     whole = view.interval(0, 0) == (0, view.shapes[0][0])
-    return aten._embedding_bag.default(*args, **kwargs) if whole else _bags_here(view, *args, **kwargs)
+    return aten._embedding_bag.default(*args, **kwargs) if whole else _sum_local_bags(view, *args, **kwargs)
 
 
-def _bags_here(
+def _sum_local_bags(
     view: Any,
     weight: Tensor,
     ids: Tensor,
@@ -94,10 +94,10 @@ def _bags_here(
     padding_idx: int = -1,
 ) -> tuple[Tensor, ...]:
     """Add up the rows that this rank holds; an average is divided by the length of the whole bag."""
-    here, at = found_here(view, 0, 0, ids)
+    here, at = find_local_entries(view, 0, 0, ids)
     kept = here.to(weight.dtype) if weights is None else weights * here
     bags, *rest = aten._embedding_bag.default(
-        _with_a_row(weight), at, offsets, False, SUM, False, kept, include_last_offset
+        _ensure_row(weight), at, offsets, False, SUM, False, kept, include_last_offset
     )
     if mode == MEAN:
         ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([ids.numel()])])

@@ -23,13 +23,13 @@ from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import placed
+from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.creation import empty_like, rand_like, randn_like
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import draw_into, mark_copied
-from shardwise.tensor.move import everywhere
+from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -44,7 +44,7 @@ aten = torch.ops.aten
         aten.empty_like.default,
     ]
 )
-def like(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
+def like_rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
     """As the tensor is cut; one value everywhere has no pending form, so a pending tensor gives a replicated one."""
     found = [Strategy((Replicate(),), (Replicate(),))]
     found += [Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim)]
@@ -60,7 +60,7 @@ def like(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
         aten.lift_fresh.default,
     ]
 )
-def pointwise_untagged(*args: Any, **kwargs: Any) -> list[Any]:
+def untagged_pointwise_rule(*args: Any, **kwargs: Any) -> list[Any]:
     """Pointwise operators that torch does not tag as such."""
     metas = [a for a in args if isinstance(a, TensorMeta)]
     found = pointwise_strategies(metas)
@@ -73,7 +73,7 @@ def _is_copy(args: Sequence[Any]) -> bool:
     return len({m.shape for m in metas}) == 1 and not any(m.dtype == torch.bool for m in metas) and len(metas) < 3
 
 
-def _drawn_like(draw: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
+def _draw_like(draw: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
     def implementation(
         types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm
     ) -> ShardedTensor:
@@ -83,8 +83,8 @@ def _drawn_like(draw: Callable[..., ShardedTensor]) -> Callable[..., ShardedTens
     return implementation
 
 
-handler(aten.rand_like.default)(_drawn_like(rand_like))
-handler(aten.randn_like.default)(_drawn_like(randn_like))
+register_handler(aten.rand_like.default)(_draw_like(rand_like))
+register_handler(aten.randn_like.default)(_draw_like(randn_like))
 
 
 def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
@@ -103,7 +103,7 @@ def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
 def _register_new(op: Any) -> None:
     """Make the local part by the operator itself, with the local size."""
 
-    @handler(op)
+    @register_handler(op)
     def new(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
         tensor, size, *rest = args
         layout = new_layout(tensor, tuple(size))
@@ -119,37 +119,37 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def noise_like(tensor: ShardedTensor, probability: float, dtype: torch.dtype) -> ShardedTensor:
+def draw_noise_like(tensor: ShardedTensor, probability: float, dtype: torch.dtype) -> ShardedTensor:
     """Ones with a probability, else zeros; replicated where the tensor is a pending sum."""
     made: ShardedTensor = call_op(aten.empty_like.default, (ShardedTensor,), (tensor,), {"dtype": dtype})
     return draw_into(made, lambda: bernoulli(probability), label="dropout", fields={"p": probability})
 
 
-@handler(aten.native_dropout.default)
+@register_handler(aten.native_dropout.default)
 def _native_dropout(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     tensor, p, train = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train", True)
     keep = 1.0 if train is False else 1.0 - p
-    kept = noise_like(tensor, keep, torch.bool)
+    kept = draw_noise_like(tensor, keep, torch.bool)
     scaled = call_op(aten.mul.Tensor, types, (tensor, 0.0 if keep == 0 else 1.0 / keep), {})
     return call_op(aten.mul.Tensor, types, (scaled, kept), {}), kept
 
 
-@handler(aten.bernoulli.default)
-def _bernoulli(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+@register_handler(aten.bernoulli.default)
+def _bernoulli_values(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     """Ones with the probabilities that the tensor holds."""
     tensor: ShardedTensor = args[0]
     drawn = rand_like(tensor.detach(), generator=kwargs.get("generator"))
     return call_op(aten.lt.Tensor, types, (drawn, tensor.detach()), {}).to(tensor.dtype)
 
 
-@handler(aten.bernoulli.p)
+@register_handler(aten.bernoulli.p)
 def _bernoulli_p(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     made = empty_like(args[0])
     p = args[1]
     return draw_into(made, lambda: bernoulli(p), label="bernoulli", fields={"p": p}, generator=kwargs.get("generator"))
 
 
-@handler(aten.randint_like.default, aten.randint_like.low_dtype)
+@register_handler(aten.randint_like.default, aten.randint_like.low_dtype)
 def _randint_like(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
     made = empty_like(args[0], dtype=kwargs.get("dtype"))
@@ -163,12 +163,12 @@ _NAMES = ("dtype", "device", "non_blocking", "memory_format")
 
 
 @register_sharding([_CONVERT, torch.ops.aten.alias.default])
-def _same_shape(x: TensorMeta, **_: Any) -> list[Strategy]:
+def _same_shape_rule(x: TensorMeta, **_: Any) -> list[Strategy]:
     whole = Strategy((Replicate(),), (Replicate(),))
     return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
 
 
-def _register_at_once(op: Any, function: Callable[[Tensor], Tensor]) -> None:
+def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
     """Conjugated or negated now, not when it is read: local tensors are moved as they lie in memory.
 
     The result is marked, since torch's own would share memory.
@@ -176,20 +176,20 @@ def _register_at_once(op: Any, function: Callable[[Tensor], Tensor]) -> None:
 
     @register_sharding(op)
     def rule(x: TensorMeta) -> list[Strategy]:
-        return [Strategy(s.outputs, s.inputs, lambda view, tensor: function(tensor)) for s in _same_shape(x)]
+        return [Strategy(s.outputs, s.inputs, lambda view, tensor: function(tensor)) for s in _same_shape_rule(x)]
 
-    @handler(op)
+    @register_handler(op)
     def at_once(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         if mesh_view(args[0].sharding) is None:
             return NotImplemented
         return mark_copied(call_op(op, types, args, kwargs), "a conjugate or negative")
 
 
-_register_at_once(torch.ops.aten._conj.default, torch.conj_physical)
-_register_at_once(torch.ops.aten._neg_view.default, torch.neg)
+_register_eager(torch.ops.aten._conj.default, torch.conj_physical)
+_register_eager(torch.ops.aten._neg_view.default, torch.neg)
 
 
-@handler(torch.ops.aten._linalg_check_errors.default)
+@register_handler(torch.ops.aten._linalg_check_errors.default)
 def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Every rank sees the verdicts of all, so that all raise or none."""
     verdicts: ShardedTensor = args[0]
@@ -197,8 +197,8 @@ def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str
         torch.ops.aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
 
 
-@handler(_CONVERT)
-def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+@register_handler(_CONVERT)
+def _convert_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """Pending sums, irregular pieces and other devices, piece by piece; anything else by the rule."""
     tensor: ShardedTensor = args[0]
     device = kwargs.get("device")
@@ -212,8 +212,8 @@ def _convert(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 
-@handler(aten._local_scalar_dense.default)
+@register_handler(aten._local_scalar_dense.default)
 def _item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """What `item()`, `float()` and `bool()` ask for; pending sums are added up, and every rank gets the value."""
     tensor: ShardedTensor = args[0].detach()
-    return placed(tensor, everywhere(tuple(tensor.shape), comm.ranks), "item").local_parts[0].item()
+    return redistribute_to(tensor, replicated_layout(tuple(tensor.shape), comm.ranks), "item").local_parts[0].item()

@@ -26,10 +26,10 @@ from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.schema import written_slots
-from shardwise.ops.engine.two_step import axes_of, named, spec_of
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.ops.engine.two_step import cutting_axes, arguments_by_name, mesh_spec_of
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import everywhere, moved
+from shardwise.tensor.move import replicated_layout, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
@@ -52,15 +52,15 @@ def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_writable(lead)
     _check_pending(op, lead, args)
     counts = [len(t.local_parts) if isinstance(t, ShardedTensor) else 1 for t in lead]
-    local_args = [_local(op, value, lead, counts) for value in args]
-    local_kwargs = {name: _local(op, value, lead, counts) for name, value in kwargs.items()}
+    local_args = [_to_local_argument(op, value, lead, counts) for value in args]
+    local_kwargs = {name: _to_local_argument(op, value, lead, counts) for name, value in kwargs.items()}
     with autograd_on_locals():
         result = op(*local_args, **local_kwargs) if sum(counts) else []
     if written_slots(op):
         for tensor in lead:
             tensor.__dict__.pop("_varied", None)
         return None
-    return _regrouped(result, lead, counts)
+    return _regroup(result, lead, counts)
 
 
 def _check_writable(tensors: Sequence[Tensor]) -> None:
@@ -69,7 +69,7 @@ def _check_writable(tensors: Sequence[Tensor]) -> None:
             check_writable(tensor)
 
 
-def _regrouped(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+def _regroup(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """Local results put together again."""
     found: list[Tensor] = []
     position = 0
@@ -81,29 +81,29 @@ def _regrouped(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequenc
     return found
 
 
-def _local(op: Any, value: Any, lead: Sequence[Tensor], counts: Sequence[int]) -> Any:
+def _to_local_argument(op: Any, value: Any, lead: Sequence[Tensor], counts: Sequence[int]) -> Any:
     """An argument with local tensors: lists follow the first list, one tensor is wanted whole."""
     if isinstance(value, ShardedTensor):
-        return _whole(op, value)
+        return _gather_whole(op, value)
     if not isinstance(value, list | tuple) or len(value) != len(lead):
         return value
     if not _is_list(value):
         return [v for v, count in zip(value, counts, strict=True) for _ in range(count)]
-    return [t for one, first, n in zip(value, lead, counts, strict=True) for t in _aligned(op, one, first, n)]
+    return [t for one, first, n in zip(value, lead, counts, strict=True) for t in _align_to_list(op, one, first, n)]
 
 
-def _whole(op: Any, tensor: ShardedTensor) -> Tensor:
+def _gather_whole(op: Any, tensor: ShardedTensor) -> Tensor:
     """The value of a tensor that all lists are combined with; every rank needs it."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise UnsupportedOpError(f"{op}: no gradient passes to the one tensor beside lists; use a loop over the lists")
     spec = mesh_view(tensor.sharding)
-    target = everywhere(tuple(tensor.shape), tensor.comm.ranks)
+    target = replicated_layout(tuple(tensor.shape), tensor.comm.ranks)
     if spec is not None:
         target = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tensor.sharding.shape)
-    return moved(tensor, target, str(op))[0][0]
+    return move_to(tensor, target, str(op))[0][0]
 
 
-def _aligned(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Tensor]:
+def _align_to_list(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Tensor]:
     """A tensor's local tensors in the layout of the first list's tensor."""
     if not isinstance(first, ShardedTensor):
         if isinstance(tensor, ShardedTensor):
@@ -111,12 +111,12 @@ def _aligned(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequence[Ten
         return [tensor]
     if not isinstance(tensor, ShardedTensor) or tensor.shape != first.shape:
         if tensor.numel() == 1:
-            return [_whole(op, tensor) if isinstance(tensor, ShardedTensor) else tensor] * count
+            return [_gather_whole(op, tensor) if isinstance(tensor, ShardedTensor) else tensor] * count
         raise MixedTensorsError(
             f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} stands beside a ShardedTensor of shape "
             f"{tuple(first.shape)}; shard it alike"
         )
-    return moved(tensor, first.sharding, str(op))[0]
+    return move_to(tensor, first.sharding, str(op))[0]
 
 
 def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None:
@@ -124,7 +124,7 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
     pending = [t for t in lead if isinstance(t, ShardedTensor) and t.sharding.pending is not None]
     name, lists = op._schema.name, sum(_is_list(a) for a in args)
     together = (
-        name in LINEAR_TOGETHER and lists == 2 and all(_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
+        name in LINEAR_TOGETHER and lists == 2 and all(_have_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
     )
     linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
     if pending and not (linear and all(_is_sum(t) for t in pending)):
@@ -133,7 +133,7 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
         )
 
 
-def _same_layouts(one: Any, other: Any) -> bool:
+def _have_same_layouts(one: Any, other: Any) -> bool:
     return getattr(one, "sharding", None) == getattr(other, "sharding", None)
 
 
@@ -142,7 +142,7 @@ def _is_sum(tensor: ShardedTensor) -> bool:
 
 
 def _register_lists(op: Any) -> None:
-    @handler(op)
+    @register_handler(op)
     def on_lists(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         return run_on_lists(op, args, kwargs)
 
@@ -150,7 +150,7 @@ def _register_lists(op: Any) -> None:
 def _register_each(op: Any, single: Any, place: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Answer an operator on a list by one on each of its tensors."""
 
-    @handler(op)
+    @register_handler(op)
     def on_each(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         rest = place(args[1:])
         return [
@@ -172,7 +172,7 @@ for _name in operator_names():
 _register_each(aten._foreach_max.default, aten.max.default, lambda rest: ())
 
 
-@handler(aten._amp_foreach_non_finite_check_and_unscale_.default)
+@register_handler(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Multiply gradients by a plain scale; `found_inf`, plain as well, is set on every rank if it is on one."""
     grads, found_inf, inverse = args
@@ -186,34 +186,34 @@ def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
 NAME = "norms of a list"
 
 
-@handler(aten._foreach_norm.Scalar)
-def _norms(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> list[Tensor]:
-    given = named(aten._foreach_norm.Scalar, args, kwargs)
+@register_handler(aten._foreach_norm.Scalar)
+def _list_norms_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> list[Tensor]:
+    given = arguments_by_name(aten._foreach_norm.Scalar, args, kwargs)
     tensors, order, dtype = given["self"], given["ord"], given["dtype"]
     found: dict[int, Tensor] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        key = _group(tensor, order)
+        key = _norm_group_key(tensor, order)
         if key is None:
             found[index] = aten.linalg_vector_norm.default(tensor, order, dtype=dtype)
         else:
             groups.setdefault(key, []).append(index)
     for (mesh, axes, *_), members in groups.items():
-        found |= zip(members, _group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True)
+        found |= zip(members, _compute_group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True)
     return [found[i] for i in range(len(tensors))]
 
 
-def _group(tensor: Any, order: float) -> Any:
+def _norm_group_key(tensor: Any, order: float) -> Any:
     """What tensors must have in common to be taken together; None for one that is taken alone."""
     if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor.local_parts) != 1:
         return None
-    spec = spec_of(tensor)
+    spec = mesh_spec_of(tensor)
     if spec is None or tensor.sharding.pending is not None:
         return None
-    return spec.mesh, axes_of(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
+    return spec.mesh, cutting_axes(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
 
 
-def _group_norms(
+def _compute_group_norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: Any, mesh: Mesh, axes: tuple[int, ...]
 ) -> list[ShardedTensor]:
     comm = tensors[0].comm
@@ -221,16 +221,16 @@ def _group_norms(
     rows = MeshSpec(mesh, [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)])
     whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
     with autograd_on_locals():
-        own = torch.stack([_norm(t.local_parts[0], order, dtype) for t in tensors])
+        own = torch.stack([_local_norm(t.local_parts[0], order, dtype) for t in tensors])
         if not axes:
             norms = own
         else:
             row = wrap(rows.layout((ranks, len(tensors))), (own.unsqueeze(0),), comm)
-            norms = torch.linalg.vector_norm(moved(row, whole.layout((ranks, len(tensors))), NAME)[0][0], order, 0)
+            norms = torch.linalg.vector_norm(move_to(row, whole.layout((ranks, len(tensors))), NAME)[0][0], order, 0)
         return [wrap(whole.layout(()), (norm,), comm) for norm in norms.unbind()]
 
 
-def _norm(local: Tensor, order: float, dtype: Any) -> Tensor:
+def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:
     """The norm of a local tensor; of none of the elements it is 0, also where torch has no answer."""
     if local.numel() == 0 and order == math.inf:
         return local.sum(dtype=dtype).abs()

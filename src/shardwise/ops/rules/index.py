@@ -16,13 +16,13 @@ from torch import Tensor
 from shardwise._torch import assert_async
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.rules.view import pending_kinds, renumbered
+from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 aten = torch.ops.aten
 Indices = Sequence[TensorMeta | None]
 
 
-def found_here(view: Any, tensor: int, dim: int, index: Tensor, *, from_end: bool = False) -> tuple[Tensor, Tensor]:
+def find_local_entries(view: Any, tensor: int, dim: int, index: Tensor, *, from_end: bool = False) -> tuple[Tensor, Tensor]:
     """Which entries of an index lie in this rank's rows of a dim, and where there; 0 for the others.
 
     `from_end`: negative entries count from the end. Entries that no rank holds are refused, as torch does.
@@ -45,7 +45,7 @@ def _check_range(index: Tensor, low: int, high: int, dim: int) -> None:
         raise IndexError(f"index {wrong} is out of bounds for dim {dim} of length {high}")
 
 
-def nothing_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def zeros_on_tape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of a shape that are on the tape if the tensor is: a rank without rows still takes part in the backward."""
     return tensor.new_zeros(list(shape)) + tensor.flatten()[:0].sum().to(tensor.dtype)
 
@@ -55,7 +55,7 @@ def sum_kind(meta: TensorMeta) -> Partial:
     return Partial("max" if meta.dtype == torch.bool else "sum")
 
 
-def _indexed(indices: Indices) -> tuple[list[int], int, bool]:
+def _indexed_dims(indices: Indices) -> tuple[list[int], int, bool]:
     """The dims that are indexed, how many dims the indices have together, and whether they stand side by side."""
     dims = [d for d, i in enumerate(indices) if i is not None]
     width = max(i.ndim for i in indices if i is not None)
@@ -64,7 +64,7 @@ def _indexed(indices: Indices) -> tuple[list[int], int, bool]:
 
 def _new_dims(ndim: int, indices: Indices) -> tuple[list[int | None], int]:
     """The numbers of the dims in the result, None for indexed ones; and where the dims of the indices begin."""
-    dims, width, together = _indexed(indices)
+    dims, width, together = _indexed_dims(indices)
     start = dims[0] if together else 0
     rest = [d for d in range(ndim) if d not in dims]
     new: list[int | None] = [None] * ndim
@@ -78,36 +78,36 @@ def index(x: TensorMeta, indices: Indices) -> list[Any]:
     given = [i for i in indices if i is not None]
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     new, start = _new_dims(x.ndim, indices) if given else (list(range(x.ndim)), 0)
-    found = [Strategy(s.outputs, (*s.inputs, *whole)) for s in renumbered(x, new)]
+    found = [Strategy(s.outputs, (*s.inputs, *whole)) for s in renumber_dims(x, new)]
     if any(i.dtype == torch.bool for i in given):
         return found[:1]
     width = max((i.ndim for i in given), default=0)
     for dim in range(width):
-        cut = [_broadcast_cut(i, dim, width) for i in given]
+        cut = [_broadcast_placement(i, dim, width) for i in given]
         if any(isinstance(p, Shard) for p in cut):
             found.append(Strategy((Shard(start + dim),), (Replicate(), *cut)))
     rows = [d for d, i in enumerate(indices) if i is not None]
-    return found + [Strategy((sum_kind(x),), (Shard(d), *whole), _index_here) for d in rows]
+    return found + [Strategy((sum_kind(x),), (Shard(d), *whole), _index_local) for d in rows]
 
 
-def _broadcast_cut(i: TensorMeta, dim: int, width: int) -> Placement:
+def _broadcast_placement(i: TensorMeta, dim: int, width: int) -> Placement:
     own = dim - (width - i.ndim)
     return Shard(own) if own >= 0 and i.shape[own] != 1 else Replicate()
 
 
-def _index_here(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from_end: bool = True) -> Tensor:
+def _index_local(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from_end: bool = True) -> Tensor:
     """Look up what this rank holds along all indexed dims, zeros elsewhere."""
     hits: list[Tensor] = []
     moved: list[Tensor | None] = []
     for dim, one in enumerate(indices):
-        here, at = (None, None) if one is None else found_here(view, 0, dim, one, from_end=from_end)
+        here, at = (None, None) if one is None else find_local_entries(view, 0, dim, one, from_end=from_end)
         hits += [] if here is None else [here]
         moved.append(at)
     new, start = _new_dims(x.ndim, indices)  # type: ignore[arg-type]  # tensors have ndim as well
-    here = _all(hits)
+    here = _all_hits(hits)
     if any(x.shape[d] == 0 for d, i in enumerate(indices) if i is not None):
         rest = [x.shape[d] for d in sorted((d for d in range(x.ndim) if new[d] is not None), key=lambda d: new[d] or 0)]
-        return nothing_like(x, [*rest[:start], *here.shape, *rest[start:]])
+        return zeros_on_tape(x, [*rest[:start], *here.shape, *rest[start:]])
     values = aten.index.Tensor(x, moved)
     mask = here.reshape([1] * start + list(here.shape) + [1] * (values.ndim - start - here.ndim))
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
@@ -116,18 +116,18 @@ def _index_here(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from_
 @register_sharding(aten.index_select.default)
 def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any]:
     at = dim % max(1, x.ndim)
-    found = [Strategy(s.outputs, (*s.inputs, Replicate())) for s in renumbered(x, _all_but(x, at))]
+    found = [Strategy(s.outputs, (*s.inputs, Replicate())) for s in renumber_dims(x, _dims_except(x, at))]
     if x.ndim == 0 or index.ndim == 0:
         return found
     found.append(Strategy((Shard(at),), (Replicate(), Shard(0))))
 
     def local(view: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        return _index_here(view, x, [None] * at + [index], from_end=False)
+        return _index_local(view, x, [None] * at + [index], from_end=False)
 
     return [*found, Strategy((sum_kind(x),), (Shard(at), Replicate()), local)]
 
 
-def _all_but(x: TensorMeta, *dims: int) -> list[int | None]:
+def _dims_except(x: TensorMeta, *dims: int) -> list[int | None]:
     return [None if d in dims else d for d in range(x.ndim)]
 
 
@@ -140,14 +140,14 @@ def gather(x: TensorMeta, dim: int, index: TensorMeta, *, sparse_grad: bool = Fa
     alike = [d for d in range(x.ndim) if d != at and x.shape[d] == index.shape[d]]
     found = whole + [Strategy((Shard(d),), (Shard(d), Shard(d))) for d in alike]
     found.append(Strategy((Shard(at),), (Replicate(), Shard(at))))
-    found.append(Strategy((sum_kind(x),), (Shard(at), Replicate()), _gather_here))
+    found.append(Strategy((sum_kind(x),), (Shard(at), Replicate()), _gather_local))
     return found + [Strategy((p,), (p, Replicate())) for p in pending_kinds(x)]
 
 
-def _gather_here(view: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    here, at = found_here(view, 0, dim % x.ndim, index)
+def _gather_local(view: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    here, at = find_local_entries(view, 0, dim % x.ndim, index)
     if x.shape[dim] == 0:
-        return nothing_like(x, index.shape)
+        return zeros_on_tape(x, index.shape)
     values = aten.gather.default(x, dim, at)
     return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
@@ -203,7 +203,7 @@ def _put_strategies(op: Any, x: TensorMeta, indices: Indices, values: TensorMeta
     if any(i.dtype == torch.bool for i in given):
         return found + _masked_strategies(x, given[0], values) if len(indices) == 1 else found
     new, _ = _new_dims(x.ndim, indices)
-    dims, width, _ = _indexed(indices)
+    dims, width, _ = _indexed_dims(indices)
     missing = width + x.ndim - len(dims) - values.ndim
     for old, dim in enumerate(new):
         if dim is not None:
@@ -211,7 +211,7 @@ def _put_strategies(op: Any, x: TensorMeta, indices: Indices, values: TensorMeta
             cut: Placement = Shard(own) if own >= 0 and values.shape[own] != 1 else Replicate()
             found.append(Strategy((Shard(old),), (Shard(old), *whole, cut)))
     if dims == list(range(len(dims))):
-        found += [Strategy((Shard(d),), (Shard(d), *whole, Replicate()), _put_here(op)) for d in dims]
+        found += [Strategy((Shard(d),), (Shard(d), *whole, Replicate()), _put_local(op)) for d in dims]
     if accumulate:
         found.append(Strategy((Partial("sum"),), (Partial("sum"), *whole, Partial("sum"))))
     return found
@@ -230,12 +230,12 @@ def _masked_strategies(x: TensorMeta, mask: TensorMeta, values: TensorMeta) -> l
     return found
 
 
-def _put_here(op: Any) -> Any:
+def _put_local(op: Any) -> Any:
     """A local function that writes the values whose places this rank holds."""
 
     def local(view: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-        found = [found_here(view, 0, dim, one, from_end=True) for dim, one in enumerate(indices)]
-        here = _all(hit for hit, _ in found)
+        found = [find_local_entries(view, 0, dim, one, from_end=True) for dim, one in enumerate(indices)]
+        here = _all_hits(hit for hit, _ in found)
         places = [at.expand(here.shape)[here] for _, at in found]
         kept = values.expand([*here.shape, *x.shape[len(indices) :]])[here]
         written: Tensor = op(x, places, kept, accumulate)
@@ -244,7 +244,7 @@ def _put_here(op: Any) -> Any:
     return local
 
 
-def _all(hits: Iterable[Tensor]) -> Tensor:
+def _all_hits(hits: Iterable[Tensor]) -> Tensor:
     """Where all hold, after broadcasting."""
     return torch.stack(torch.broadcast_tensors(*hits)).all(0)  # type: ignore[no-untyped-call]  # untyped in torch
 

@@ -64,7 +64,7 @@ IMAGES = {  # how many of the last dims are the image's
 }
 FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 ALONG_DIM = (aten.index_reduce.default, aten.index_fill.int_Scalar, aten.index_copy.default)
-WHOLE = (  # every tensor whole: positions in the result depend on all values, or dims have no order to keep
+REPLICATED_ONLY_OPS = (  # every tensor whole: positions in the result depend on all values, or dims have no order to keep
     aten.linalg_lstsq.default,
     aten._linalg_solve_ex.default,
     aten.linalg_lu_solve.default,
@@ -96,28 +96,28 @@ POINTWISE = (  # without torch's tag
 )
 
 
-def _tensors(values: Sequence[Any]) -> list[TensorMeta]:
+def _tensor_metas(values: Sequence[Any]) -> list[TensorMeta]:
     return [v for v in values if isinstance(v, TensorMeta)]
 
 
-def batched(metas: Sequence[TensorMeta], whole: int, outputs: int) -> list[Strategy]:
+def batch_strategies(metas: Sequence[TensorMeta], whole: int, outputs: int) -> list[Strategy]:
     """All replicated, or a dim before the last `whole` ones sharded, in every tensor that has it as long."""
-    found = [_replicated(metas, outputs)]
+    found = [_replicated_strategy(metas, outputs)]
     before = max(m.ndim - whole for m in metas)
     for dim in range(before):
         from_end = before - dim
         length = max(m.shape[m.ndim - whole - from_end] for m in metas if m.ndim - whole >= from_end)
-        inputs = tuple(_placed(m, m.ndim - whole - from_end, length) for m in metas)
+        inputs = tuple(_batch_placement(m, m.ndim - whole - from_end, length) for m in metas)
         if any(isinstance(p, Shard) for p in inputs):
             found.append(Strategy((Shard(dim),) * outputs, inputs))
     return found
 
 
-def _placed(meta: TensorMeta, dim: int, length: int) -> Placement:
+def _batch_placement(meta: TensorMeta, dim: int, length: int) -> Placement:
     return Shard(dim) if dim >= 0 and meta.shape[dim] == length != 1 else Replicate()
 
 
-def _replicated(metas: Sequence[TensorMeta], outputs: int) -> Strategy:
+def _replicated_strategy(metas: Sequence[TensorMeta], outputs: int) -> Strategy:
     return Strategy((Replicate(),) * outputs, (Replicate(),) * len(metas))
 
 
@@ -125,33 +125,33 @@ def _register_batched(op: Any, whole: int, local: Any = None) -> None:
     outputs = len(op._schema.returns)
 
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
-        found = batched(_tensors((*args, *kwargs.values())), whole, outputs)
+        found = batch_strategies(_tensor_metas((*args, *kwargs.values())), whole, outputs)
         return [Strategy(s.outputs, s.inputs, local) for s in found]
 
     register_sharding(op, rule, dtensor=False)
 
 
-def not_empty(op: Any) -> Any:
+def pad_empty(op: Any) -> Any:
     """Call an operator that refuses empty tensors: they get one row, which is taken from the result again."""
 
     def local(view: Any, *args: Any, **kwargs: Any) -> Any:
         empty = {d for a in args if isinstance(a, Tensor) for d, length in enumerate(a.shape) if length == 0}
         if not empty:
             return op(*args, **kwargs)
-        result = op(*(_lengthened(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
-        return tuple(_cut(r, empty) for r in result) if isinstance(result, tuple) else _cut(result, empty)
+        result = op(*(_add_row(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        return tuple(_drop_row(r, empty) for r in result) if isinstance(result, tuple) else _drop_row(result, empty)
 
     return local
 
 
-def _lengthened(tensor: Tensor) -> Tensor:
+def _add_row(tensor: Tensor) -> Tensor:
     for dim in [d for d, length in enumerate(tensor.shape) if length == 0]:
         row = [1 if d == dim else length for d, length in enumerate(tensor.shape)]
         tensor = torch.cat([tensor, tensor.new_zeros(row)], dim)
     return tensor
 
 
-def _cut(tensor: Tensor, empty: set[int]) -> Tensor:
+def _drop_row(tensor: Tensor, empty: set[int]) -> Tensor:
     for dim in empty:
         tensor = tensor.narrow(dim, 0, 0)
     return tensor
@@ -160,15 +160,15 @@ def _cut(tensor: Tensor, empty: set[int]) -> Tensor:
 for _op in MATRICES:
     _register_batched(_op, 2)
 for _op, _dims in IMAGES.items():
-    _register_batched(_op, _dims, not_empty(_op))
+    _register_batched(_op, _dims, pad_empty(_op))
 
 
 def _register_fourier(op: Any) -> None:
     def rule(x: TensorMeta, dim: Sequence[int], *options: Any) -> list[Strategy]:
         """Transformed dims are whole, all others may be sharded."""
         gone = {d % x.ndim for d in dim}
-        kept = [Strategy((Shard(d),), (Shard(d),), not_empty(op)) for d in range(x.ndim) if d not in gone]
-        return [_replicated([x], 1), *kept]
+        kept = [Strategy((Shard(d),), (Shard(d),), pad_empty(op)) for d in range(x.ndim) if d not in gone]
+        return [_replicated_strategy([x], 1), *kept]
 
     register_sharding(op, rule, dtensor=False)
 
@@ -181,21 +181,21 @@ for _op in FOURIER:
 def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> list[Strategy]:
     """The dim that is normalised is whole, all others may be sharded."""
     kept = [d for d in range(x.ndim) if d != dim % x.ndim]
-    return [_replicated([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
+    return [_replicated_strategy([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
 
 
 @register_sharding(list(POINTWISE))
-def untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
-    return pointwise_strategies(_tensors((*args, *kwargs.values())))
+def pointwise_rule_of_untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
+    return pointwise_strategies(_tensor_metas((*args, *kwargs.values())))
 
 
 @register_sharding(list(ALONG_DIM))
-def along_dim(
+def along_dim_rule(
     x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta | float | None = None, *rest: Any, **options: Any
 ) -> list[Strategy]:
     """The dim that the index runs along is whole, and so is the index; other dims are sharded alike."""
-    metas = _tensors((x, index, source))
-    found = [_replicated(metas, 1)]
+    metas = _tensor_metas((x, index, source))
+    found = [_replicated_strategy(metas, 1)]
     for own in range(x.ndim):
         if own != dim % x.ndim:
             others = (Shard(own),) if len(metas) > 2 and metas[2].ndim == x.ndim else (Replicate(),) * (len(metas) - 2)
@@ -205,18 +205,18 @@ def along_dim(
 
 @register_sharding(aten.grid_sampler_2d.default)
 def grid_sampler(x: TensorMeta, grid: TensorMeta, *options: Any) -> list[Strategy]:
-    local = not_empty(aten.grid_sampler_2d.default)
-    return [_replicated([x, grid], 1), Strategy((Shard(0),), (Shard(0), Shard(0)), local)]
+    local = pad_empty(aten.grid_sampler_2d.default)
+    return [_replicated_strategy([x, grid], 1), Strategy((Shard(0),), (Shard(0), Shard(0)), local)]
 
 
 def _register_whole(op: Any) -> None:
     outputs = len(op._schema.returns)
 
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
-        return [_replicated(_tensors((*args, *kwargs.values())), outputs)]
+        return [_replicated_strategy(_tensor_metas((*args, *kwargs.values())), outputs)]
 
     register_sharding(op, rule, dtensor=False)
 
 
-for _op in WHOLE:
+for _op in REPLICATED_ONLY_OPS:
     _register_whole(_op)

@@ -21,10 +21,10 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView, call_op
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import axes_of, named, settled
+from shardwise.ops.engine.two_step import cutting_axes, arguments_by_name, resolve_partial
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.reduction import Args
-from shardwise.tensor.dispatch import handler
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -34,25 +34,25 @@ NONE, MEAN, SUM = 0, 1, 2
 # Losses of pairs of elements
 
 
-def _part_of_mean(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Tensor:
+def _mean_loss_part(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Tensor:
     """This rank's share of a mean loss: its sum over the global number of elements."""
-    bound = named(op, args, kwargs)
+    bound = arguments_by_name(op, args, kwargs)
     bound["reduction"] = SUM
     summed: Tensor = op(**bound)
     whole: tuple[int, ...] = torch.broadcast_shapes(*view.shapes)  # type: ignore[no-untyped-call]  # untyped in torch
     return summed / math.prod(whole)
 
 
-def _pointwise_loss(op: Any) -> None:
+def _register_pointwise_loss(op: Any) -> None:
     """Register the rule of a loss that compares elements and reduces."""
 
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
-        bound = named(op, args, kwargs)
+        bound = arguments_by_name(op, args, kwargs)
         metas = [value for value in bound.values() if isinstance(value, TensorMeta)]
         found = pointwise_strategies(metas)
         if bound["reduction"] == NONE:
             return found
-        local = partial(_part_of_mean, op) if bound["reduction"] == MEAN else None
+        local = partial(_mean_loss_part, op) if bound["reduction"] == MEAN else None
         return [found[0], *(Strategy((Partial("sum"),), s.inputs, local) for s in found[1:])]
 
     register_sharding(op)(rule)
@@ -66,7 +66,7 @@ for _op in (
     aten.binary_cross_entropy_with_logits.default,
     aten.soft_margin_loss.default,
 ):
-    _pointwise_loss(_op)
+    _register_pointwise_loss(_op)
 
 
 # The likelihood of classes
@@ -122,15 +122,15 @@ def nll_loss(scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int
     return _nll_rule(scores, target, weight, reduction, ignore_index)
 
 
-@handler(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@register_handler(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     """A mean is a sum over the weight of all targets, which the ranks add up first."""
     op = aten.nll_loss_forward.default if args[0].ndim <= 2 else aten.nll_loss2d_forward.default
-    given = named(op, args, kwargs)
+    given = arguments_by_name(op, args, kwargs)
     if given["reduction"] != MEAN:
         return NotImplemented
     loss, total = call_op(op, types, tuple({**given, "reduction": SUM}.values()), {})
-    total = settled(total, "nll_loss")
+    total = resolve_partial(total, "nll_loss")
     with autograd_on_locals():
         return loss / total, total
 
@@ -138,7 +138,7 @@ def _nll(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) 
 # Smooth labels over sharded classes
 
 
-@handler(F.cross_entropy)
+@register_handler(F.cross_entropy)
 def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     """torch writes into a sum over the classes, which is pending where they are sharded; here it is added up first."""
     given = _signature.bind(*args, **kwargs)
@@ -148,29 +148,29 @@ def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], co
     if not sharded or smoothing == 0 or target.is_floating_point():
         return NotImplemented
     weight = given.arguments["weight"]
-    if not _differs(x, _class_dim(x)) and not (isinstance(weight, ShardedTensor) and _differs(weight, 0)):
+    if not _is_split_or_partial(x, _class_dim(x)) and not (isinstance(weight, ShardedTensor) and _is_split_or_partial(weight, 0)):
         return NotImplemented
     reduction = reduction_number(given.arguments["reduction"])
-    return _smooth(x, target, weight, given.arguments["ignore_index"], smoothing, reduction)
+    return _smooth_labels(x, target, weight, given.arguments["ignore_index"], smoothing, reduction)
 
 
 _signature = inspect.signature(F.cross_entropy)
 
 
-def _differs(tensor: ShardedTensor, dim: int) -> bool:
+def _is_split_or_partial(tensor: ShardedTensor, dim: int) -> bool:
     """Whether ranks hold different classes, or addends."""
-    return bool(axes_of(tensor, (dim,))) or tensor.sharding.pending is not None
+    return bool(cutting_axes(tensor, (dim,))) or tensor.sharding.pending is not None
 
 
-def _smooth(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:
+def _smooth_labels(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:
     """(1 - smoothing) of the target's loss, and the rest spread over all classes."""
     classes, count = _class_dim(x), x.shape[_class_dim(x)]
     logs: Any = F.log_softmax(x, classes)
     op = aten.nll_loss_forward.default if x.ndim <= 2 else aten.nll_loss2d_forward.default
     loss, total = op(logs, target, weight, NONE if reduction == NONE else SUM, ignore_index)
     weighted = logs if weight is None else logs * weight.reshape([-1 if d == classes else 1 for d in range(x.ndim)])
-    spread = settled(-weighted.sum(classes), "cross_entropy") * (target != ignore_index)
+    spread = resolve_partial(-weighted.sum(classes), "cross_entropy") * (target != ignore_index)
     if reduction != NONE:
         spread = spread.sum()
-    mixed = (1 - smoothing) * settled(loss, "cross_entropy") + (smoothing / count) * settled(spread, "cross_entropy")
-    return mixed / settled(total, "cross_entropy") if reduction == MEAN else mixed
+    mixed = (1 - smoothing) * resolve_partial(loss, "cross_entropy") + (smoothing / count) * resolve_partial(spread, "cross_entropy")
+    return mixed / resolve_partial(total, "cross_entropy") if reduction == MEAN else mixed

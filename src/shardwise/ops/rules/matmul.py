@@ -16,7 +16,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.tensor.dispatch import handler
+from shardwise.tensor.dispatch import register_handler
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def dot(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("k,k->")
 
 
-def _with_bias(bias: TensorMeta, formula: str) -> list[Strategy]:
+def _bias_strategies(bias: TensorMeta, formula: str) -> list[Strategy]:
     """A product plus a tensor that broadcasts to it: the bias is cut as the result is, and pending where that is."""
     ndim = len(formula.split("->")[1])
     return [
@@ -83,12 +83,12 @@ def _bias_placement(bias: TensorMeta, result: Placement | None, ndim: int) -> Pl
 
 @register_sharding(aten.addmm.default)
 def addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _with_bias(bias, "mk,kn->mn")
+    return _bias_strategies(bias, "mk,kn->mn")
 
 
 @register_sharding(aten.baddbmm.default)
 def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
-    return _with_bias(bias, "bmk,bkn->bmn")
+    return _bias_strategies(bias, "bmk,bkn->bmn")
 
 
 LETTERS = "abcdefghij"
@@ -101,10 +101,10 @@ def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) ->
     strategies = product_strategies(f"{rows}k,{out}k->{rows}{out}")
     if bias is None:
         return strategies
-    return [Strategy(s.outputs, (*s.inputs, _of_bias(s.outputs[0], bias, x.ndim - 1))) for s in strategies]
+    return [Strategy(s.outputs, (*s.inputs, _linear_bias_placement(s.outputs[0], bias, x.ndim - 1))) for s in strategies]
 
 
-def _of_bias(result: Placement | None, bias: TensorMeta, last: int) -> Placement:
+def _linear_bias_placement(result: Placement | None, bias: TensorMeta, last: int) -> Placement:
     """The bias is cut where the last dim of the result is, and pending where the result is."""
     if isinstance(result, Shard):
         return Shard(0) if result.dim == last and bias.ndim and bias.shape[0] != 1 else Replicate()
@@ -119,7 +119,7 @@ def matmul(a: TensorMeta, b: TensorMeta) -> list[Any]:
     right = _letters(b, batch, "kn" if b.ndim > 1 else "k")
     ends = ("m" if a.ndim > 1 else "") + ("n" if b.ndim > 1 else "")
     strategies = product_strategies(f"{left},{right}->{batch}{ends}")
-    return [_whole_ones(s, (a, b)) for s in strategies if _is_cut(s, (a, b))]
+    return [_replicate_ones(s, (a, b)) for s in strategies if _is_cut(s, (a, b))]
 
 
 def _letters(x: TensorMeta, batch: str, matrix: str) -> str:
@@ -133,7 +133,7 @@ def _is_cut(strategy: Strategy, metas: Sequence[TensorMeta]) -> bool:
     return not dims or any(m.shape[d] != 1 or d >= m.ndim - 2 for d, m in dims)
 
 
-def _whole_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy:
+def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy:
     """The strategy with batch dims of length 1 replicated."""
     inputs = tuple(
         Replicate() if isinstance(p, Shard) and p.dim < m.ndim - 2 and m.shape[p.dim] == 1 else p
@@ -142,19 +142,19 @@ def _whole_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy:
     return Strategy(strategy.outputs, inputs)
 
 
-def _as_operator(op: Any, names: Sequence[str], *functions: Callable[..., Any]) -> None:
+def _register_as_operator(op: Any, names: Sequence[str], *functions: Callable[..., Any]) -> None:
     """Let torch functions be this operator; arguments given by name are put in their places."""
 
-    @handler(*functions)
+    @register_handler(*functions)
     def call(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
         return call_op(op, types, tuple(given), {})
 
 
-_as_operator(aten.linear.default, ("input", "weight", "bias"), F.linear)
-_as_operator(aten.matmul.default, ("input", "other"), torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_register_as_operator(aten.linear.default, ("input", "weight", "bias"), F.linear)
+_register_as_operator(aten.matmul.default, ("input", "other"), torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
-@handler(Tensor.__rmatmul__)
+@register_handler(Tensor.__rmatmul__)
 def _rmatmul(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     return call_op(aten.matmul.default, types, (args[1], args[0]), {})

@@ -21,16 +21,16 @@ from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import all_dims, axes_of, global_rows, named, replaced, settled, spec_of
+from shardwise.ops.engine.two_step import all_dims, cutting_axes, global_rows, arguments_by_name, replace_placements, resolve_partial, mesh_spec_of
 from shardwise.ops.rules.reduction import Args, Dims, reduction_strategies
-from shardwise.tensor.dispatch import handler
-from shardwise.tensor.reductions import identity
+from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
 Types = Sequence[type]
 Kwargs = dict[str, Any]
-NOWHERE = torch.iinfo(torch.int64).max
+NO_POSITION = torch.iinfo(torch.int64).max
 
 
 def local_extreme(x: Tensor, dims: tuple[int, ...], keepdim: bool, op: str) -> Tensor:
@@ -38,7 +38,7 @@ def local_extreme(x: Tensor, dims: tuple[int, ...], keepdim: bool, op: str) -> T
     if x.numel() or all(x.shape[d] for d in dims):
         return x.amax(dims, keepdim) if op == "max" else x.amin(dims, keepdim)
     shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
-    return torch.full(shape, identity(op, x.dtype), dtype=x.dtype, device=x.device)
+    return torch.full(shape, reduction_identity(op, x.dtype), dtype=x.dtype, device=x.device)
 
 
 def _amax_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -60,7 +60,7 @@ def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
 
 
 @register_sharding([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default])
-def along_a_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Any]:
+def minmax_along_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, None, outputs=2)
 
 
@@ -70,16 +70,16 @@ def kthvalue(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> lis
 
 
 @register_sharding([aten.median.default, aten.nanmedian.default])
-def of_everything(x: TensorMeta) -> list[Any]:
+def minmax_of_all(x: TensorMeta) -> list[Any]:
     return reduction_strategies(x, None, False, None)
 
 
 @register_sharding([aten.argmax.default, aten.argmin.default])
-def position(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Any]:
+def arg_minmax(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, None)
 
 
-@handler(aten.aminmax.default)
+@register_handler(aten.aminmax.default)
 def _aminmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     dims, keepdim = all_dims(kwargs.get("dim"), args[0].ndim), kwargs.get("keepdim", False)
     return aten.amin.default(args[0], dims, keepdim), aten.amax.default(args[0], dims, keepdim)
@@ -88,7 +88,7 @@ def _aminmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 # Gradients of values over sharded dims
 
 
-class _Chosen(torch.autograd.Function):
+class _ShareGradient(torch.autograd.Function):
     """Gives `value`; its gradient goes to `x` in the shares that are given. All of it is local."""
 
     @staticmethod
@@ -101,22 +101,22 @@ class _Chosen(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None, None
 
 
-def _with_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
+def _attach_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
     """The value, which is alike on the ranks that share it, on the tape of `x`."""
     with autograd_on_locals():
-        local: Tensor = _Chosen.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+        local: Tensor = _ShareGradient.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
     return wrap(value.sharding, (local,), x.comm)
 
 
-def _equal(own: Tensor, best: Tensor) -> Tensor:
+def _equals_best(own: Tensor, best: Tensor) -> Tensor:
     """Where a rank's values are the best ones; not-a-number is the best if there is one."""
     with autograd_on_locals():
         return (own == best) | ((own != own) & (best != best))
 
 
-def _without(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> ShardedTensor:
+def _squeeze_dims(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> ShardedTensor:
     """The tensor without dims of length 1, unless they are kept; no axis cuts them."""
-    spec = spec_of(tensor)
+    spec = mesh_spec_of(tensor)
     if keepdim or spec is None:
         return tensor
     shape = [n for d, n in enumerate(tensor.shape) if d not in dims]
@@ -129,40 +129,40 @@ def _without(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> Shard
     return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor.comm)
 
 
-def _asked(args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, tuple[int, ...], bool]:
+def _parse_arguments(args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, tuple[int, ...], bool]:
     """The tensor, the dims and whether they are kept, of any operator here."""
-    given = named(aten.amax.default, args, kwargs)
+    given = arguments_by_name(aten.amax.default, args, kwargs)
     return given["self"], all_dims(given["dim"], given["self"].ndim), bool(given["keepdim"])
 
 
-def _extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
+def _reduce_extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
     """The extreme over sharded dims of a tensor that needs gradients; NotImplemented otherwise."""
-    x, dims, keepdim = _asked(args, kwargs)
+    x, dims, keepdim = _parse_arguments(args, kwargs)
     name = f"a{op}"
     if not (x.requires_grad and torch.is_grad_enabled()):
         return NotImplemented
-    if not axes_of(x, dims):
-        known = settled(x, name)
+    if not cutting_axes(x, dims):
+        known = resolve_partial(x, name)
         return NotImplemented if known is x else (aten.amax if op == "max" else aten.amin).default(known, dims, keepdim)
-    x = settled(x, name)
+    x = resolve_partial(x, name)
     plain = x.detach()
-    value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
+    value = resolve_partial((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
     with autograd_on_locals():
         equal = plain.local_parts[0] == value.local_parts[0]
-    alike = settled(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
+    alike = resolve_partial(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
     with autograd_on_locals():
         share = equal.to(x.dtype) / alike.local_parts[0]
-    return _without(_with_gradient(x, value, share), dims, keepdim)
+    return _squeeze_dims(_attach_gradient(x, value, share), dims, keepdim)
 
 
-@handler(aten.amax.default, aten.max.default)
+@register_handler(aten.amax.default, aten.max.default)
 def _amax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _extreme(args, kwargs, "max")
+    return _reduce_extreme(args, kwargs, "max")
 
 
-@handler(aten.amin.default, aten.min.default)
+@register_handler(aten.amin.default, aten.min.default)
 def _amin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _extreme(args, kwargs, "min")
+    return _reduce_extreme(args, kwargs, "min")
 
 
 # Positions over sharded dims
@@ -181,56 +181,56 @@ def _flat_positions(x: ShardedTensor, dims: Sequence[int]) -> Tensor:
     return total
 
 
-def _find(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[ShardedTensor, ShardedTensor]:
+def _find_extremes(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[ShardedTensor, ShardedTensor]:
     """The extremes and the positions of the first of them, dims kept, replicated along the axes that cut the dims."""
-    x = settled(x, name)
-    plain, axes = x.detach(), axes_of(x, dims)
-    value = settled((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
-    spec = spec_of(value)
+    x = resolve_partial(x, name)
+    plain, axes = x.detach(), cutting_axes(x, dims)
+    value = resolve_partial((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
+    spec = mesh_spec_of(value)
     assert spec is not None
     with autograd_on_locals():
         own, best = plain.local_parts[0], value.local_parts[0]
-        offers = torch.where(_equal(own, best), _flat_positions(x, dims), NOWHERE)
+        offers = torch.where(_equals_best(own, best), _flat_positions(x, dims), NO_POSITION)
         first = local_extreme(offers, dims, True, "min")
-    pending = replaced(spec, axes, Partial("min")).layout(tuple(value.shape))
-    return value, settled(wrap(pending, (first,), x.comm), name)
+    pending = replace_placements(spec, axes, Partial("min")).layout(tuple(value.shape))
+    return value, resolve_partial(wrap(pending, (first,), x.comm), name)
 
 
-def _value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
-    x, dims, keepdim = _asked(args, kwargs)
-    if not axes_of(x, dims):
+def _find_value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
+    x, dims, keepdim = _parse_arguments(args, kwargs)
+    if not cutting_axes(x, dims):
         return NotImplemented
-    x = settled(x, op)
-    value, where = _find(x, dims, op, op)
+    x = resolve_partial(x, op)
+    value, where = _find_extremes(x, dims, op, op)
     if x.requires_grad and torch.is_grad_enabled():
         with autograd_on_locals():
             chosen = (_dim_rows(x, dims[0]) == where.local_parts[0]).to(x.dtype)
-        value = _with_gradient(x, value, chosen)
-    return _without(value, dims, keepdim), _without(where, dims, keepdim)
+        value = _attach_gradient(x, value, chosen)
+    return _squeeze_dims(value, dims, keepdim), _squeeze_dims(where, dims, keepdim)
 
 
-@handler(aten.max.dim)
+@register_handler(aten.max.dim)
 def _max_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _value_and_position(args, kwargs, "max")
+    return _find_value_and_position(args, kwargs, "max")
 
 
-@handler(aten.min.dim)
+@register_handler(aten.min.dim)
 def _min_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _value_and_position(args, kwargs, "min")
+    return _find_value_and_position(args, kwargs, "min")
 
 
-def _position(args: Args, kwargs: Kwargs, op: str) -> Any:
-    x, dims, keepdim = _asked(args, kwargs)
-    if not axes_of(x, dims) or math.prod(x.shape) == 0:
+def _find_position(args: Args, kwargs: Kwargs, op: str) -> Any:
+    x, dims, keepdim = _parse_arguments(args, kwargs)
+    if not cutting_axes(x, dims) or math.prod(x.shape) == 0:
         return NotImplemented
-    return _without(_find(x, dims, op, f"arg{op}")[1], dims, keepdim)
+    return _squeeze_dims(_find_extremes(x, dims, op, f"arg{op}")[1], dims, keepdim)
 
 
-@handler(aten.argmax.default)
+@register_handler(aten.argmax.default)
 def _argmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _position(args, kwargs, "max")
+    return _find_position(args, kwargs, "max")
 
 
-@handler(aten.argmin.default)
+@register_handler(aten.argmin.default)
 def _argmin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _position(args, kwargs, "min")
+    return _find_position(args, kwargs, "min")

@@ -12,10 +12,10 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.irregular import reduce_pieces
 from shardwise.ops.engine.rules import Strategy, TensorMeta
-from shardwise.ops.engine.schema import Call
-from shardwise.tensor.autograd import on_tape
+from shardwise.ops.engine.schema import OperatorCall
+from shardwise.tensor.autograd import tape_inputs
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import moved
+from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
@@ -53,17 +53,17 @@ def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | Non
 
 def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
     """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them."""
-    shape = _broadcast(metas)
+    shape = _broadcast_shape(metas)
     replicated: tuple[Placement, ...] = (Replicate(),) * len(metas)
     found = [Strategy((Replicate(),), replicated)]
     for dim, length in enumerate(shape):
         inputs = tuple(_aligned_dim(m, dim, len(shape), length) for m in metas)
         if any(isinstance(p, Shard) for p in inputs):
             found.append(Strategy((Shard(dim),), inputs))
-    return found + _pending(metas, name)
+    return found + _pending_strategies(metas, name)
 
 
-def _broadcast(metas: Sequence[TensorMeta]) -> tuple[int, ...]:
+def _broadcast_shape(metas: Sequence[TensorMeta]) -> tuple[int, ...]:
     """The common shape; nothing is computed where there is one shape only."""
     shapes = {m.shape for m in metas if m.shape}
     if len(shapes) < 2:
@@ -76,7 +76,7 @@ def _aligned_dim(meta: TensorMeta, dim: int, ndim: int, length: int) -> Placemen
     return Shard(own) if own >= 0 and meta.shape[own] == length else Replicate()
 
 
-def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
+def _pending_strategies(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
     kinds = sorted({p.op for m in metas for p in m.placements if isinstance(p, Partial)})
     found = []
     for kind in (k for k in kinds if k in ("sum", "avg")):
@@ -90,48 +90,48 @@ def _pending(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
     return found
 
 
-def irregular_pointwise(call: Call, tensors: Sequence[ShardedTensor], comm: Comm) -> Any:
+def compute_irregular_pointwise(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm) -> Any:
     """A pointwise operator on layouts without a mesh: piece by piece, all operands in the layout of the largest."""
     reduced = reduce_pieces(call, tensors)
     if reduced is not NotImplemented:
         return reduced
-    lead = max(tensors, key=lambda t: (mesh_free(t), t.numel()))
+    lead = max(tensors, key=lambda t: (is_mesh_free(t), t.numel()))
     same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
     if not is_pointwise(call.op) or not same_shape:
         raise UnsupportedOpError(
             f"{call.op}: tensors in irregular pieces ({lead.sharding.spec!r}) support pointwise operators on equal "
             "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
         )
-    held = [_pieces(t, lead) for t in tensors]
+    held = [_align_pieces(t, lead) for t in tensors]
     if not lead.local_parts:
-        return _of_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
+        return _compute_on_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
     results = []
     with autograd_on_locals():
         for slot in range(len(lead.local_parts)):
-            args, kwargs = call.filled([pieces[slot] for pieces in held])
+            args, kwargs = call.fill_slots([pieces[slot] for pieces in held])
             results.append(call.op(*args, **kwargs))
     if results and results[0] is held[0][0] and not torch.is_grad_enabled():
         return tensors[0]
     return wrap(lead.sharding, tuple(results), comm, dtype=lead.dtype)
 
 
-def mesh_free(tensor: ShardedTensor) -> bool:
+def is_mesh_free(tensor: ShardedTensor) -> bool:
     """Whether the tensor's layout has no product form with one local tensor per rank."""
     return not tensor.sharding.is_regular
 
 
-def _of_nothing(call: Call, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
+def _compute_on_nothing(call: OperatorCall, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
     """The result on a rank that holds nothing: the operator on no elements tells the dtype and stays on the tape."""
     with autograd_on_locals():
-        args, kwargs = call.filled(stands)
+        args, kwargs = call.fill_slots(stands)
         result = call.op(*args, **kwargs)
     if result is stands[0] and not torch.is_grad_enabled():
         return first
     return wrap(lead.sharding, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)
 
 
-def _pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
+def _align_pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
     if tensor.shape != lead.shape:
         return [tensor.local_parts[0]] * max(1, len(lead.local_parts))
-    locals_, anchor = moved(tensor, lead.sharding, "pointwise")
-    return locals_ or on_tape((), anchor, tensor.dtype, tensor.device)
+    locals_, anchor = move_to(tensor, lead.sharding, "pointwise")
+    return locals_ or tape_inputs((), anchor, tensor.dtype, tensor.device)

@@ -17,8 +17,8 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import all_dims, axes_of, named, row_for_each_rank, settled
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.ops.engine.two_step import all_dims, cutting_axes, arguments_by_name, gather_rank_rows, resolve_partial
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -54,21 +54,21 @@ def reduction_strategies(
 
 
 @register_sharding(aten.sum.default)
-def total(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
-    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, dtype))
+def sum_rule(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
+    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear_kinds(x, dtype))
 
 
 @register_sharding(aten.nansum.default)
-def total_of_numbers(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
+def nansum_rule(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, Partial("sum"))
 
 
 @register_sharding(aten.sum.dim_IntList)
 def sum_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear(x, dtype))
+    return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear_kinds(x, dtype))
 
 
-def _linear(x: TensorMeta, dtype: Any) -> tuple[str, ...]:
+def _linear_kinds(x: TensorMeta, dtype: Any) -> tuple[str, ...]:
     """The pending reductions that a sum keeps: those of the dtype in which it adds."""
     exact = dtype is None or dtype == x.dtype or (dtype.is_floating_point and x.dtype.is_floating_point)
     return ("sum", "avg") if exact and x.dtype != torch.bool else ()
@@ -84,7 +84,7 @@ def count(x: TensorMeta, dim: int | None = None) -> list[Any]:
     return reduction_strategies(x, dim, False, Partial("sum"))
 
 
-def _mean_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _local_mean_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """This rank's share of a mean: its sum over the global number of elements."""
     shape = view.shapes[0]
     dims = all_dims(dim, len(shape))
@@ -100,13 +100,13 @@ def _check_mean(x: TensorMeta, dtype: Any) -> None:
 @register_sharding(aten.mean.default)
 def mean(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
     _check_mean(x, dtype)
-    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, dtype), local=_mean_part)
+    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear_kinds(x, dtype), local=_local_mean_part)
 
 
 @register_sharding(aten.mean.dim)
 def mean_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     _check_mean(x, dtype)
-    return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear(x, dtype), local=_mean_part)
+    return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear_kinds(x, dtype), local=_local_mean_part)
 
 
 @register_sharding(aten.all.default)
@@ -142,19 +142,19 @@ def prod_along(x: TensorMeta, dim: int, keepdim: bool = False, *, dtype: Any = N
     return reduction_strategies(x, dim, keepdim, None)
 
 
-@handler(aten.prod.default)
+@register_handler(aten.prod.default)
 def _prod(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     def reduce(local: Tensor) -> Tensor:
         return local.prod(**kwargs).reshape((1,) * local.ndim)
 
-    rows = _in_rows(args[0], None, reduce, "prod")
+    rows = _reduce_in_rows(args[0], None, reduce, "prod")
     return NotImplemented if rows is NotImplemented else aten.prod.default(rows)
 
 
-@handler(aten.prod.dim_int)
+@register_handler(aten.prod.dim_int)
 def _prod_along(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     dim, keepdim = _dim_and_keepdim(args, kwargs)
-    rows = _in_rows(args[0], dim, lambda t: t.prod(dim, True, dtype=kwargs.get("dtype")), "prod")
+    rows = _reduce_in_rows(args[0], dim, lambda t: t.prod(dim, True, dtype=kwargs.get("dtype")), "prod")
     return NotImplemented if rows is NotImplemented else aten.prod.dim_int(rows, dim, keepdim)
 
 
@@ -163,11 +163,11 @@ def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, None)
 
 
-@handler(aten.logsumexp.default)
+@register_handler(aten.logsumexp.default)
 def _logsumexp(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     dim, keepdim = _dim_and_keepdim(args, kwargs)
     dims = all_dims(dim, args[0].ndim)
-    rows = _in_rows(args[0], dims, lambda t: torch.logsumexp(t, dims, True), "logsumexp")
+    rows = _reduce_in_rows(args[0], dims, lambda t: torch.logsumexp(t, dims, True), "logsumexp")
     return NotImplemented if rows is NotImplemented else aten.logsumexp.default(rows, dims, keepdim)
 
 
@@ -178,10 +178,10 @@ def vector_norm(
     return reduction_strategies(x, dim, keepdim, None)
 
 
-@handler(aten.linalg_vector_norm.default)
+@register_handler(aten.linalg_vector_norm.default)
 def _vector_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     """The norm of the ranks' norms; of counts of non-zero elements, their sum."""
-    given = named(aten.linalg_vector_norm.default, args, kwargs)
+    given = arguments_by_name(aten.linalg_vector_norm.default, args, kwargs)
     x, order, keepdim, dtype = given["self"], given["ord"], given["keepdim"], given["dtype"]
     dims = all_dims(given["dim"], x.ndim)
 
@@ -189,12 +189,12 @@ def _vector_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm
         empty = local.numel() == 0 and (order < 0 or order == math.inf)
         norm = torch.linalg.vector_norm
         return (
-            _rows_of(local, dims, 0.0 if order > 0 else math.inf)
+            _constant_rows(local, dims, 0.0 if order > 0 else math.inf)
             if empty
             else norm(local, order, dims, True, dtype=dtype)
         )
 
-    rows = _in_rows(x, dims, reduce, "vector_norm")
+    rows = _reduce_in_rows(x, dims, reduce, "vector_norm")
     if rows is NotImplemented:
         return rows
     if order == 0:
@@ -202,13 +202,13 @@ def _vector_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm
     return aten.linalg_vector_norm.default(rows, order, dims, keepdim)
 
 
-@handler(torch.norm, Tensor.norm)
+@register_handler(torch.norm, Tensor.norm)
 def _norm_function(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
     """torch.norm, which asks wrappers for their memory format and would take another path."""
-    return _norm(*args, **kwargs)
+    return _norm_of(*args, **kwargs)
 
 
-def _norm(x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+def _norm_of(x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
     if p == "nuc" or out is not None:
         raise UnsupportedOpError(
             f"torch.norm with p={p!r} and {'an' if out is not None else 'no'} out tensor: of a ShardedTensor it takes "
@@ -217,14 +217,14 @@ def _norm(x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: 
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
-@handler(aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+@register_handler(aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 def _norm_operator(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    given = named(aten.norm.ScalarOpt_dim, args, kwargs)
+    given = arguments_by_name(aten.norm.ScalarOpt_dim, args, kwargs)
     order = 2 if given["p"] is None else given["p"]
     return aten.linalg_vector_norm.default(given["self"], order, given["dim"], bool(given["keepdim"]))
 
 
-def _rows_of(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:
+def _constant_rows(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:
     """Rows of one value, for a rank that has nothing along the dims."""
     kind: torch.dtype = local.dtype.to_real()
     shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
@@ -236,17 +236,17 @@ def _dim_and_keepdim(args: Args, kwargs: dict[str, Any]) -> tuple[Any, bool]:
     return dim, args[2] if len(args) > 2 else kwargs.get("keepdim", False)
 
 
-def _in_rows(x: Any, dim: Dims, reduce: Callable[[Tensor], Tensor], name: str) -> Any:
+def _reduce_in_rows(x: Any, dim: Dims, reduce: Callable[[Tensor], Tensor], name: str) -> Any:
     """One row for each rank along the dims, or NotImplemented where none of the dims is cut."""
     if not isinstance(x, ShardedTensor):
         return NotImplemented
     dims = all_dims(dim, x.ndim)
-    return row_for_each_rank(settled(x, name), dims, reduce, name) if axes_of(x, dims) else NotImplemented
+    return gather_rank_rows(resolve_partial(x, name), dims, reduce, name) if cutting_axes(x, dims) else NotImplemented
 
 
-@handler(aten.dist.default)
+@register_handler(aten.dist.default)
 def _dist(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    given = named(aten.dist.default, args, kwargs)
+    given = arguments_by_name(aten.dist.default, args, kwargs)
     return aten.linalg_vector_norm.default(aten.sub.Tensor(given["self"], given["other"]), given["p"])
 
 
@@ -257,4 +257,4 @@ def _trace_part(view: LocalView, x: Tensor) -> Tensor:
 
 @register_sharding(aten.trace.default)
 def trace(x: TensorMeta) -> list[Any]:
-    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear(x, None), local=_trace_part)
+    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear_kinds(x, None), local=_trace_part)

@@ -20,12 +20,12 @@ from shardwise.geometry.placements import bounds
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.view_sharding import Level, NoViewError, axes_of, dim_patterns, express
-from shardwise.ops.rules.index import nothing_like, sum_kind
-from shardwise.ops.rules.view import pending_kinds, renumbered
-from shardwise.tensor.dispatch import handler
+from shardwise.ops.engine.view_sharding import Level, NoViewError, split_axes, dim_patterns, express_shard
+from shardwise.ops.rules.index import zeros_on_tape, sum_kind
+from shardwise.ops.rules.view import pending_kinds, renumber_dims
+from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.inplace import mark_copied
-from shardwise.tensor.move import moved
+from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
@@ -37,20 +37,20 @@ def slice_rule(
 ) -> list[Any]:
     at = dim % x.ndim
     whole = slice(start, end, step).indices(x.shape[at]) == (0, x.shape[at], 1)
-    return renumbered(x, [d if whole or d != at else None for d in range(x.ndim)])
+    return renumber_dims(x, [d if whole or d != at else None for d in range(x.ndim)])
 
 
-@handler(aten.slice.Tensor)
+@register_handler(aten.slice.Tensor)
 def _slice(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     given = {**dict(zip(("self", "dim", "start", "end", "step"), args, strict=False)), **kwargs}
     tensor: ShardedTensor = given["self"]
     dim, step = given.get("dim", 0) % tensor.ndim, given.get("step", 1)
     rows = range(*slice(given.get("start"), given.get("end"), step).indices(tensor.shape[dim]))
-    return NotImplemented if mesh_view(tensor.sharding) is None else sliced(tensor, dim, rows)
+    return NotImplemented if mesh_view(tensor.sharding) is None else slice_rows(tensor, dim, rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SlicePlan:
     """How a slice is taken: the layout of the result and this rank's rows; or the layout to move to first."""
 
     source: Layout
@@ -59,46 +59,46 @@ class Cut:
     through: Layout | None = None
 
 
-_MOST = 8192
-_cuts: dict[tuple[int, int, range, int], Cut] = {}
+_MAX_SLICE_PLANS = 8192
+_slice_plans: dict[tuple[int, int, range, int], SlicePlan] = {}
 
 
-def sliced(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
+def slice_rows(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
     """Rows of a dim, each where it lies; inner axes are replicated first if they would be cut differently."""
     key = (id(tensor.sharding), dim, rows, tensor.comm.rank)
-    cut = _cuts.get(key)
+    cut = _slice_plans.get(key)
     if cut is None:
-        if len(_cuts) >= _MOST:
-            _cuts.clear()
-        cut = _cuts[key] = _plan(tensor.sharding, dim, rows, tensor.comm.rank)
+        if len(_slice_plans) >= _MAX_SLICE_PLANS:
+            _slice_plans.clear()
+        cut = _slice_plans[key] = _plan_slice(tensor.sharding, dim, rows, tensor.comm.rank)
     if cut.result is None:
         assert cut.through is not None
-        locals_, anchor = moved(tensor, cut.through, "slice")
-        part = sliced(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
+        locals_, anchor = move_to(tensor, cut.through, "slice")
+        part = slice_rows(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
         return mark_copied(part, "a slice of a dim that had to be gathered")
     with autograd_on_locals():
         local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor.comm)
 
 
-def _plan(layout: Layout, dim: int, rows: range, rank: int) -> Cut:
+def _plan_slice(layout: Layout, dim: int, rows: range, rank: int) -> SlicePlan:
     spec = mesh_view(layout)
     assert spec is not None
-    axes = axes_of(spec, dim)
-    by_groups = _whole_groups(spec, dim, rows)
+    axes = split_axes(spec, dim)
+    by_groups = _cut_whole_groups(spec, dim, rows)
     try:
         cuts = {axes[0]: by_groups} if by_groups else _slice_cuts(spec, dim, layout.shape[dim], rows)
     except NoViewError:
         whole = [Replicate() if axis == axes[-1] else p for axis, p in enumerate(spec.placements)]
-        return Cut(layout, None, through=MeshSpec(spec.mesh, whole, spec.order).layout(layout.shape))
+        return SlicePlan(layout, None, through=MeshSpec(spec.mesh, whole, spec.order).layout(layout.shape))
     placements = [cuts.get(axis, p) for axis, p in enumerate(spec.placements)]
     shape = [len(rows) if d == dim else n for d, n in enumerate(layout.shape)]
-    return Cut(layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank))
+    return SlicePlan(layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank))
 
 
-def _whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
+def _cut_whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
     """How the result is cut if the dim is cut in groups by one axis and the rows are whole groups."""
-    axes = axes_of(spec, dim)
+    axes = split_axes(spec, dim)
     shard = spec.placements[axes[0]] if len(axes) == 1 else None
     if not isinstance(shard, Shard) or shard.groups is None or rows.step != 1:
         return None
@@ -111,20 +111,20 @@ def _whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
 
 def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int, Placement]:
     """For each axis that splits the dim, how it splits the rows that are kept."""
-    axes = axes_of(spec, dim)
+    axes = split_axes(spec, dim)
     if not axes or len(rows) == length:
         return {axis: spec.placements[axis] for axis in axes}
     patterns = dim_patterns(spec, dim, length)
     if len(patterns) != 1 or patterns[0].period != length:
         raise NoViewError("the dim is cut in blocks or groups")
-    return {v.axis: express(dim, v.sizes) for v in _kept(patterns[0].levels, rows)}
+    return {v.axis: express_shard(dim, v.sizes) for v in _keep_rows(patterns[0].levels, rows)}
 
 
-def _kept(levels: Sequence[Level], rows: range) -> list[Level]:
+def _keep_rows(levels: Sequence[Level], rows: range) -> list[Level]:
     """The sizes of nested cuts, counting only these rows."""
     lengths = [s for sizes in levels[-1].sizes for s in sizes]
     edges = bounds(lengths)
-    counts = [len(_inside(rows, low, low + n)) for low, n in zip(edges, lengths, strict=False)]
+    counts = [len(_rows_between(rows, low, low + n)) for low, n in zip(edges, lengths, strict=False)]
     found = []
     for level in reversed(levels):
         width = len(level.sizes[0])
@@ -134,10 +134,10 @@ def _kept(levels: Sequence[Level], rows: range) -> list[Level]:
     return found[::-1]
 
 
-def _inside(rows: range, low: int, high: int) -> range:
+def _rows_between(rows: range, low: int, high: int) -> range:
     """Those of the rows that lie between `low` and `high`.
 
-    >>> _inside(range(1, 10, 3), 2, 8)
+    >>> _rows_between(range(1, 10, 3), 2, 8)
     range(4, 10, 3)
     """
     first = max(0, -(-(low - rows.start) // rows.step))
@@ -150,7 +150,7 @@ def _local_rows(layout: Layout, dim: int, rows: range, rank: int) -> tuple[int, 
     own = layout.table.take(layout.rows_of(rank))
     columns = (own.offsets[:, dim].tolist(), own.sizes[:, dim].tolist(), own.local_offsets[:, dim].tolist())
     runs = set(zip(*columns, strict=True))
-    found = [(at + part.start - o, len(part)) for o, s, at in runs if (part := _inside(rows, o, o + s))]
+    found = [(at + part.start - o, len(part)) for o, s, at in runs if (part := _rows_between(rows, o, o + s))]
     if not found:
         return 0, 0, 1
     begin, count = min(start for start, _ in found), sum(n for _, n in found)
@@ -163,10 +163,10 @@ def select(x: TensorMeta, dim: int, index: int) -> list[Any]:
     if not -x.shape[at] <= index < x.shape[at]:
         raise IndexError(f"select(): index {index} out of range for tensor of size {list(x.shape)} at dimension {at}")
     new = [None if d == at else d - (d > at) for d in range(x.ndim)]
-    return [*renumbered(x, new), Strategy((sum_kind(x),), (Shard(at),), _select_here)]
+    return [*renumber_dims(x, new), Strategy((sum_kind(x),), (Shard(at),), _select_local)]
 
 
-def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
+def _select_local(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
     at = dim % x.ndim
     layout = view.layouts[0]
     own = layout.table.take(layout.rows_of(view.rank))
@@ -174,60 +174,60 @@ def _select_here(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
     for start, size, place in zip(own.offsets[:, at], own.sizes[:, at], own.local_offsets[:, at], strict=True):
         if start <= row < start + size:
             return x.select(at, int(place + row - start)).clone()
-    return nothing_like(x, [n for d, n in enumerate(x.shape) if d != at])
+    return zeros_on_tape(x, [n for d, n in enumerate(x.shape) if d != at])
 
 
-@handler(aten.select.int)
+@register_handler(aten.select.int)
 def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """By the rule; a row of a sharded dim is marked, since it shares no memory."""
     tensor: ShardedTensor = args[0]
     spec = mesh_view(tensor.sharding)
     dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if spec is None or not axes_of(spec, dim % max(1, tensor.ndim)):
+    if spec is None or not split_axes(spec, dim % max(1, tensor.ndim)):
         return NotImplemented
     return mark_copied(call_op(aten.select.int, types, args, kwargs), "a row of a sharded dim")
 
 
-def _pieces(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
+def _split_along(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
     """The tensor cut in pieces along a dim, or NotImplemented if that dim is whole on every rank."""
     spec = mesh_view(tensor.sharding)
-    if spec is None or not axes_of(spec, dim) or sum(sizes) != tensor.shape[dim]:
+    if spec is None or not split_axes(spec, dim) or sum(sizes) != tensor.shape[dim]:
         return NotImplemented
     edges = bounds(sizes)
-    return [sliced(tensor, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
+    return [slice_rows(tensor, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
 
 
 @register_sharding([aten.split.Tensor, aten.split_with_sizes.default])
 def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Any]:
-    return renumbered(x, [None if d == dim % x.ndim else d for d in range(x.ndim)])
+    return renumber_dims(x, [None if d == dim % x.ndim else d for d in range(x.ndim)])
 
 
-@handler(aten.split.Tensor, aten.split_with_sizes.default)
+@register_handler(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     tensor, given, dim = args[0], args[1], (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
     length = tensor.shape[dim]
     if isinstance(given, int):
         given = [min(given, length - at) for at in range(0, max(length, 1), max(given, 1))]
-    return _pieces(tensor, dim, given)
+    return _split_along(tensor, dim, given)
 
 
 @register_sharding(aten.unbind.int)
 def unbind(x: TensorMeta, dim: int = 0) -> list[Any]:
     at = dim % x.ndim
-    return renumbered(x, [None if d == at else d - (d > at) for d in range(x.ndim)])
+    return renumber_dims(x, [None if d == at else d - (d > at) for d in range(x.ndim)])
 
 
-@handler(aten.unbind.int)
+@register_handler(aten.unbind.int)
 def _unbind(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     tensor, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
     spec = mesh_view(tensor.sharding)
-    if spec is None or not axes_of(spec, dim):
+    if spec is None or not split_axes(spec, dim):
         return NotImplemented
     rows = [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
     return [mark_copied(row, "a row of a sharded dim") for row in rows]
 
 
-def _triangle(op: Any) -> Callable[..., list[Strategy]]:
+def _triangle_rule(op: Any) -> Callable[..., list[Strategy]]:
     def rule(x: TensorMeta, diagonal: int = 0) -> list[Strategy]:
         def local(view: Any, x: Tensor, diagonal: int = 0) -> Tensor:
             first_row, first_column = (view.interval(0, x.ndim + d)[0] for d in (-2, -1))
@@ -241,10 +241,10 @@ def _triangle(op: Any) -> Callable[..., list[Strategy]]:
 
 
 for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_.default):
-    register_sharding(_op)(_triangle(_op))
+    register_sharding(_op)(_triangle_rule(_op))
 
 
-@handler(Tensor.__setitem__)
+@register_handler(Tensor.__setitem__)
 def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Write into rows and slices where they lie. A row is taken as a slice of length 1, which shares memory."""
     tensor, key, value = args
@@ -253,17 +253,17 @@ def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
         with DisableTorchFunctionSubclass():
             return Tensor.__setitem__(tensor, key, value)
-    part = tensor[tuple(_as_slice(k) for k in keys)]
+    part = tensor[tuple(_to_slice(k) for k in keys)]
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
         part.fill_(value)
         return None
     rows = _row_dims(keys, tensor.ndim)
     lacking = [n for d, n in enumerate(part.shape) if d not in rows]
-    part.copy_(_with_rows(value.expand(lacking), rows))
+    part.copy_(_insert_rows(value.expand(lacking), rows))
     return None
 
 
-def _as_slice(key: Any) -> Any:
+def _to_slice(key: Any) -> Any:
     return slice(key, key + 1 or None) if isinstance(key, int) else key
 
 
@@ -281,7 +281,7 @@ def _row_dims(keys: Sequence[Any], ndim: int) -> list[int]:
     return places
 
 
-def _with_rows(value: Tensor, rows: Sequence[int]) -> Tensor:
+def _insert_rows(value: Tensor, rows: Sequence[int]) -> Tensor:
     for dim in rows:
         value = value.unsqueeze(dim)
     return value

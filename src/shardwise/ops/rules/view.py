@@ -18,13 +18,13 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.view_sharding import NoViewError, viewed
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
-from shardwise.tensor.move import text_of
+from shardwise.ops.engine.view_sharding import NoViewError, view_spec
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
-_MOST = 8192
+_MAX_VIEWS = 8192
 _views: dict[tuple[int, tuple[int, ...]], tuple[Layout, Layout]] = {}
 
 
@@ -33,7 +33,7 @@ def pending_kinds(*metas: TensorMeta) -> list[Partial]:
     return [Partial(op) for op in sorted({p.op for m in metas for p in m.placements if isinstance(p, Partial)})]
 
 
-def renumbered(x: TensorMeta, new_dim: Sequence[int | None], local: Any = None) -> list[Strategy]:
+def renumber_dims(x: TensorMeta, new_dim: Sequence[int | None], local: Any = None) -> list[Strategy]:
     """Strategies of an operator that gives dims new numbers; None for a dim that cannot stay sharded."""
     moves: list[tuple[Placement, Placement]] = [(Replicate(), Replicate())]
     moves += [(Shard(new), Shard(old)) for old, new in enumerate(new_dim) if new is not None]
@@ -43,7 +43,7 @@ def renumbered(x: TensorMeta, new_dim: Sequence[int | None], local: Any = None) 
 
 @register_sharding(aten.t.default)
 def t(x: TensorMeta) -> list[Any]:
-    return renumbered(x, list(reversed(range(x.ndim))))
+    return renumber_dims(x, list(reversed(range(x.ndim))))
 
 
 @register_sharding([aten.transpose.int])
@@ -51,19 +51,19 @@ def transpose(x: TensorMeta, one: int, other: int) -> list[Any]:
     new = list(range(x.ndim))
     if new:
         new[one], new[other] = new[other], new[one]
-    return renumbered(x, new)
+    return renumber_dims(x, new)
 
 
 @register_sharding(aten.permute.default)
 def permute(x: TensorMeta, dims: Sequence[int]) -> list[Any]:
     order = [d % x.ndim for d in dims]
-    return renumbered(x, [order.index(d) for d in range(x.ndim)])
+    return renumber_dims(x, [order.index(d) for d in range(x.ndim)])
 
 
 @register_sharding(aten.unsqueeze.default)
 def unsqueeze(x: TensorMeta, dim: int) -> list[Any]:
     at = dim % (x.ndim + 1)
-    return renumbered(x, [d + (d >= at) for d in range(x.ndim)])
+    return renumber_dims(x, [d + (d >= at) for d in range(x.ndim)])
 
 
 @register_sharding([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
@@ -71,7 +71,7 @@ def squeeze(x: TensorMeta, dims: int | Sequence[int] | None = None) -> list[Any]
     asked = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = sorted({d % x.ndim for d in asked if x.shape[d] == 1}) if x.ndim else []
     new = [None if d in gone else d - sum(g < d for g in gone) for d in range(x.ndim)]
-    return renumbered(x, new, lambda view, tensor, *rest: tensor.squeeze(gone))
+    return renumber_dims(x, new, lambda view, tensor, *rest: tensor.squeeze(gone))
 
 
 @register_sharding(aten.expand.default)
@@ -82,73 +82,73 @@ def expand(x: TensorMeta, size: Sequence[int], *, implicit: bool = False) -> lis
     def local(view: Any, tensor: Tensor, size: Sequence[int], **options: Any) -> Tensor:
         return tensor.expand([*size[:added], *(-1 if k else s for k, s in zip(kept, size[added:], strict=True))])
 
-    return renumbered(x, [d + added if k else None for d, k in enumerate(kept)], local)
+    return renumber_dims(x, [d + added if k else None for d, k in enumerate(kept)], local)
 
 
 @register_sharding([aten.flip.default])
 def flip(x: TensorMeta, dims: Sequence[int]) -> list[Any]:
     turned = {d % x.ndim for d in dims}
-    return renumbered(x, [None if d in turned else d for d in range(x.ndim)])
+    return renumber_dims(x, [None if d in turned else d for d in range(x.ndim)])
 
 
 @register_sharding([aten.roll.default])
 def roll(x: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> list[Any]:
     turned = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
-    return renumbered(x, [None if d in turned else d for d in range(x.ndim)])
+    return renumber_dims(x, [None if d in turned else d for d in range(x.ndim)])
 
 
 @register_sharding([aten.unfold.default])
 def unfold(x: TensorMeta, dim: int, size: int, step: int) -> list[Any]:
-    return renumbered(x, [None if d == dim % max(1, x.ndim) else d for d in range(x.ndim)])
+    return renumber_dims(x, [None if d == dim % max(1, x.ndim) else d for d in range(x.ndim)])
 
 
 @register_sharding([aten.view_as_real.default])
 def view_as_real(x: TensorMeta) -> list[Any]:
-    return renumbered(x, list(range(x.ndim)))
+    return renumber_dims(x, list(range(x.ndim)))
 
 
 @register_sharding([aten.view_as_complex.default])
 def view_as_complex(x: TensorMeta) -> list[Any]:
-    return renumbered(x, [*range(x.ndim - 1), None])
+    return renumber_dims(x, [*range(x.ndim - 1), None])
 
 
 @register_sharding([aten.view.dtype])
 def view_as_dtype(x: TensorMeta, dtype: torch.dtype) -> list[Any]:
     """The bytes under another name; where elements get longer or shorter the last dim stays whole."""
     kept = list(range(x.ndim if dtype.itemsize == x.dtype.itemsize else x.ndim - 1))
-    return [s for s in renumbered(x, [d if d in kept else None for d in range(x.ndim)]) if not _is_pending(s)]
+    return [s for s in renumber_dims(x, [d if d in kept else None for d in range(x.ndim)]) if not _is_pending(s)]
 
 
 def _is_pending(strategy: Strategy) -> bool:
     return isinstance(strategy.inputs[0], Partial)
 
 
-@handler(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+@register_handler(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
-    return reshaped(args[0], args[1] if len(args) > 1 else kwargs["size"])
+    return reshape_sharded(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-def reshaped(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
+def reshape_sharded(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
     """The tensor in another shape, where it lies."""
-    layout = _view_layout(tensor.sharding, tuple(size))
+    layout = _cached_view_layout(tensor.sharding, tuple(size))
     with autograd_on_locals():
         local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
     return wrap(layout, (local,), tensor.comm)
 
 
-def _view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
+def _cached_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
     known = _views.get((id(layout), size))
     if known is None:
-        if len(_views) >= _MOST:
+        if len(_views) >= _MAX_VIEWS:
             _views.clear()
-        known = _views[(id(layout), size)] = (layout, _new_layout(layout, full_size(layout.shape, size)))
+        known = _views[(id(layout), size)] = (layout, _carry_view_layout(layout, resolve_size(layout.shape, size)))
     return known[1]
 
 
-def full_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+def resolve_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
     """The size with its -1 filled in.
 
-    >>> full_size((4, 6), (-1, 8))
+    >>> resolve_size((4, 6), (-1, 8))
     (3, 8)
     """
     numel, known = math.prod(shape), math.prod(s for s in size if s != -1)
@@ -158,29 +158,29 @@ def full_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
     return filled
 
 
-def _new_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
+def _carry_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
     spec = mesh_view(layout)
     if spec is None:
-        raise _refused(layout, size, "its pieces are irregular")
+        raise _view_error(layout, size, "its pieces are irregular")
     if 0 in size:
         cut = [p if not isinstance(p, Shard) else Replicate() for p in spec.placements]
         return MeshSpec(spec.mesh, cut).layout(size)
     try:
-        return viewed(spec, layout.shape, size).layout(size)
+        return view_spec(spec, layout.shape, size).layout(size)
     except NoViewError as error:
-        alone = MeshSpec(spec.mesh, _without_single(spec), spec.order)
+        alone = MeshSpec(spec.mesh, _drop_single_axes(spec), spec.order)
         if alone != spec:
-            return _new_layout(alone.layout(layout.shape), size)
-        raise _refused(layout, size, str(error)) from None
+            return _carry_view_layout(alone.layout(layout.shape), size)
+        raise _view_error(layout, size, str(error)) from None
 
 
-def _without_single(spec: MeshSpec) -> list[Placement]:
+def _drop_single_axes(spec: MeshSpec) -> list[Placement]:
     """The placements with Replicate, which means the same, for axes of one rank."""
     return [Replicate() if n == 1 else p for p, n in zip(spec.placements, spec.mesh.shape, strict=True)]
 
 
-def _refused(layout: Layout, size: Sequence[int], why: str) -> UnsupportedOpError:
+def _view_error(layout: Layout, size: Sequence[int], why: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"view of {text_of(layout)} as {list(size)}: {why}; redistribute first, so that the dims that are merged "
+        f"view of {format_layout_text(layout)} as {list(size)}: {why}; redistribute first, so that the dims that are merged "
         "or split are whole or cut at multiples of the inner lengths"
     )

@@ -22,7 +22,7 @@ SCRATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class RawNumbers:
     """A kind of raw numbers: how NumPy draws them, and how many one step of the generator gives."""
 
     dtype: npt.DTypeLike
@@ -35,12 +35,12 @@ def _fill_bits(generator: np.random.Generator, out: npt.NDArray[Any]) -> None:
     out[:] = generator.integers(0, (1 << 64) - 1, len(out), np.uint64, endpoint=True).view(np.int64)
 
 
-FLOAT32 = Numbers(np.float32, 2, 0, lambda generator, out: _drawn(generator.random(out=out, dtype=np.float32)))
-FLOAT64 = Numbers(np.float64, 1, 1, lambda generator, out: _drawn(generator.random(out=out)))
-BITS64 = Numbers(np.int64, 1, 2, _fill_bits)
+FLOAT32 = RawNumbers(np.float32, 2, 0, lambda generator, out: _discard(generator.random(out=out, dtype=np.float32)))
+FLOAT64 = RawNumbers(np.float64, 1, 1, lambda generator, out: _discard(generator.random(out=out)))
+BITS64 = RawNumbers(np.int64, 1, 2, _fill_bits)
 
 
-def _drawn(filled: object) -> None:
+def _discard(filled: object) -> None:
     """Drop what was filled in place."""
 
 
@@ -51,7 +51,7 @@ class Distribution:
     `compute` is given the numbers and twice as much memory again; it may overwrite both.
     """
 
-    numbers: Numbers
+    numbers: RawNumbers
     compute: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -66,7 +66,7 @@ def uniform(low: float, high: float, dtype: torch.dtype) -> Distribution:
         raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
     if not math.isfinite(high - low) or high - low > torch.finfo(real).max:
         raise RuntimeError(f"uniform_ expects to-from <= {torch.finfo(real).max}, but found to={high} and from={low}")
-    top = _below(high, real) if low < high else high
+    top = _largest_below(high, real) if low < high else high
 
     def compute(numbers: Tensor, scratch: Tensor) -> Tensor:
         if (low, high) == (0, 1) and real in (torch.float32, torch.float64):
@@ -147,7 +147,7 @@ def integers(low: int | None, high: int | None, dtype: torch.dtype) -> Distribut
     if dtype.is_complex or _is_fp8(dtype):
         raise NotImplementedError(f"random_ is not implemented for {dtype}; draw integers or real numbers")
     low = 0 if low is None else low
-    high = _end_of(dtype) if high is None else high
+    high = _integer_end(dtype) if high is None else high
     if low >= high:
         raise RuntimeError(f"random_ expects 'from' to be less than 'to', but found from={low} >= to={high}")
     span = high - low
@@ -172,11 +172,11 @@ def _is_fp8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _numbers_for(real: torch.dtype) -> Numbers:
+def _numbers_for(real: torch.dtype) -> RawNumbers:
     return FLOAT64 if real == torch.float64 else FLOAT32
 
 
-def _below(value: float, dtype: torch.dtype) -> float:
+def _largest_below(value: float, dtype: torch.dtype) -> float:
     """The largest number of a dtype below a value."""
     nearest = torch.tensor(value, dtype=dtype)
     if nearest.item() < value:
@@ -187,7 +187,7 @@ def _below(value: float, dtype: torch.dtype) -> float:
     return float(down.view(dtype).item()) * (-1 if nearest.item() == 0 else 1)
 
 
-def _end_of(dtype: torch.dtype) -> int:
+def _integer_end(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Box, Layout, LayoutError
-from shardwise.tensor.random.distributions import BLOCK, SCRATCH, Distribution, Numbers
+from shardwise.tensor.random.distributions import BLOCK, SCRATCH, Distribution, RawNumbers
 from shardwise.tensor.random.streams import Stream
 
 ROW_ELEMENTS = 128  # of a ribbon, where the first dim is long: wide enough to copy well, narrow enough to cut
@@ -53,7 +53,7 @@ class Tiling:
     @staticmethod
     def of(shape: Sequence[int]) -> Tiling:
         """The tiling of a shape; a 0-dim tensor is tiled as one row."""
-        return _tiling(tuple(shape) or (1,))
+        return _cached_tiling(tuple(shape) or (1,))
 
     def ribbons(self, box: Box) -> Iterator[Ribbon]:
         """The ribbons that a box meets, each with what it meets of their tile."""
@@ -77,7 +77,7 @@ class Tiling:
 
 
 @lru_cache(maxsize=4096)
-def _tiling(shape: tuple[int, ...]) -> Tiling:
+def _cached_tiling(shape: tuple[int, ...]) -> Tiling:
     budget = max(ROW_ELEMENTS, RIBBON_ELEMENTS // max(shape[0], 1))
     edges = [1] * (len(shape) - 1)
     while True:
@@ -114,10 +114,10 @@ def unit_of(row: int) -> tuple[int, int]:
     return rows, -(-rows * row // BLOCK) * BLOCK
 
 
-class Source:
+class NumberSource:
     """Draws the raw numbers of one stream at any place."""
 
-    def __init__(self, stream: Stream, numbers: Numbers) -> None:
+    def __init__(self, stream: Stream, numbers: RawNumbers) -> None:
         self._stream = stream
         self._numbers = numbers
         self._bits = np.random.PCG64DXSM(0)
@@ -139,7 +139,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RibbonRows:
     """Some rows of a ribbon: from where and how much is drawn, what of it is skipped, and where the rest goes."""
 
     ribbon: Ribbon
@@ -169,14 +169,14 @@ def fill_box(target: Tensor, shape: Sequence[int], box: Box, stream: Stream, val
         return fill_box(target.view(1), (1,), Box((0,), (1,)), stream, values)
     if not target.is_cpu:
         return _fill_staged(target, shape, box, stream, values)
-    source = Source(stream, values.numbers)
-    buffers = Buffers(values)
-    for parts in _batches(Tiling.of(shape), box):
+    source = NumberSource(stream, values.numbers)
+    buffers = BatchBuffers(values)
+    for parts in _batch_rows(Tiling.of(shape), box):
         _fill_batch(target, parts, source, buffers)
     return None
 
 
-class Buffers:
+class BatchBuffers:
     """Memory for the numbers and the intermediate results of a batch, used again by the next one."""
 
     def __init__(self, values: Distribution) -> None:
@@ -195,14 +195,14 @@ class Buffers:
         return self._values.compute(memory[0], memory[1:])
 
 
-def _fill_batch(target: Tensor, parts: Sequence[_Part], source: Source, buffers: Buffers) -> None:
+def _fill_batch(target: Tensor, parts: Sequence[_RibbonRows], source: NumberSource, buffers: BatchBuffers) -> None:
     ends = list(itertools.accumulate(part.count for part in parts))
     raw = buffers.numbers(ends[-1])
     for part, end in zip(parts, ends, strict=True):
         source.draw(part.ribbon.number, part.position, raw[end - part.count : end])
     computed = buffers.values(ends[-1])
     for part, end in zip(parts, ends, strict=True):
-        _place(target, part, computed[end - part.count : end])
+        _place_rows(target, part, computed[end - part.count : end])
 
 
 def _fill_staged(target: Tensor, shape: Sequence[int], box: Box, stream: Stream, values: Distribution) -> None:
@@ -216,11 +216,11 @@ def _fill_staged(target: Tensor, shape: Sequence[int], box: Box, stream: Stream,
         target[start : start + rows].copy_(staged)
 
 
-def _batches(tiling: Tiling, box: Box) -> Iterator[list[_Part]]:
+def _batch_rows(tiling: Tiling, box: Box) -> Iterator[list[_RibbonRows]]:
     """What is drawn and computed at a time."""
-    batch: list[_Part] = []
+    batch: list[_RibbonRows] = []
     drawn = 0
-    for part in _parts(tiling, box):
+    for part in _ribbon_rows(tiling, box):
         batch.append(part)
         drawn += part.count
         if drawn >= BATCH_ELEMENTS:
@@ -230,7 +230,7 @@ def _batches(tiling: Tiling, box: Box) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _parts(tiling: Tiling, box: Box) -> Iterator[_Part]:
+def _ribbon_rows(tiling: Tiling, box: Box) -> Iterator[_RibbonRows]:
     """The rows of the ribbons that a box meets, in runs of at most a batch."""
     low, high = box.offsets[0], box.ends[0]
     for ribbon in tiling.ribbons(box):
@@ -240,10 +240,10 @@ def _parts(tiling: Tiling, box: Box) -> Iterator[_Part]:
             start, end = max(low, first * rows), min(high, (first + step) * rows)
             units = -(-end // rows) - first
             place = slice(start - low, end - low)
-            yield _Part(ribbon, first * width, units * width, unit, start - first * rows, place)
+            yield _RibbonRows(ribbon, first * width, units * width, unit, start - first * rows, place)
 
 
-def _place(target: Tensor, part: _Part, drawn: Tensor) -> None:
+def _place_rows(target: Tensor, part: _RibbonRows, drawn: Tensor) -> None:
     """Cut what is wanted out of the drawn units and copy it to its place."""
     rows, width = part.unit
     row = math.prod(part.ribbon.sizes)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Comm
-from shardwise.tensor.dispatch import UnsupportedOpError, handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.random.distributions import bernoulli, integers, normal, truncated_normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -86,10 +86,10 @@ def zeros_(tensor: Tensor) -> Tensor:
     return constant_(tensor, 0.0)
 
 
-def fans(shape: Sequence[int]) -> tuple[int, int]:
+def fan_in_and_out(shape: Sequence[int]) -> tuple[int, int]:
     """How many inputs and outputs a weight of this global shape connects to one value.
 
-    >>> fans((8, 4, 3, 3))
+    >>> fan_in_and_out((8, 4, 3, 3))
     (36, 72)
     """
     if len(shape) < 2:
@@ -103,13 +103,13 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
 
 def xavier_uniform_(tensor: Tensor, gain: float = 1.0, generator: Generator = None) -> Tensor:
     """Fill a weight with uniform random numbers of the variance 2 / (fan in + fan out), times the gain squared."""
-    bound = math.sqrt(3.0) * gain * math.sqrt(2.0 / sum(fans(tensor.shape)))
+    bound = math.sqrt(3.0) * gain * math.sqrt(2.0 / sum(fan_in_and_out(tensor.shape)))
     return uniform_(tensor, -bound, bound, generator)
 
 
 def xavier_normal_(tensor: Tensor, gain: float = 1.0, generator: Generator = None) -> Tensor:
     """Fill a weight with normal random numbers of the variance 2 / (fan in + fan out), times the gain squared."""
-    return normal_(tensor, 0.0, gain * math.sqrt(2.0 / sum(fans(tensor.shape))), generator)
+    return normal_(tensor, 0.0, gain * math.sqrt(2.0 / sum(fan_in_and_out(tensor.shape))), generator)
 
 
 def kaiming_uniform_(
@@ -124,7 +124,7 @@ def kaiming_uniform_(
     True
     """
     if 0 in tensor.shape:
-        return _no_elements(tensor)
+        return _warn_no_elements(tensor)
     bound = math.sqrt(3.0) * _kaiming_std(tensor, a, mode, nonlinearity)
     return uniform_(tensor, -bound, bound, generator)
 
@@ -134,11 +134,11 @@ def kaiming_normal_(
 ) -> Tensor:
     """Fill a weight with normal random numbers of the variance gain squared / fan."""
     if 0 in tensor.shape:
-        return _no_elements(tensor)
+        return _warn_no_elements(tensor)
     return normal_(tensor, 0.0, _kaiming_std(tensor, a, mode, nonlinearity), generator)
 
 
-def _no_elements(tensor: Tensor) -> Tensor:
+def _warn_no_elements(tensor: Tensor) -> Tensor:
     warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=3)
     return tensor
 
@@ -147,33 +147,33 @@ def _kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: Any) -> floa
     modes = ["fan_in", "fan_out"]
     if mode.lower() not in modes:
         raise ValueError(f"Mode {mode.lower()} not supported, please use one of {modes}")
-    fan = fans(tensor.shape)[modes.index(mode.lower())]
+    fan = fan_in_and_out(tensor.shape)[modes.index(mode.lower())]
     return nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
 
-@handler(nn.init.uniform_)
+@register_handler(nn.init.uniform_)
 def _init_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return uniform_(*args, **kwargs)
 
 
-@handler(nn.init.normal_)
+@register_handler(nn.init.normal_)
 def _init_normal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return normal_(*args, **kwargs)
 
 
-@handler(nn.init.constant_)
+@register_handler(nn.init.constant_)
 def _init_constant(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return constant_(*args, **kwargs)
 
 
-@handler(nn.init.kaiming_uniform_)
+@register_handler(nn.init.kaiming_uniform_)
 def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return kaiming_uniform_(*args, **kwargs)
 
 
-@handler(Tensor.uniform_, torch.ops.aten.uniform_.default)
-def _uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_uniform(*args, **_named(kwargs))
+@register_handler(Tensor.uniform_, torch.ops.aten.uniform_.default)
+def _uniform_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_uniform(*args, **_rename_from_keyword(kwargs))
 
 
 def _draw_uniform(
@@ -185,8 +185,8 @@ def _draw_uniform(
     )
 
 
-@handler(Tensor.normal_, torch.ops.aten.normal_.default)
-def _normal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+@register_handler(Tensor.normal_, torch.ops.aten.normal_.default)
+def _normal_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_normal(*args, **kwargs)
 
 
@@ -199,8 +199,8 @@ def _draw_normal(
     )
 
 
-@handler(Tensor.bernoulli_, torch.ops.aten.bernoulli_.float)
-def _bernoulli(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+@register_handler(Tensor.bernoulli_, torch.ops.aten.bernoulli_.float)
+def _bernoulli_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_bernoulli(*args, **kwargs)
 
 
@@ -210,14 +210,14 @@ def _draw_bernoulli(tensor: ShardedTensor, p: Any = 0.5, *, generator: Generator
     return draw_into(tensor, lambda: bernoulli(p), label="bernoulli_", fields={"p": p}, generator=generator)
 
 
-@handler(
+@register_handler(
     Tensor.random_,
     torch.ops.aten.random_.default,
     torch.ops.aten.random_.to,
     torch.ops.aten.random_.__getattr__("from"),
 )
-def _random(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_integers(*args, **_named(kwargs))
+def _random_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+    return _draw_integers(*args, **_rename_from_keyword(kwargs))
 
 
 def _draw_integers(
@@ -230,13 +230,13 @@ def _draw_integers(
     )
 
 
-def _named(kwargs: Kwargs) -> Kwargs:
+def _rename_from_keyword(kwargs: Kwargs) -> Kwargs:
     """The arguments with `from`, which is no name in Python, as `from_`."""
     return {"from_" if name == "from" else name: value for name, value in kwargs.items()}
 
 
-@handler(torch.fill_, Tensor.fill_, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
-def _fill(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+@register_handler(torch.fill_, Tensor.fill_, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
+def _fill_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _fill_value(*args, **kwargs)
 
 
@@ -246,6 +246,6 @@ def _fill_value(tensor: ShardedTensor, value: Any) -> ShardedTensor:
     return fill_with(tensor, value)
 
 
-@handler(torch.zero_, Tensor.zero_, torch.ops.aten.zero_.default)
-def _zero(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
+@register_handler(torch.zero_, Tensor.zero_, torch.ops.aten.zero_.default)
+def _zero_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _fill_value(args[0], 0)

@@ -21,7 +21,7 @@ import torch
 
 from shardwise._torch import is_in_backward
 from shardwise.comm import Comm, agree
-from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 
 _WORDS = struct.Struct("<QQ")
 _MASK = (1 << 64) - 1
@@ -50,7 +50,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class _Book:
+class _StreamCounts:
     """How many streams were taken for each seed, and the counts at the states of the generator that were met.
 
     `pinned` is our own seed, and torch's at the time it was given.
@@ -61,19 +61,19 @@ class _Book:
     pinned: tuple[int, int] | None = None
 
 
-_Books: TypeAlias = "WeakKeyDictionary[Comm | torch.Generator, _Book]"
-_books: _Books = WeakKeyDictionary()
-_generators: dict[int, tuple[torch.Generator, _Book]] = {}
+_CountsByOwner: TypeAlias = "WeakKeyDictionary[Comm | torch.Generator, _StreamCounts]"
+_stream_counts: _CountsByOwner = WeakKeyDictionary()
+_generators: dict[int, tuple[torch.Generator, _StreamCounts]] = {}
 
 
-def _book_of(owner: Comm | torch.Generator) -> _Book:
+def _stream_counts_of(owner: Comm | torch.Generator) -> _StreamCounts:
     """The counts of a comm or a generator; generators of older torch take no weak reference and are kept."""
     if isinstance(owner, torch.Generator) and not _GENERATORS_FORGET:
-        return _generators.setdefault(id(owner), (owner, _Book()))[1]
-    return _books.setdefault(owner, _Book())
+        return _generators.setdefault(id(owner), (owner, _StreamCounts()))[1]
+    return _stream_counts.setdefault(owner, _StreamCounts())
 
 
-def manual_seed(seed: int, process_group: Group | None = None) -> None:
+def manual_seed(seed: int, process_group: GroupOrComm | None = None) -> None:
     """Start the random numbers of sharded tensors anew; torch's generator for plain tensors stays as it is.
 
     It holds for the tensors of this comm until torch itself is given another seed.
@@ -86,11 +86,11 @@ def manual_seed(seed: int, process_group: Group | None = None) -> None:
     >>> torch.equal(first.local_tensor(), rand(ChunkSpec(0, ranks=1), 3).local_tensor())
     True
     """
-    comm = comm_for(process_group)
-    book = _book_of(comm)
+    comm = resolve_comm(process_group)
+    book = _stream_counts_of(comm)
     torch_seed = torch.initial_seed()
-    if _alone_in_process(comm) and _is_fresh(torch.default_generator):
-        _advance(torch.default_generator)
+    if _is_alone_in_process(comm) and _is_fresh(torch.default_generator):
+        _advance_generator(torch.default_generator)
     book.pinned = (int(seed) & _MASK, torch_seed)
     book.counts[int(seed) & _MASK] = 0
     book.places = {place: count for place, count in book.places.items() if place[0] != int(seed) & _MASK}
@@ -117,31 +117,31 @@ def next_stream(
     """
     fields = {**fields, "seed": seed}
     if seed is not None:
-        return _first_ranks(comm, Stream(seed), fields, label, problem)
-    if problem is None and generator is None and not _alone_in_process(comm) and is_in_backward():
+        return _agree_on_stream(comm, Stream(seed), fields, label, problem)
+    if problem is None and generator is None and not _is_alone_in_process(comm) and is_in_backward():
         problem = _COMPUTED_AGAIN
-    own = _peek(comm, generator)
-    stream = _first_ranks(comm, own, fields, label, problem)
-    _note(comm, generator, own.seed, stream.count)
+    own = _peek_stream(comm, generator)
+    stream = _agree_on_stream(comm, own, fields, label, problem)
+    _count_stream(comm, generator, own.seed, stream.count)
     return stream
 
 
-def _note(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
+def _count_stream(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
     """Count a stream, note the states of the generator before and after it."""
-    book = _book_of(comm if generator is None else generator)
+    book = _stream_counts_of(comm if generator is None else generator)
     known = book.counts.get(seed, 0) if is_in_backward() else 0
     book.counts[seed] = max(known, count + 1)
     source = torch.default_generator if generator is None else generator
-    if generator is None and not _alone_in_process(comm):
+    if generator is None and not _is_alone_in_process(comm):
         return
     if len(book.places) > _MOST_PLACES:
         book.places.clear()
     book.places[seed, _state_of(source)] = count
-    _advance(source)
+    _advance_generator(source)
     book.places[seed, _state_of(source)] = count + 1
 
 
-def _first_ranks(comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | None) -> Stream:
+def _agree_on_stream(comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | None) -> Stream:
     """The first rank's stream, once all ranks are seen to ask for the same."""
     text = repr(sorted((name, repr(value)) for name, value in fields.items()))
     digest = hashlib.blake2b(b"" if problem else text.encode(), digest_size=16).digest()
@@ -151,12 +151,12 @@ def _first_ranks(comm: Comm, own: Stream, fields: Mapping[str, object], label: s
     return Stream(*_WORDS.unpack(told[0][16:]))
 
 
-def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
+def _peek_stream(comm: Comm, generator: torch.Generator | None) -> Stream:
     """This rank's idea of the next stream."""
-    book = _book_of(comm if generator is None else generator)
+    book = _stream_counts_of(comm if generator is None else generator)
     source = torch.default_generator if generator is None else generator
     torch_seed = source.initial_seed()
-    owned = generator is not None or _alone_in_process(comm)
+    owned = generator is not None or _is_alone_in_process(comm)
     if owned and not is_in_backward() and _is_fresh(source):
         book.counts.pop(torch_seed & _MASK, None)
         book.pinned = None
@@ -168,7 +168,7 @@ def _peek(comm: Comm, generator: torch.Generator | None) -> Stream:
     return Stream(seed, book.counts.get(seed, 0) if count is None else count)
 
 
-def _alone_in_process(comm: Comm) -> bool:
+def _is_alone_in_process(comm: Comm) -> bool:
     """Whether torch's default generator belongs to this rank; ranks that are threads of one process share it."""
     return comm.process_group is not None or comm.world_size == 1
 
@@ -183,5 +183,5 @@ def _state_of(generator: torch.Generator) -> bytes:
     return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=16).digest()
 
 
-def _advance(generator: torch.Generator) -> None:
+def _advance_generator(generator: torch.Generator) -> None:
     torch.empty(1, device=generator.device).uniform_(generator=generator)

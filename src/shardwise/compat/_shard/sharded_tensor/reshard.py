@@ -6,7 +6,7 @@ import torch
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ShardingSpec
-from shardwise.tensor.comms import Group, comm_for
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.placement_specs import metadata_of
 from shardwise.tensor.remote_devices import rank_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -38,11 +38,11 @@ def reshard_local_shard(
     st_size: torch.Size,
     sharding_spec: ShardingSpec,
     resharding_spec: ShardingSpec,
-    pg: Group,
+    pg: GroupOrComm,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """Return this rank's shards after a move to another spec, and all shards by rank; differentiable."""
     layout = sharding_spec.layout(st_size)
-    moved: ShardedTensor = wrap(layout, (local_tensor,), comm_for(pg)).redistribute(resharding_spec, label="reshard")
+    moved: ShardedTensor = wrap(layout, (local_tensor,), resolve_comm(pg)).redistribute(resharding_spec, label="reshard")
     return moved.local_shards(), _by_rank(moved.metadata().shards_metadata)
 
 
@@ -51,7 +51,7 @@ def reshuffle_local_shard(
     st_size: torch.Size,
     sharding_spec: ShardingSpec,
     resharding_spec: ShardingSpec,
-    pg: Group,
+    pg: GroupOrComm,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """Return the same as `reshard_local_shard`; torch tells moves along one dim apart, here all are one."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)

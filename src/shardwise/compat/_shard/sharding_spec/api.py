@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwise.compat._shard.metadata import ShardMetadata
-from shardwise.tensor.comms import Group
+from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.custom_ops import Op, custom_sharding_spec_op, dispatch_custom_op, has_custom_op
 from shardwise.tensor.placement_specs import (
     ChunkShardingSpec,
@@ -20,7 +20,7 @@ def _has_custom_op(sharding_spec: object, op: Op) -> bool:
 
 
 def _dispatch_custom_op(
-    sharding_spec: object, op: Op, types: Any, args: Any, kwargs: Any, process_group: Group | None
+    sharding_spec: object, op: Op, types: Any, args: Any, kwargs: Any, process_group: GroupOrComm | None
 ) -> Any:
     return dispatch_custom_op(sharding_spec, op, types, args, kwargs, process_group)
 
