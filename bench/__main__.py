@@ -15,13 +15,13 @@ Section = Callable[[bool], Sequence[Figures]]
 WIDTH = 150
 
 SECTIONS: dict[str, Section] = {
-    "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.Sizes()),
-    "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.Sizes()),
-    "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.Sizes()),
-    "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.Sizes()),
-    "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.Sizes()),
-    "move": lambda tiny: move.run(move.TINY if tiny else move.Sizes()),
-    "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.Sizes()),
+    "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.LayoutBenchSizes()),
+    "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
+    "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
+    "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.OpShareBenchSizes()),
+    "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.ModuleBenchSizes()),
+    "move": lambda tiny: move.run(move.TINY if tiny else move.MoveBenchSizes()),
+    "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.CheckpointBenchSizes()),
 }
 
 

@@ -31,7 +31,7 @@ import shardwise
 from bench.checkpoint_reshard import TINY_RESHARD, ReshardSizes, reshard_figures
 from bench.memory import Peak
 from bench.report import Cell, Figures
-from bench.timing import Contender, Span, interleaved, seconds
+from bench.timing import Contender, Span, run_interleaved, seconds
 from shardwise.checkpoint import leftovers
 from shardwise.comm import LocalWorld
 from shardwise.geometry import ChunkSpec
@@ -45,18 +45,18 @@ Load = tuple[str, int, tuple[int, int], int]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CheckpointBenchSizes:
     """Each load: its name, how many tensors of which shape, and the runs of each way."""
 
     loads: tuple[Load, ...] = (("16 large tensors", 16, (4096, 2048), 7), ("2,000 small tensors", 2000, (64, 64), 3))
     offline: ReshardSizes = field(default_factory=ReshardSizes)
 
 
-TINY = Sizes(loads=(("4 tensors", 4, (64, 64), 1),), offline=TINY_RESHARD)
+TINY = CheckpointBenchSizes(loads=(("4 tensors", 4, (64, 64), 1),), offline=TINY_RESHARD)
 Found = dict[str, tuple[list[Span], int | None]]
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: CheckpointBenchSizes) -> list[Figures]:
     """Both loads, saved and loaded, on spawned gloo ranks."""
     rows: list[Sequence[Cell]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
@@ -95,7 +95,7 @@ def _rows(case: str, by_rank: Sequence[Found], size: int) -> list[Sequence[Cell]
     ]
 
 
-def _quiet() -> None:
+def _silence_peers() -> None:
     warnings.simplefilter("ignore")  # the peer deprecates its own arguments
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -106,11 +106,11 @@ def _state(count: int, shape: tuple[int, int], dim: int, ranks: int, filled: boo
     state: dict[str, Any] = {f"layers.{i}.weight": shardwise.zeros(spec, *shape) for i in range(count)}
     for number, tensor in enumerate(state.values()):
         for piece, local in zip(tensor.sharding.pieces_of(dist.get_rank()), tensor.local_tensors(), strict=True):
-            local.copy_(_expected(number, shape)[piece.box.slices] if filled else torch.zeros(()))
+            local.copy_(_make_expected(number, shape)[piece.box.slices] if filled else torch.zeros(()))
     return state
 
 
-def _expected(number: int, shape: tuple[int, int]) -> Tensor:
+def _make_expected(number: int, shape: tuple[int, int]) -> Tensor:
     return torch.arange(shape[0] * shape[1], dtype=torch.float32).add_(number).reshape(shape)
 
 
@@ -120,11 +120,11 @@ def _locals(state: dict[str, Any]) -> list[Tensor]:
 
 def measure_save(folder: str, count: int, shape: tuple[int, int], repeats: int) -> Found:
     """On one rank: save in every way, first once to count memory, then timed."""
-    _quiet()
+    _silence_peers()
     state = _state(count, shape, 0, SAVERS, filled=True)
     ours, replaced, dcp = (f"{folder}/{name}" for name in ("ours", "replaced", "dcp"))
     raw = f"{folder}/raw{dist.get_rank()}"
-    return _measured(
+    return _measure_ways(
         [
             Contender(OURS, lambda _: shardwise.save(state, ours), lambda: _remove(ours)),
             Contender(REPLACING, lambda _: shardwise.save(state, replaced), lambda: _remove(None)),
@@ -157,10 +157,10 @@ def _write_raw(path: str, tensors: Sequence[Tensor]) -> None:
 
 def measure_load(folder: str, count: int, shape: tuple[int, int], repeats: int) -> Found:
     """On one rank: load in every way, and compare what came."""
-    _quiet()
+    _silence_peers()
     state = _state(count, shape, 1, LOADERS, filled=False)
     ours = f"{folder}/ours"
-    found = _measured(
+    found = _measure_ways(
         [
             Contender(OURS, lambda _: shardwise.load(state, ours, max_buffer_bytes=LIMIT)),
             Contender(UNCHECKED, lambda _: shardwise.load(state, ours, verify=False, max_buffer_bytes=LIMIT)),
@@ -199,13 +199,13 @@ def _read_raw(folder: str, tensors: Sequence[Tensor]) -> None:
 def _check(state: dict[str, ShardedTensor], shape: tuple[int, int]) -> None:
     for number, tensor in enumerate(state.values()):
         piece = tensor.sharding.pieces_of(dist.get_rank())[0]
-        if not torch.equal(tensor.local_tensor(), _expected(number, shape)[piece.box.slices]):
+        if not torch.equal(tensor.local_tensor(), _make_expected(number, shape)[piece.box.slices]):
             raise AssertionError(f"tensor {number} came back wrong")
 
 
-def _measured(ways: Sequence[Contender], repeats: int) -> Found:
+def _measure_ways(ways: Sequence[Contender], repeats: int) -> Found:
     extra = {way.name: _extra(way) for way in ways}
-    spans = interleaved(ways, repeats, before=dist.barrier)
+    spans = run_interleaved(ways, repeats, before=dist.barrier)
     return {name: (found, extra[name]) for name, found in spans.items()}
 
 

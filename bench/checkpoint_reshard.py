@@ -61,9 +61,9 @@ def reshard_figures(sizes: ReshardSizes) -> Figures:
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         _write_source(Path(folder) / "source", sizes)
         for _ in range(sizes.repeats):
-            raw.append(_raw_copy(Path(folder)))
+            raw.append(_copy_raw(Path(folder)))
             for name, options in sizes.ways:
-                seconds, peak = _measured(Path(folder), sizes.memory, options)
+                seconds, peak = _measure_command(Path(folder), sizes.memory, options)
                 times[name].append(seconds)
                 peaks[name] = max(peak, peaks.get(name, 0))
     medians = {"raw copy": statistics.median(raw)} | {n: statistics.median(t) for n, t in times.items()}
@@ -91,7 +91,7 @@ def _write_source(path: Path, sizes: ReshardSizes) -> None:
     run_local(body, SAVERS)
 
 
-def _raw_copy(folder: Path) -> float:
+def _copy_raw(folder: Path) -> float:
     """Read all bytes of the source and write them to as many files, synced."""
     started = time.perf_counter()
     for number, file in enumerate(sorted((folder / "source").glob("*.safetensors"))):
@@ -106,7 +106,7 @@ def _raw_copy(folder: Path) -> float:
     return seconds
 
 
-def _measured(folder: Path, memory: int, options: Sequence[str]) -> tuple[float, int]:
+def _measure_command(folder: Path, memory: int, options: Sequence[str]) -> tuple[float, int]:
     """The seconds of one run of the command, and its peak of memory in bytes."""
     texts = ["reshard", str(folder / "source"), str(folder / "made"), "--layout", "S(1)", "--ranks", str(READERS)]
     command = [sys.executable, "-c", _COMMAND, *texts, "--memory", str(memory), "--overwrite", *options]

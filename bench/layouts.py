@@ -23,7 +23,7 @@ RANKS = 64
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayoutBenchSizes:
     """Pieces in the grid, ribbons, runs of each."""
 
     grid: int = 100_000
@@ -31,7 +31,7 @@ class Sizes:
     repeats: int = 3
 
 
-TINY = Sizes(grid=100, ribbons=50, repeats=1)
+TINY = LayoutBenchSizes(grid=100, ribbons=50, repeats=1)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def cut_ribbons(count: int) -> Pieces:
     return Pieces(f"{len(offsets):,} pieces of ribbons cut once", whole.shape, offsets, sizes)
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: LayoutBenchSizes) -> list[Figures]:
     """Time all contenders on all tensors."""
     rows: list[list[Cell]] = []
     for pieces in (grid(sizes.grid), ribbons(sizes.ribbons), cut_ribbons(sizes.ribbons)):

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from bench import ops_models
-from bench.modules_lookup import HAND, OURS, TORCH, Case, contenders
+from bench.modules_lookup import HAND, OURS, TORCH, LookupCase, contenders
 from bench.report import Cell, Figures
-from bench.timing import Contender, Span, interleaved, seconds
+from bench.timing import Contender, Span, run_interleaved, seconds
 from shardwise.comm import LocalWorld
 from shardwise.geometry import Mesh
 from shardwise.nn import ModelPlan, shard_module
@@ -34,19 +34,19 @@ LOOKUP_AIM, MODEL_AIM = 1.2, 1.15
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModuleBenchSizes:
     """The lookups, their turns, the ranks; the ranks and turns of the models."""
 
-    cases: tuple[Case, ...] = (
-        Case(100_000, 64, 10_000, 0, 0, False),
-        Case(100_000, 64, 10_000, 0, 0, True),
-        Case(100_000, 64, 10_000, 0, 1, False),
-        Case(100_000, 64, 10_000, 0, 1, True),
-        Case(1_000_000, 64, 40_000, 0, 0, False),
-        Case(100_000, 64, 10_000, 20, 0, False),
-        Case(100_000, 64, 10_000, 20, 0, True),
-        Case(100_000, 64, 10_000, 20, 1, False),
-        Case(100_000, 64, 10_000, 20, 1, True),
+    cases: tuple[LookupCase, ...] = (
+        LookupCase(100_000, 64, 10_000, 0, 0, False),
+        LookupCase(100_000, 64, 10_000, 0, 0, True),
+        LookupCase(100_000, 64, 10_000, 0, 1, False),
+        LookupCase(100_000, 64, 10_000, 0, 1, True),
+        LookupCase(1_000_000, 64, 40_000, 0, 0, False),
+        LookupCase(100_000, 64, 10_000, 20, 0, False),
+        LookupCase(100_000, 64, 10_000, 20, 0, True),
+        LookupCase(100_000, 64, 10_000, 20, 1, False),
+        LookupCase(100_000, 64, 10_000, 20, 1, True),
     )
     turns: int = 15
     ranks: int = 4
@@ -54,48 +54,50 @@ class Sizes:
     model_turns: int = 60
 
 
-TINY = Sizes(cases=(Case(64, 4, 20, 0, 0, True), Case(64, 4, 20, 5, 1, False)), turns=1, ranks=2, model_turns=1)
+TINY = ModuleBenchSizes(
+    cases=(LookupCase(64, 4, 20, 0, 0, True), LookupCase(64, 4, 20, 5, 1, False)), turns=1, ranks=2, model_turns=1
+)
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: ModuleBenchSizes) -> list[Figures]:
     """Both tables."""
     with LocalWorld(sizes.ranks) as world:
-        lookups = [_joined(world.run(_lookup, case, sizes.turns)) for case in sizes.cases]
+        lookups = [_join_rank_times(world.run(_lookup, case, sizes.turns)) for case in sizes.cases]
     with LocalWorld(sizes.model_ranks) as world:
-        models = {kind: _joined(world.run(_model, kind, sizes.model_turns)) for kind in MODELS}
+        models = {kind: _join_rank_times(world.run(_model, kind, sizes.model_turns)) for kind in MODELS}
     return [_lookup_table(sizes, lookups), _model_table(sizes, models)]
 
 
-def _joined(by_rank: Sequence[dict[str, list[Span]]]) -> dict[str, float]:
+def _join_rank_times(by_rank: Sequence[dict[str, list[Span]]]) -> dict[str, float]:
     return {name: seconds([found[name] for found in by_rank]) for name in by_rank[0]}
 
 
-def _quiet() -> None:
+def _silence_warnings() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # the peers deprecate themselves and each other
     logging.disable(logging.WARNING)
 
 
-def _lookup(case: Case, turns: int) -> dict[str, list[Span]]:
+def _lookup(case: LookupCase, turns: int) -> dict[str, list[Span]]:
     """On one rank: all ways give the same, then they take turns."""
-    _quiet()
+    _silence_warnings()
     ways = contenders(case)
     results = {way.name: way.run(None).detach() for way in ways}
     for name, result in results.items():
         assert_close(result, results[TORCH], msg=f"{name} differs from {TORCH}")
-    return interleaved(ways, turns, before=dist.barrier)
+    return run_interleaved(ways, turns, before=dist.barrier)
 
 
-def _lookup_table(sizes: Sizes, found: Sequence[dict[str, float]]) -> Figures:
+def _lookup_table(sizes: ModuleBenchSizes, found: Sequence[dict[str, float]]) -> Figures:
     rows = [_lookup_row(case, times) for case, times in zip(sizes.cases, found, strict=True)]
     return Figures(
         f"lookups, {sizes.ranks} gloo ranks, each with its own ids: medians in ms, interleaved",
         ["lookup", "table", "ids", OURS, TORCH, HAND, f"ours / {TORCH}", f"ours / {HAND}", "aim", "met"],
         rows,
-        ["by hand: distinct ids, counts, ids and rows by three all-to-alls of gloo; for tables cut in rows only"],
+        ["by hand: distinct ids, counts, ids and rows by three all-to-alls of gloo; for tables split by rows only"],
     )
 
 
-def _lookup_row(case: Case, times: dict[str, float]) -> list[Cell]:
+def _lookup_row(case: LookupCase, times: dict[str, float]) -> list[Cell]:
     hand = times.get(HAND)
     ratio = None if hand is None else times[OURS] / hand
     aim = LOOKUP_AIM if hand is not None else 1.0
@@ -108,7 +110,7 @@ def _lookup_row(case: Case, times: dict[str, float]) -> list[Cell]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (ops_models.Perceptron, ops_models.HandPerceptron, (ops_models.TOKENS, ops_models.WIDTH)),
     "transformer block": (
-        ops_models.Block,
+        ops_models.BenchBlock,
         ops_models.HandBlock,
         (ops_models.BATCH, ops_models.TOKENS, ops_models.WIDTH),
     ),
@@ -116,34 +118,34 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[
 
 
 def _model(kind: str, turns: int) -> dict[str, list[Span]]:
-    _quiet()
+    _silence_warnings()
     plain, hand, shape = MODELS[kind]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ways = {
-        OURS: _planned(_seeded(plain)),
-        HAND: ops_models.by_hand(_like(hand(), _seeded(plain))),
-        DTENSOR: ops_models.on_dtensors(_seeded(plain), mesh),
-        PLAIN: _seeded(plain),
+        OURS: _shard_by_plan(_make_seeded_model(plain)),
+        HAND: ops_models.shard_by_hand(_copy_state(hand(), _make_seeded_model(plain))),
+        DTENSOR: ops_models.make_dtensors(_make_seeded_model(plain), mesh),
+        PLAIN: _make_seeded_model(plain),
     }
     made = [Contender(name, _step(model, x)) for name, model in ways.items()]
     losses = {way.name: [_number(way.run(None)) for _ in range(3)] for way in made}
     for name, found in losses.items():
         assert_close(found, losses[PLAIN], rtol=1e-3, atol=1e-3, msg=f"{name} differs from {PLAIN}")
-    return interleaved(made, turns, before=dist.barrier)
+    return run_interleaved(made, turns, before=dist.barrier)
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def _make_seeded_model(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(2)
     return make()
 
 
-def _like(model: nn.Module, other: nn.Module) -> nn.Module:
+def _copy_state(model: nn.Module, other: nn.Module) -> nn.Module:
     model.load_state_dict(other.state_dict())
     return model
 
 
-def _planned(model: nn.Module) -> nn.Module:
+def _shard_by_plan(model: nn.Module) -> nn.Module:
     patterns = {}
     for name, _ in model.named_parameters():
         layer, _, kind = name.rpartition(".")
@@ -174,7 +176,7 @@ def _step(model: nn.Module, x: Any) -> Callable[[Any], Any]:
     return run
 
 
-def _model_table(sizes: Sizes, found: dict[str, dict[str, float]]) -> Figures:
+def _model_table(sizes: ModuleBenchSizes, found: dict[str, dict[str, float]]) -> Figures:
     rows: list[list[Cell]] = []
     for kind, times in found.items():
         ratio, peer = times[OURS] / times[HAND], times[OURS] / times[DTENSOR]

@@ -21,7 +21,7 @@ OURS, TORCH, HAND = "ours", "torch's sharded", "by hand"
 
 
 @dataclass(frozen=True)
-class Case:
+class LookupCase:
     """A table, cut along `dim`, and what each rank looks up: ids, or bags of ids."""
 
     rows: int
@@ -76,7 +76,7 @@ class HandLookup(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_add_(0, ctx.rows, got), None
 
 
-def contenders(case: Case) -> list[Contender]:
+def contenders(case: LookupCase) -> list[Contender]:
     """All ways to do a case, on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ids = case.batch(rank)
@@ -96,7 +96,7 @@ def _by_hand(local: Tensor, ids: Tensor) -> Tensor:
     return F.embedding_bag(places, rows, mode="sum") if ids.dim() == 2 else F.embedding(places, rows)
 
 
-def _run(forward: Callable[[], Tensor], case: Case) -> Callable[[Any], Tensor]:
+def _run(forward: Callable[[], Tensor], case: LookupCase) -> Callable[[Any], Tensor]:
     def run(_: Any) -> Tensor:
         with torch.set_grad_enabled(case.backward):
             result = forward()

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from bench import move_init, move_report
 from bench.memory import Peak
-from bench.move_cases import CASES, RANKS, Case, Shape, expected_parts, local_parts, whole
+from bench.move_cases import CASES, RANKS, MoveCase, Shape, expected_parts, local_parts, whole
 from bench.move_peers import FRESH, NATIVE, READY, dtensor_contenders, raw_contenders, sharded_tensor_contenders
-from bench.move_report import LIMITED, OURS, SOCKETS, Measured, Outcome
+from bench.move_report import LIMITED, OURS, SOCKETS, Measured, MoveOutcome
 from bench.report import Figures
-from bench.timing import Contender, Span, interleaved, seconds
+from bench.timing import Contender, Span, run_interleaved, seconds
 from bench.wire import loopback_bytes
 from shardwise.comm import Comm, LocalWorld, ProcessGroupComm, default_comm
 from shardwise.tensor import ShardedTensor, shard, wrap
@@ -37,7 +37,7 @@ _sockets: list[Comm] = []
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MoveBenchSizes:
     """For each tensor its shape and number of runs; runs in which bytes are counted; runs of init; cases by number."""
 
     tensors: tuple[tuple[Shape, int], ...] = (((512, 512), 21), ((2048, 2048), 11), ((8192, 8192), 5))
@@ -46,7 +46,7 @@ class Sizes:
     cases: tuple[int, ...] = tuple(range(len(CASES)))
 
 
-TINY = Sizes(tensors=(((64, 64), 1),), counted_runs=1, inits=1, cases=(0, 4, 7, 8))
+TINY = MoveBenchSizes(tensors=(((64, 64), 1),), counted_runs=1, inits=1, cases=(0, 4, 7, 8))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RankFigures:
     extra: int | None
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: MoveBenchSizes) -> list[Figures]:
     """All cases at all sizes, on spawned gloo ranks."""
     with LocalWorld(RANKS) as world:
         outcomes = []
@@ -71,11 +71,11 @@ def run(sizes: Sizes) -> list[Figures]:
     return [*move_report.tables(outcomes), made]
 
 
-def _outcome(case: Case, shape: Shape, by_rank: Sequence[dict[str, RankFigures]]) -> Outcome:
+def _outcome(case: MoveCase, shape: Shape, by_rank: Sequence[dict[str, RankFigures]]) -> MoveOutcome:
     src, dst = case.layouts(shape)
     plan = plan_transfer(src, dst, itemsize=ITEMSIZE)
-    ways = {name: _joined([found[name] for found in by_rank]) for name in by_rank[0]}
-    return Outcome(case.name, plan.moved_bytes, plan.lower_bound_bytes, _size(shape), _limit(shape), ways)
+    ways = {name: _join_rank_figures([found[name] for found in by_rank]) for name in by_rank[0]}
+    return MoveOutcome(case.name, plan.moved_bytes, plan.lower_bound_bytes, _size(shape), _limit(shape), ways)
 
 
 def _size(shape: Shape) -> int:
@@ -86,7 +86,7 @@ def _limit(shape: Shape) -> int:
     return _size(shape) // LIMIT_PART
 
 
-def _joined(by_rank: Sequence[RankFigures]) -> Measured:
+def _join_rank_figures(by_rank: Sequence[RankFigures]) -> Measured:
     extra = [found.extra for found in by_rank if found.extra is not None]
     return Measured(seconds([found.spans for found in by_rank]), by_rank[0].wire, max(extra, default=None))
 
@@ -106,12 +106,12 @@ def _measure_case(index: int, shape: Shape, repeats: int, counted_runs: int) -> 
     ]
     for way in ways:
         _check(way, case, expected_parts(src, dst, values, rank))
-    counted = {way.name: _counted(way, counted_runs) for way in ways}
-    spans = interleaved(ways, repeats, before=dist.barrier)
+    counted = {way.name: _count_wire_and_memory(way, counted_runs) for way in ways}
+    spans = run_interleaved(ways, repeats, before=dist.barrier)
     return {name: RankFigures(spans[name], *counted[name]) for name in spans}
 
 
-def _our_contenders(case: Case, shape: Shape, held: tuple[Tensor, ...], values: Tensor) -> list[Contender]:
+def _our_contenders(case: MoveCase, shape: Shape, held: tuple[Tensor, ...], values: Tensor) -> list[Contender]:
     """Ours through the comm that ranks of one host get, through gloo's sockets, and with a buffer limit."""
     if not _sockets:
         _sockets.append(ProcessGroupComm(shared_memory=False))
@@ -121,7 +121,9 @@ def _our_contenders(case: Case, shape: Shape, held: tuple[Tensor, ...], values: 
     return [Contender(name, _our_move(case, shape, held, values, *kind)) for name, kind in kinds.items()]
 
 
-def _our_move(case: Case, shape: Shape, held: tuple[Tensor, ...], values: Tensor, comm: Comm, limit: int | None) -> Any:
+def _our_move(
+    case: MoveCase, shape: Shape, held: tuple[Tensor, ...], values: Tensor, comm: Comm, limit: int | None
+) -> Any:
     src, dst = case.layouts(shape)
     if case.verb == "shard":
         source = values if comm.rank == 0 else None
@@ -136,7 +138,7 @@ def _whole(tensor: Tensor | None) -> tuple[Tensor, ...]:
     return () if tensor is None else (tensor,)
 
 
-def _check(way: Contender, case: Case, wanted: tuple[Tensor, ...]) -> None:
+def _check(way: Contender, case: MoveCase, wanted: tuple[Tensor, ...]) -> None:
     """Run once, so that plans and connections exist, and compare what came out."""
     result = way.run(way.prepare())
     if way.name in BYTES_ONLY or (case.verb == "gather" and not wanted):
@@ -146,17 +148,17 @@ def _check(way: Contender, case: Case, wanted: tuple[Tensor, ...]) -> None:
         raise AssertionError(f"{way.name} gives wrong values for {case.name}")
 
 
-def _counted(way: Contender, runs: int) -> tuple[int | None, int | None]:
+def _count_wire_and_memory(way: Contender, runs: int) -> tuple[int | None, int | None]:
     """Bytes on the loopback interface, and the growth of this rank's memory beyond the result; the least of some runs.
 
     Whatever else the machine does only adds to them.
     """
-    found = [_counted_once(way) for _ in range(runs)]
+    found = [_count_once(way) for _ in range(runs)]
     wires, extras = ([value for value in column if value is not None] for column in zip(*found, strict=True))
     return min(wires, default=None), min(extras, default=None)
 
 
-def _counted_once(way: Contender) -> tuple[int | None, int | None]:
+def _count_once(way: Contender) -> tuple[int | None, int | None]:
     prepared = way.prepare()
     peak = Peak()
     dist.barrier()

@@ -28,7 +28,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Case:
+class MoveCase:
     """A move. `verb` is what does it; `raw` names a raw collective; `grid` is the mesh of DTensor, None if it refuses.
 
     `reshard` says whether torch's ShardedTensor does it with that method.
@@ -59,7 +59,7 @@ def _on_first(shape: Shape) -> ShardingSpec:
     return EnumerableSpec([Piece(Box.whole(shape), 0)])
 
 
-def _swapped(shape: Shape) -> ShardingSpec:
+def _swap_first_ranks(shape: Shape) -> ShardingSpec:
     return ChunkSpec(0, (1, 0, 2, 3))
 
 
@@ -67,17 +67,19 @@ _rows = _line(Shard(0))
 _sum = _line(Partial("sum"))
 
 CASES = (
-    Case("Shard(0) -> Shard(1)", _rows, _line(Shard(1)), "all_to_all", (4,), reshard=True),
-    Case("[S0, S1] -> [S1, S0], 2 x 2", _square(Shard(0), Shard(1)), _square(Shard(1), Shard(0)), "swap 1 2", (2, 2)),
-    Case(
+    MoveCase("Shard(0) -> Shard(1)", _rows, _line(Shard(1)), "all_to_all", (4,), reshard=True),
+    MoveCase(
+        "[S0, S1] -> [S1, S0], 2 x 2", _square(Shard(0), Shard(1)), _square(Shard(1), Shard(0)), "swap 1 2", (2, 2)
+    ),
+    MoveCase(
         "[S0, R] -> [R, S0], 2 x 2", _square(Shard(0), Replicate()), _square(Replicate(), Shard(0)), "swap 1 2", (2, 2)
     ),
-    Case("Shard(0) -> Replicate", _rows, _line(Replicate()), "all_gather", (4,)),
-    Case("Partial -> Shard(0)", _sum, _rows, "exchange_and_sum", (4,)),
-    Case("Partial -> Replicate", _sum, _line(Replicate()), "all_reduce", (4,)),
-    Case("Shard(0), ranks 0 and 1 swapped", _rows, _swapped, "swap 0 1", reshard=True),
-    Case("gather to rank 0", _rows, _on_first, "gather", (4,), verb="gather"),
-    Case("scatter from rank 0", _on_first, _rows, "scatter", (4,), verb="shard"),
+    MoveCase("Shard(0) -> Replicate", _rows, _line(Replicate()), "all_gather", (4,)),
+    MoveCase("Partial -> Shard(0)", _sum, _rows, "exchange_and_sum", (4,)),
+    MoveCase("Partial -> Replicate", _sum, _line(Replicate()), "all_reduce", (4,)),
+    MoveCase("Shard(0), ranks 0 and 1 swapped", _rows, _swap_first_ranks, "swap 0 1", reshard=True),
+    MoveCase("gather to rank 0", _rows, _on_first, "gather", (4,), verb="gather"),
+    MoveCase("scatter from rank 0", _on_first, _rows, "scatter", (4,), verb="shard"),
 )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 
-from bench.move_cases import RANKS, Case, Shape
+from bench.move_cases import RANKS, MoveCase, Shape
 from bench.timing import Contender
 from shardwise.geometry import Layout, MeshSpec, Partial, Shard
 
@@ -29,7 +29,7 @@ DTENSOR, SHARDED = "DTensor", "torch ShardedTensor"
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
-def raw_contenders(case: Case, held: tuple[Tensor, ...], result: int, values: Tensor) -> list[Contender]:
+def raw_contenders(case: MoveCase, held: tuple[Tensor, ...], result: int, values: Tensor) -> list[Contender]:
     """The raw collective from flat memory into fresh memory of `result` elements, and into memory that is ready."""
     kind, *peers = case.raw.split()
     source = held[0].reshape(-1) if held else torch.empty(0)
@@ -115,7 +115,7 @@ def device_mesh(grid: tuple[int, ...]) -> DeviceMesh:
     return _meshes[grid]
 
 
-def dtensor_contenders(case: Case, shape: Shape, held: tuple[Tensor, ...], values: Tensor) -> list[Contender]:
+def dtensor_contenders(case: MoveCase, shape: Shape, held: tuple[Tensor, ...], values: Tensor) -> list[Contender]:
     """DTensor's way, where it supports the case."""
     if case.grid is None:
         return []
@@ -142,21 +142,25 @@ def _placements(layout: Layout) -> list[Any]:
     ]
 
 
-def sharded_tensor_contenders(case: Case, shape: Shape, held: tuple[Tensor, ...], values: Tensor) -> list[Contender]:
+def sharded_tensor_contenders(
+    case: MoveCase, shape: Shape, held: tuple[Tensor, ...], values: Tensor
+) -> list[Contender]:
     """The way of torch's ShardedTensor, where it supports the case."""
     rows = chunk_spec(0, range(RANKS))
     if case.verb == "shard":
         return [Contender(SHARDED, lambda _: _locals(_shard_tensor(values, rows)))]
     if case.verb == "gather":
-        tensor = torch_sharded(held[0], shape)
-        return [Contender(SHARDED, lambda _: _gathered(tensor, shape))]
+        tensor = make_torch_sharded(held[0], shape)
+        return [Contender(SHARDED, lambda _: _gather_to_first(tensor, shape))]
     if not case.reshard:
         return []
     target = chunk_spec(1, range(RANKS)) if case.raw == "all_to_all" else chunk_spec(0, (1, 0, 2, 3))
-    return [Contender(SHARDED, lambda st: _locals(st.reshard(target)), prepare=lambda: torch_sharded(held[0], shape))]
+    return [
+        Contender(SHARDED, lambda st: _locals(st.reshard(target)), prepare=lambda: make_torch_sharded(held[0], shape))
+    ]
 
 
-def _gathered(tensor: ShardedTensor, shape: Shape) -> tuple[Tensor, ...]:
+def _gather_to_first(tensor: ShardedTensor, shape: Shape) -> tuple[Tensor, ...]:
     out = torch.empty(shape) if dist.get_rank() == 0 else None
     tensor.gather(0, out)
     return () if out is None else (out,)
@@ -167,7 +171,7 @@ def chunk_spec(dim: int, ranks: Sequence[int]) -> ChunkShardingSpec:
     return ChunkShardingSpec(dim=dim, placements=[f"rank:{r}/cpu" for r in ranks])
 
 
-def torch_sharded(held: Tensor, shape: Shape) -> ShardedTensor:
+def make_torch_sharded(held: Tensor, shape: Shape) -> ShardedTensor:
     """Rows over all ranks, of copies of nothing: the local tensor is shared."""
     shard = TorchShard.from_tensor_and_offsets(held, [held.shape[0] * dist.get_rank(), 0], dist.get_rank())
     return init_from_local_shards([shard], *shape)

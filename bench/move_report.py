@@ -24,7 +24,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MoveOutcome:
     """One case at one size: what our plan moves, the lower bound, the tensor's size, the limit, and all ways."""
 
     case: str
@@ -53,20 +53,20 @@ class Outcome:
         return None if found is None else found / MB
 
 
-def tables(outcomes: Sequence[Outcome]) -> list[Figures]:
+def tables(outcomes: Sequence[MoveOutcome]) -> list[Figures]:
     """All tables, one of times for each size."""
     sizes = list(dict.fromkeys(outcome.size for outcome in outcomes))
     times = [_times([o for o in outcomes if o.size == size], size) for size in sizes]
     return [*times, _bytes(outcomes), _memory(outcomes), _targets(outcomes)]
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: MoveOutcome) -> str:
     """A case in one line, to show while the others are still running."""
     times = ", ".join(f"{way} {found.seconds * 1e3:.3g}" for way, found in outcome.ways.items())
     return f"{outcome.case}, {_amount(outcome.size)}, ms: {times}"
 
 
-def _times(outcomes: Sequence[Outcome], size: int) -> Figures:
+def _times(outcomes: Sequence[MoveOutcome], size: int) -> Figures:
     ways = (OURS, SOCKETS, FRESH, READY, DTENSOR, SHARDED)
     pairs = ((OURS, FRESH), (SOCKETS, FRESH), (DTENSOR, OURS), (SHARDED, OURS))
     rows: list[list[Cell]] = []
@@ -80,7 +80,7 @@ def _times(outcomes: Sequence[Outcome], size: int) -> Figures:
     return Figures(f"{_amount(size)}, 4 gloo ranks: medians in ms, interleaved", columns, rows, notes)
 
 
-def _bytes(outcomes: Sequence[Outcome]) -> Figures:
+def _bytes(outcomes: Sequence[MoveOutcome]) -> Figures:
     largest = max(o.size for o in outcomes)
     ways = (SOCKETS, FRESH, NATIVE, DTENSOR, SHARDED)
     rows: list[list[Cell]] = []
@@ -92,7 +92,7 @@ def _bytes(outcomes: Sequence[Outcome]) -> Figures:
     return Figures(f"Bytes on the wire, {_amount(largest)}", columns, rows, notes)
 
 
-def _memory(outcomes: Sequence[Outcome]) -> Figures:
+def _memory(outcomes: Sequence[MoveOutcome]) -> Figures:
     largest = max(o.size for o in outcomes)
     ways = (OURS, SOCKETS, LIMITED, FRESH, DTENSOR, SHARDED)
     rows: list[list[Cell]] = []
@@ -108,7 +108,7 @@ def _memory(outcomes: Sequence[Outcome]) -> Figures:
     return Figures(title, ["case", *ways, "time limited / ours"], rows, notes)
 
 
-def _targets(outcomes: Sequence[Outcome]) -> Figures:
+def _targets(outcomes: Sequence[MoveOutcome]) -> Figures:
     large = [o for o in outcomes if o.size >= LARGE] or list(outcomes)
     rows = [
         _worst("ours / raw collective into fresh buffers, 16 MB up", [(o, o.ratio(OURS, FRESH)) for o in large], 1.1),
@@ -116,23 +116,27 @@ def _targets(outcomes: Sequence[Outcome]) -> Figures:
         _worst("ours / DTensor", [(o, o.ratio(OURS, DTENSOR)) for o in outcomes], 1.0),
         _worst("ours / torch's ShardedTensor", [(o, o.ratio(OURS, SHARDED)) for o in outcomes], 1.0),
         _worst("bytes of our plan / lower bound", [(o, o.moved / o.lower_bound) for o in outcomes], 1.0),
-        _worst("Partial -> Shard(0): our bytes / gloo's reduce_scatter", [(o, _halved(o)) for o in large], 0.55),
-        _worst("extra memory / buffer limit", [(o, _used(o)) for o in large], 1.0),
+        _worst(
+            "Partial -> Shard(0): our bytes / gloo's reduce_scatter",
+            [(o, _reduce_scatter_ratio(o)) for o in large],
+            0.55,
+        ),
+        _worst("extra memory / buffer limit", [(o, _buffer_limit_ratio(o)) for o in large], 1.0),
     ]
     return Figures("Targets", ["figure", "worst", "where", "aim", "met"], rows)
 
 
-def _halved(outcome: Outcome) -> float | None:
+def _reduce_scatter_ratio(outcome: MoveOutcome) -> float | None:
     native = outcome.ways[NATIVE].wire if NATIVE in outcome.ways else None
     return outcome.moved / native if native else None
 
 
-def _used(outcome: Outcome) -> float | None:
+def _buffer_limit_ratio(outcome: MoveOutcome) -> float | None:
     extra = outcome.ways[LIMITED].extra if LIMITED in outcome.ways else None
     return None if extra is None else extra / outcome.limit
 
 
-def _worst(figure: str, found: Sequence[tuple[Outcome, float | None]], aim: float) -> list[Cell]:
+def _worst(figure: str, found: Sequence[tuple[MoveOutcome, float | None]], aim: float) -> list[Cell]:
     known = [(value, outcome) for outcome, value in found if value is not None]
     if not known:
         return [figure, None, None, aim, None]

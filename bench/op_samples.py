@@ -39,7 +39,7 @@ NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permute
 
 
 @dataclass(frozen=True)
-class Trial:
+class OpTrial:
     """One call: a function, its sample, the way its tensors are laid out, and whether it writes to the first."""
 
     name: str
@@ -86,7 +86,7 @@ class Expected:
     gradients: list[Tensor | None]
 
 
-class _Seeded(TorchDispatchMode):
+class _RandomOpDetector(TorchDispatchMode):
     """Notices operators that draw random numbers, by torch's tag."""
 
     seen = False
@@ -101,30 +101,30 @@ def operators() -> list[Any]:
     return [op for op in op_db if op.name not in NO_VALUES and _dtype(op) is not None]
 
 
-def trials(op: Any, samples: int, ways: Sequence[int] = (0, 1, 2)) -> Iterator[tuple[Trial, Expected]]:
+def trials(op: Any, samples: int, ways: Sequence[int] = (0, 1, 2)) -> Iterator[tuple[OpTrial, Expected]]:
     """The trials of an operator and what each gives; random calls and calls that fail on whole tensors are left out."""
     name = f"{op.name} {op.variant_test_name}".strip()
     dtype = _dtype(op)
     gradients = op.supports_autograd and dtype in (torch.float64, torch.float32)
-    found = _quietly(lambda: [s for s in islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), samples)])
+    found = _run_quietly(lambda: [s for s in islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), samples)])
     for number, sample in enumerate(found or ()):
         arguments = ((sample.input, *sample.args), dict(sample.kwargs))
-        if not _usable(arguments):
+        if not _is_usable(arguments):
             continue
         for inplace, function in ((False, op.op), (True, op.get_inplace())):
             known: Expected | None = None
             for way in ways:
                 label = f"{name}{' in place' if inplace else ''} #{number} {WAYS[way]}"
                 first_only = op.name in AUXILIARY
-                trial = Trial(label, function, arguments, way, inplace, gradients and not inplace, first_only)
-                known = known or (_quietly(partial(expected, trial)) if function is not None else None)
+                trial = OpTrial(label, function, arguments, way, inplace, gradients and not inplace, first_only)
+                known = known or (_run_quietly(partial(compute_expected, trial)) if function is not None else None)
                 if known is not None:
                     yield trial, known
 
 
-def expected(trial: Trial) -> Expected | None:
+def compute_expected(trial: OpTrial) -> Expected | None:
     """The call on whole tensors; None if it draws random numbers."""
-    with _Seeded() as seeded:
+    with _RandomOpDetector() as seeded:
         trial.call(trial.placed(lambda tensor, _: tensor))
     if seeded.seen:
         return None
@@ -150,7 +150,7 @@ def _dtype(op: Any) -> torch.dtype | None:
     return next((d for d in DTYPES if d in op.supported_dtypes("cpu")), None)
 
 
-def _usable(arguments: Any) -> bool:
+def _is_usable(arguments: Any) -> bool:
     """Whether all tensors are plain, small and on the CPU, and there is one."""
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(
@@ -158,7 +158,7 @@ def _usable(arguments: Any) -> bool:
     )
 
 
-def _quietly(make: Callable[[], Any]) -> Any:
+def _run_quietly(make: Callable[[], Any]) -> Any:
     """What `make` gives, without warnings; None if torch itself refuses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
-from bench.op_samples import Expected, Trial, backward
+from bench.op_samples import Expected, OpTrial, backward
 from shardwise import Mesh, MeshSpec, Replicate, Shard, ShardedTensor, shard
 from shardwise.comm import Comm, CommError, run_local
 from shardwise.geometry import LayoutError
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, t
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended, and the words of the error or of the difference."""
 
     name: str
@@ -36,7 +36,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """A kind of distributed tensor: how a whole tensor is laid out, how it is put together, how it refuses."""
 
     place: Callable[[Tensor, int | None], Tensor]
@@ -44,7 +44,7 @@ class Kind:
     clear: tuple[type[Exception], ...]
 
 
-def ours() -> Kind:
+def our_tensor_kind() -> TensorKind:
     """ShardedTensors on the ranks of the current comm."""
     mesh = Mesh.of(tp=RANKS)
 
@@ -55,10 +55,10 @@ def ours() -> Kind:
     def whole(value: Any) -> Any:
         return value.full() if isinstance(value, ShardedTensor) else value
 
-    return Kind(place, whole, CLEAR)
+    return TensorKind(place, whole, CLEAR)
 
 
-def attempt(trial: Trial, wanted: Expected, kind: Kind) -> Outcome:
+def run_trial(trial: OpTrial, wanted: Expected, kind: TensorKind) -> TrialOutcome:
     """Run a trial on this rank; every rank runs it."""
     try:
         arguments = trial.placed(kind.place)
@@ -67,28 +67,34 @@ def attempt(trial: Trial, wanted: Expected, kind: Kind) -> Outcome:
     except CommError:
         raise
     except kind.clear as error:
-        return Outcome(trial.name, REFUSED, str(error))
+        return TrialOutcome(trial.name, REFUSED, str(error))
     except Exception as error:
-        return Outcome(trial.name, UNCLEAR, f"{type(error).__name__}: {error}")
-    return _judged(trial, wanted, kind, leaves, tensors)
+        return TrialOutcome(trial.name, UNCLEAR, f"{type(error).__name__}: {error}")
+    return _judge_trial(trial, wanted, kind, leaves, tensors)
 
 
-def _judged(trial: Trial, wanted: Expected, kind: Kind, leaves: list[Any], tensors: Sequence[Tensor]) -> Outcome:
+def _judge_trial(
+    trial: OpTrial, wanted: Expected, kind: TensorKind, leaves: list[Any], tensors: Sequence[Tensor]
+) -> TrialOutcome:
     try:
         _compare(leaves, wanted.leaves, "result")
         backward(leaves[:1] if trial.first_only else leaves)
         found = [None if t.grad is None else kind.whole(t.grad) for t in tensors]
-        _compare([_filled(f, w) for f, w in zip(found, wanted.gradients, strict=True)], wanted.gradients, "gradient")
+        _compare(
+            [_fill_missing_gradient(f, w) for f, w in zip(found, wanted.gradients, strict=True)],
+            wanted.gradients,
+            "gradient",
+        )
     except CommError:
         raise
     except AssertionError as error:
-        return Outcome(trial.name, WRONG, str(error))
+        return TrialOutcome(trial.name, WRONG, str(error))
     except Exception as error:
-        return Outcome(trial.name, UNCLEAR, f"{type(error).__name__} after the call: {error}")
-    return Outcome(trial.name, RIGHT)
+        return TrialOutcome(trial.name, UNCLEAR, f"{type(error).__name__} after the call: {error}")
+    return TrialOutcome(trial.name, RIGHT)
 
 
-def _filled(found: Tensor | None, wanted: Tensor | None) -> Tensor | None:
+def _fill_missing_gradient(found: Tensor | None, wanted: Tensor | None) -> Tensor | None:
     """No gradient is a gradient of zeros, and the other way round."""
     if found is None and wanted is not None:
         return torch.zeros_like(wanted)
@@ -113,25 +119,27 @@ def _compare(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
         )
 
 
-def run_ours(given: Sequence[tuple[Trial, Expected]]) -> list[Outcome]:
+def run_ours(given: Sequence[tuple[OpTrial, Expected]]) -> list[TrialOutcome]:
     """Run trials on ShardedTensors, all ranks in this process; a trial that breaks the world is run again alone."""
 
-    def body(comm: Comm) -> list[Outcome]:
+    def body(comm: Comm) -> list[TrialOutcome]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [_together(attempt(trial, wanted, ours()), comm) for trial, wanted in given]
+            return [_gather_worst_outcome(run_trial(trial, wanted, our_tensor_kind()), comm) for trial, wanted in given]
 
     try:
         return run_local(body, RANKS, timeout=LIMIT)[0]
     except CommError as error:
         if len(given) == 1:
-            return [Outcome(given[0][0].name, WRONG, f"ranks differ: {error}")]
+            return [TrialOutcome(given[0][0].name, WRONG, f"ranks differ: {error}")]
         return [outcome for one in given for outcome in run_ours([one])]
 
 
-def _together(outcome: Outcome, comm: Comm) -> Outcome:
+def _gather_worst_outcome(outcome: TrialOutcome, comm: Comm) -> TrialOutcome:
     """The worst of all ranks' outcomes; ranks that end differently are wrong together."""
     kinds = [data.decode() for data in comm.all_gather_bytes(outcome.kind.encode(), label=outcome.name)]
     if len(set(kinds)) == 1 or WRONG in kinds:
-        return outcome if outcome.kind == WRONG or WRONG not in kinds else Outcome(outcome.name, WRONG, "elsewhere")
-    return Outcome(outcome.name, WRONG, f"ranks end as {', '.join(kinds)}: {outcome.text}")
+        return (
+            outcome if outcome.kind == WRONG or WRONG not in kinds else TrialOutcome(outcome.name, WRONG, "elsewhere")
+        )
+    return TrialOutcome(outcome.name, WRONG, f"ranks end as {', '.join(kinds)}: {outcome.text}")

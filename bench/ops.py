@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 from bench import ops_models
 from bench.report import Cell, Figures
-from bench.timing import Contender, interleaved
+from bench.timing import Contender, run_interleaved
 from shardwise import Mesh, MeshSpec, Replicate, Shard, ShardedTensor, shard
 from shardwise.comm import LocalWorld
 
@@ -36,7 +36,7 @@ Lay = Callable[[Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OpBenchSizes:
     """Ranks of each world, turns, calls in a turn, new shapes, turns of the models."""
 
     worlds: tuple[int, ...] = (1, 2)
@@ -46,7 +46,7 @@ class Sizes:
     model_turns: int = 60
 
 
-TINY = Sizes(turns=1, calls=2, shapes=2, model_turns=1)
+TINY = OpBenchSizes(turns=1, calls=2, shapes=2, model_turns=1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ OPS: dict[str, Callable[[Operands], Any]] = {
 }
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: OpBenchSizes) -> list[Figures]:
     """All tables, for each world."""
     tables = []
     for ranks in sizes.worlds:
@@ -153,7 +153,7 @@ def _whole(value: Tensor) -> Tensor:
     return value.full() if isinstance(value, ShardedTensor) else getattr(value, "full_tensor", lambda: value)()
 
 
-def _measure_calls(sizes: Sizes) -> dict[str, dict[str, float]]:
+def _measure_calls(sizes: OpBenchSizes) -> dict[str, dict[str, float]]:
     """For each operator the least time of one call, in microseconds; all give the same values."""
     held = {name: _operands(lay, 8) for name, lay in _layers(*_prepare()).items()}
     found = {}
@@ -161,13 +161,13 @@ def _measure_calls(sizes: Sizes) -> dict[str, dict[str, float]]:
         for operands in held.values():
             for _ in range(2):
                 assert_close(_whole(op(operands)), op(held[PLAIN]))
-        ways = [Contender(kind, _repeated(op, operands, sizes.calls)) for kind, operands in held.items()]
-        spans = interleaved(ways, sizes.turns)
+        ways = [Contender(kind, _repeat_calls(op, operands, sizes.calls)) for kind, operands in held.items()]
+        spans = run_interleaved(ways, sizes.turns)
         found[name] = {kind: min(e - s for s, e in runs) * MICRO / sizes.calls for kind, runs in spans.items()}
     return found
 
 
-def _repeated(op: Callable[[Operands], Any], operands: Operands, calls: int) -> Callable[[Any], None]:
+def _repeat_calls(op: Callable[[Operands], Any], operands: Operands, calls: int) -> Callable[[Any], None]:
     def repeat(_: Any) -> None:
         for _ in range(calls):
             op(operands)
@@ -175,7 +175,7 @@ def _repeated(op: Callable[[Operands], Any], operands: Operands, calls: int) -> 
     return repeat
 
 
-def _measure_new_shapes(sizes: Sizes) -> dict[str, dict[str, float]]:
+def _measure_new_shapes(sizes: OpBenchSizes) -> dict[str, dict[str, float]]:
     """For each operator the median time of the first call at a new shape, in microseconds."""
     layers = _layers(*_prepare())
     found = {}
@@ -187,38 +187,38 @@ def _measure_new_shapes(sizes: Sizes) -> dict[str, dict[str, float]]:
         for _ in range(sizes.shapes):
             rows += 2
             ways = [Contender(kind, op, partial(_operands, lay, rows)) for kind, lay in layers.items()]
-            for kind, spans in interleaved(ways, 1).items():
+            for kind, spans in run_interleaved(ways, 1).items():
                 times[kind] += [e - s for s, e in spans]
         found[name] = {kind: median(values) * MICRO for kind, values in times.items()}
     return found
 
 
-def _measure_models(sizes: Sizes) -> dict[str, dict[str, float]]:
+def _measure_models(sizes: OpBenchSizes) -> dict[str, dict[str, float]]:
     """For each model the median time of a forward and a backward pass, in microseconds; all give the same loss."""
     mesh, device_mesh = _prepare()
     x = torch.randn(ops_models.BATCH, ops_models.TOKENS, ops_models.WIDTH, generator=torch.Generator().manual_seed(3))
     laid = shard(x, MeshSpec(mesh, [Replicate()]), None)
     pairs: dict[str, tuple[Any, Any]] = {
         "perceptron": (ops_models.Perceptron, ops_models.HandPerceptron),
-        "transformer block": (ops_models.Block, ops_models.HandBlock),
+        "transformer block": (ops_models.BenchBlock, ops_models.HandBlock),
     }
     found = {}
     for name, (model, hand) in pairs.items():
         ways = [
-            Contender(PLAIN, ops_models.step(_made(model), x)),
-            Contender(HAND, ops_models.step(ops_models.by_hand(_made(hand)), x)),
-            Contender(OURS, ops_models.step(ops_models.on_shards(_made(model), mesh), laid)),
-            Contender(DTENSOR, ops_models.step(ops_models.on_dtensors(_made(model), device_mesh), x)),
+            Contender(PLAIN, ops_models.step(_make_seeded(model), x)),
+            Contender(HAND, ops_models.step(ops_models.shard_by_hand(_make_seeded(hand)), x)),
+            Contender(OURS, ops_models.step(ops_models.make_sharded(_make_seeded(model), mesh), laid)),
+            Contender(DTENSOR, ops_models.step(ops_models.make_dtensors(_make_seeded(model), device_mesh), x)),
         ]
         losses = [_whole(way.run(None)).detach() for way in [*ways, *ways, *ways]]
         for loss in losses:
             assert_close(loss, losses[0], rtol=1e-3, atol=1e-3)
-        spans = interleaved(ways, sizes.model_turns, before=torch.distributed.barrier)
+        spans = run_interleaved(ways, sizes.model_turns, before=torch.distributed.barrier)
         found[name] = {kind: median(e - s for s, e in runs) * MICRO for kind, runs in spans.items()}
     return found
 
 
-def _made(model: Callable[[], torch.nn.Module]) -> Any:
+def _make_seeded(model: Callable[[], torch.nn.Module]) -> Any:
     """A model whose weights do not depend on the order in which its layers are made."""
     made = model()
     generator = torch.Generator().manual_seed(7)

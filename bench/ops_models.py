@@ -30,8 +30,8 @@ class Perceptron(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+class BenchBlock(nn.Module):
+    """Attention and a perceptron, each behind a norm and with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class HandPerceptron(Perceptron):
         return _Sum.apply(super().forward(_Copy.apply(x)))
 
 
-class HandBlock(Block):
+class HandBlock(BenchBlock):
     """A block whose layers hold this rank's part."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class HandBlock(Block):
         return x + self.perceptron(self.between(x))
 
 
-def by_hand(model: nn.Module) -> nn.Module:
+def shard_by_hand(model: nn.Module) -> nn.Module:
     """Keep this rank's part of every layer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, layer in model.named_modules():
@@ -114,7 +114,7 @@ def by_hand(model: nn.Module) -> nn.Module:
     return model
 
 
-def on_shards(model: nn.Module, mesh: Mesh) -> nn.Module:
+def make_sharded(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Make every parameter a ShardedTensor."""
     for name, layer in model.named_modules():
         kind = name.rpartition(".")[2]
@@ -124,7 +124,7 @@ def on_shards(model: nn.Module, mesh: Mesh) -> nn.Module:
     return model
 
 
-def on_dtensors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let torch make the layers parallel."""
     styles: dict[str, Any] = {}
     for name, _ in model.named_modules():

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.op_samples import operators, trials
-from bench.op_trials import RANKS, RIGHT, UNCLEAR, WRONG, Kind, Outcome, attempt, run_ours
+from bench.op_trials import RANKS, RIGHT, UNCLEAR, WRONG, TensorKind, TrialOutcome, run_ours, run_trial
 from bench.report import Cell, Figures
 from shardwise.comm import CommError, LocalWorld
 
@@ -30,7 +30,7 @@ LIMIT = 30.0
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OpShareBenchSizes:
     """How many samples of an operator, of every how many-th operator, and in how many operators at a time."""
 
     samples: int = 3
@@ -38,16 +38,16 @@ class Sizes:
     chunk: int = 8
 
 
-TINY = Sizes(samples=1, step=80, chunk=4)
+TINY = OpShareBenchSizes(samples=1, step=80, chunk=4)
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: OpShareBenchSizes) -> list[Figures]:
     """Both shares, and the operators that only one of the two runs."""
     numbers = list(range(0, len(operators()), sizes.step))
     mine = {n: run_ours(list(trials(operators()[n], sizes.samples))) for n in numbers}
     with LocalWorld(RANKS, timeout=10.0) as world:
         chunks = [numbers[i : i + sizes.chunk] for i in range(0, len(numbers), sizes.chunk)]
-        theirs = {n: found for chunk in chunks for n, found in _theirs(world, chunk, sizes.samples).items()}
+        theirs = {n: found for chunk in chunks for n, found in _run_dtensor_trials(world, chunk, sizes.samples).items()}
     tried = [n for n in numbers if mine[n]]
     table = Figures(
         "Operators and calls of torch's database that run right on 2 ranks",
@@ -55,17 +55,23 @@ def run(sizes: Sizes) -> list[Figures]:
         [_row("shardwise", mine, tried), _row("DTensor", theirs, tried)],
         ["unclear: an error that does not speak of layouts; DTensor's own errors are not told apart: all are unclear"],
     )
-    return [table, _only("DTensor", theirs, mine, tried), _only("shardwise", mine, theirs, tried)]
+    return [
+        table,
+        _make_ahead_table("DTensor", theirs, mine, tried),
+        _make_ahead_table("shardwise", mine, theirs, tried),
+    ]
 
 
-def _row(name: str, found: dict[int, list[Outcome]], tried: Sequence[int]) -> list[Cell]:
+def _row(name: str, found: dict[int, list[TrialOutcome]], tried: Sequence[int]) -> list[Cell]:
     count = Counter(outcome.kind for n in tried for outcome in found[n])
     ran = sum(any(o.kind == RIGHT for o in found[n]) for n in tried)
     calls = sum(count.values())
     return [name, len(tried), ran, ran / len(tried), calls, *(count[k] for k in KINDS), count[RIGHT] / max(calls, 1)]
 
 
-def _only(name: str, one: dict[int, list[Outcome]], other: dict[int, list[Outcome]], tried: Sequence[int]) -> Figures:
+def _make_ahead_table(
+    name: str, one: dict[int, list[TrialOutcome]], other: dict[int, list[TrialOutcome]], tried: Sequence[int]
+) -> Figures:
     """The operators of which this kind runs more calls than the other."""
     rights = {n: [sum(o.kind == RIGHT for o in found[n]) for found in (one, other)] for n in tried}
     ahead = sorted((n for n in tried if rights[n][0] > rights[n][1]), key=lambda n: rights[n][1] - rights[n][0])
@@ -78,26 +84,26 @@ def _name(number: int) -> str:
     return f"{op.name} {op.variant_test_name}".strip()
 
 
-def _theirs(world: LocalWorld, chunk: Sequence[int], samples: int) -> dict[int, list[Outcome]]:
+def _run_dtensor_trials(world: LocalWorld, chunk: Sequence[int], samples: int) -> dict[int, list[TrialOutcome]]:
     """DTensor's outcomes; operators on which it hangs or ends a process count as unclear."""
     try:
-        return world.run(_on_rank, list(chunk), samples, limit=LIMIT)[0]
+        return world.run(_run_trials_on_rank, list(chunk), samples, limit=LIMIT)[0]
     except CommError as error:
         print(f"DTensor, operators {list(map(_name, chunk))}: {error}", file=sys.stderr, flush=True)
         world.close()
         if len(chunk) > 1:
-            return {n: found for one in chunk for n, found in _theirs(world, [one], samples).items()}
-        lost = [Outcome(trial.name, UNCLEAR, str(error)) for trial, _ in trials(operators()[chunk[0]], samples)]
+            return {n: found for one in chunk for n, found in _run_dtensor_trials(world, [one], samples).items()}
+        lost = [TrialOutcome(trial.name, UNCLEAR, str(error)) for trial, _ in trials(operators()[chunk[0]], samples)]
         return {chunk[0]: lost}
 
 
-def _on_rank(numbers: Sequence[int], samples: int) -> dict[int, list[Outcome]]:
+def _run_trials_on_rank(numbers: Sequence[int], samples: int) -> dict[int, list[TrialOutcome]]:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kind = dtensors(_device_mesh())
-        return {n: [attempt(*one, kind) for one in trials(operators()[n], samples)] for n in numbers}
+        kind = dtensor_kind(_device_mesh())
+        return {n: [run_trial(*one, kind) for one in trials(operators()[n], samples)] for n in numbers}
 
 
 @cache
@@ -105,7 +111,7 @@ def _device_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS,))
 
 
-def dtensors(mesh: DeviceMesh) -> Kind:
+def dtensor_kind(mesh: DeviceMesh) -> TensorKind:
     """torch's DTensors on a mesh of one axis."""
 
     def place(tensor: Tensor, dim: int | None) -> Tensor:
@@ -120,7 +126,7 @@ def dtensors(mesh: DeviceMesh) -> Kind:
     def whole(value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    return Kind(place, whole, ())
+    return TensorKind(place, whole, ())
 
 
 def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

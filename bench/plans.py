@@ -26,24 +26,24 @@ Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PlanBenchSizes:
     """Numbers of ranks (squares), and runs of each."""
 
     ranks: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     repeats: int = 5
 
 
-TINY = Sizes(ranks=(4, 16), repeats=1)
+TINY = PlanBenchSizes(ranks=(4, 16), repeats=1)
 
 
-def regular(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
+def make_regular_specs(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
     """Rows over all ranks, and blocks over a square mesh of the same ranks."""
     side = isqrt(ranks)
     assert side * side == ranks, f"{ranks} ranks make no square mesh"
     return ChunkSpec(0, ranks), MeshSpec(Mesh.of(a=side, b=side), (Shard(0), Shard(1)))
 
 
-def irregular(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
+def make_irregular_specs(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
     """Bands of rows, each cut into columns of its own, and the same turned around; one piece for each rank."""
     rng = np.random.default_rng(ranks)
     rows, columns = _bands(isqrt(ranks), rng), _bands(isqrt(ranks), rng)
@@ -89,7 +89,7 @@ def _measure(prepared: tuple[ShardingSpec, ShardingSpec], repeats: int) -> tuple
     return times["whole"], times["part"], routes, None if grown is None else grown / MB
 
 
-def _growth(title: str, pair: Callable[[int], tuple[ShardingSpec, ShardingSpec]], sizes: Sizes) -> Figures:
+def _growth(title: str, pair: Callable[[int], tuple[ShardingSpec, ShardingSpec]], sizes: PlanBenchSizes) -> Figures:
     found = [(n, *_measure(pair(n), sizes.repeats)) for n in sizes.ranks]
     longest = max(whole for _, whole, *_ in found)
     rows: list[list[Cell]] = []
@@ -99,22 +99,24 @@ def _growth(title: str, pair: Callable[[int], tuple[ShardingSpec, ShardingSpec]]
     return Figures(title, columns, rows, ["Routes include copies within a rank. Layouts are made anew in every run."])
 
 
-def _known_layouts(sizes: Sizes) -> Figures:
+def _known_layouts(sizes: PlanBenchSizes) -> Figures:
     """One rank's part where the layouts exist already, as in a program that plans many tensors."""
     rows: list[list[Cell]] = []
     for n in sizes.ranks:
-        specs = regular(n)
+        specs = make_regular_specs(n)
         kept: list[Layout] = [spec.layout((SIDE, SIDE)) for spec in specs]
         times = medians([Contender("part", partial(_part, specs))], sizes.repeats)
         rows.append([len(kept[0].ranks), times["part"] * 1e3])
     return Figures("One rank's part, layouts known", ["ranks", "ms"], rows)
 
 
-def run(sizes: Sizes) -> list[Figures]:
+def run(sizes: PlanBenchSizes) -> list[Figures]:
     """The growth for regular and irregular layouts."""
     shape = f"shape ({SIDE:,}, {SIDE:,})"
     return [
-        _growth(f"Shard(0) over N ranks -> [Shard(0), Shard(1)] over a square mesh, {shape}", regular, sizes),
+        _growth(
+            f"Shard(0) over N ranks -> [Shard(0), Shard(1)] over a square mesh, {shape}", make_regular_specs, sizes
+        ),
         _known_layouts(sizes),
-        _growth(f"N irregular pieces -> N other irregular pieces, {shape}", irregular, sizes),
+        _growth(f"N irregular pieces -> N other irregular pieces, {shape}", make_irregular_specs, sizes),
     ]

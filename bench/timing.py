@@ -11,7 +11,7 @@ from typing import Any
 Span = tuple[float, float]
 
 
-def nothing() -> None:
+def prepare_nothing() -> None:
     """The preparation of a contender that needs none."""
 
 
@@ -21,17 +21,17 @@ class Contender:
 
     name: str
     run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = nothing
+    prepare: Callable[[], Any] = prepare_nothing
 
 
-def interleaved(
-    contenders: Sequence[Contender], repeats: int, before: Callable[[], object] = nothing
+def run_interleaved(
+    contenders: Sequence[Contender], repeats: int, before: Callable[[], object] = prepare_nothing
 ) -> dict[str, list[Span]]:
     """Start and end of every run: in each turn all contenders run once, each turn begins with the next of them.
 
     `before` is called between the preparation and the run; a barrier, where many ranks run together.
 
-    >>> spans = interleaved([Contender("a", lambda _: 1), Contender("b", lambda _: 2)], 3)
+    >>> spans = run_interleaved([Contender("a", lambda _: 1), Contender("b", lambda _: 2)], 3)
     >>> [(name, len(found)) for name, found in spans.items()]
     [('a', 3), ('b', 3)]
     """
@@ -39,11 +39,11 @@ def interleaved(
     for turn in range(repeats):
         first = turn % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
-            spans[contender.name].append(_timed(contender, before))
+            spans[contender.name].append(_time_run(contender, before))
     return spans
 
 
-def _timed(contender: Contender, before: Callable[[], object]) -> Span:
+def _time_run(contender: Contender, before: Callable[[], object]) -> Span:
     prepared = contender.prepare()
     before()
     start = time.perf_counter()
@@ -65,4 +65,4 @@ def seconds(by_rank: Sequence[Sequence[Span]]) -> float:
 
 def medians(contenders: Sequence[Contender], repeats: int) -> dict[str, float]:
     """Median seconds of each contender in this process."""
-    return {name: seconds([spans]) for name, spans in interleaved(contenders, repeats).items()}
+    return {name: seconds([spans]) for name, spans in run_interleaved(contenders, repeats).items()}

@@ -31,7 +31,7 @@ TOLERANCE = 1e-9
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Attention and a perceptron, each behind a norm and with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
 def tensor_parallel(ranks: int, tp: int) -> ModelPlan:
     """Heads, perceptrons and the vocabulary are cut over `tp` ranks, the batch over the others."""
     if tp < 1 or ranks % tp:
-        sys.exit(f"{ranks} ranks do not fill a mesh with tp={tp}; give --tp a divisor of {ranks}, or start other ranks")
+        sys.exit(f"{ranks} ranks do not fill a mesh with tp={tp}; pick a --tp dividing {ranks}, or start other ranks")
     patterns = {
         "tokens.weight": "S(0)",
         "blocks.*.query.weight": "S(0)",

@@ -11,7 +11,7 @@ import pytest
 from bench import checkpoint, layouts, move, plans
 from bench.__main__ import SECTIONS, main
 from bench.memory import Peak
-from bench.timing import Contender, interleaved
+from bench.timing import Contender, run_interleaved
 
 
 def _tables(section: str, folder: Path) -> list[dict[str, object]]:
@@ -76,7 +76,7 @@ def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_contenders_take_turns() -> None:
     seen: list[str] = []
     ways = [Contender(name, lambda _, name=name: seen.append(name)) for name in "abc"]  # type: ignore[misc]  # bound
-    spans = interleaved(ways, 2)
+    spans = run_interleaved(ways, 2)
     assert "".join(seen) == "abcbca"
     assert all(end >= start for found in spans.values() for start, end in found)
 
@@ -99,5 +99,5 @@ def test_pieces_of_the_layout_section_cover_their_tensor(make: object) -> None:
 
 
 def test_irregular_specs_cover_the_tensor() -> None:
-    for spec in plans.irregular(16):
+    for spec in plans.make_irregular_specs(16):
         assert len(spec.layout((plans.SIDE, plans.SIDE)).pieces) == 16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise.ops  # noqa: F401  # brings the rules
+import shardwise.ops  # noqa: F401  # registers the rules
 from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.ops.discovery.check import check_sharding
 from shardwise.ops.engine.registry import Strategy, registered_ops

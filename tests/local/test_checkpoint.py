@@ -17,7 +17,7 @@ from torch import Tensor
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
 from shardwise.checkpoint import clean, leftovers, reading, saving, store, writing
-from shardwise.checkpoint.describe import Described
+from shardwise.checkpoint.describe import TensorToSave
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
 from shardwise.testing.small import small_layouts
@@ -219,9 +219,9 @@ def test_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 
 
 def test_copies_are_written_once_and_shared_out() -> None:
-    big, small = Described("big", find_dtype("f32"), everywhere(4, (64, 1 << 18))), []
-    small = [Described(f"s{i}", find_dtype("f32"), everywhere(4, (64,))) for i in range(8)]
-    by_rank = [saving.assign([big, *small], rank)[1] for rank in range(4)]
+    big, small = TensorToSave("big", find_dtype("f32"), everywhere(4, (64, 1 << 18))), []
+    small = [TensorToSave(f"s{i}", find_dtype("f32"), everywhere(4, (64,))) for i in range(8)]
+    by_rank = [saving.assign_boxes([big, *small], rank)[1] for rank in range(4)]
     assert [sum(p.holder.here.numel for p in parts) for parts in by_rank] == [16 * (1 << 18) + 128] * 4
     written = [(p.tensor, p.box) for parts in by_rank for p in parts]
     assert len(written) == len(set(written)) == 4 + 8
@@ -277,15 +277,15 @@ def test_strict_partial_renamed_and_cast(tmp_path: Path) -> None:
     weight, bias = torch.zeros(4), torch.zeros(2)
     with pytest.raises(CheckpointError) as error:
         shardwise.load({"layer.wieght": weight, "layer.bias": bias, "step": 0}, tmp_path / "c")
-    assert "layer.wieght is missing in it (near: layer.weight)" in str(error.value)
-    assert "it holds layer.weight, which the state has not (near: layer.wieght)" in str(error.value)
+    assert "layer.wieght is missing from it (near: layer.weight)" in str(error.value)
+    assert "it has layer.weight, which the state does not have (near: layer.wieght)" in str(error.value)
     with pytest.raises(CheckpointError, match=r"layer.bias has the shape \(3,\) in the state and \(2,\) in it"):
         shardwise.load({"layer.bias": torch.zeros(3)}, tmp_path / "c", strict=False)
     with pytest.raises(CheckpointError, match=r"layer.bias is f64 in the state and f32 in it \(cast=True converts\)"):
         shardwise.load({"layer.bias": torch.zeros(2).double()}, tmp_path / "c", strict=False)
     with pytest.raises(CheckpointError, match="step is a tensor in the state and the value 4 in it"):
         shardwise.load({"step": torch.zeros(())}, tmp_path / "c", strict=False)
-    with pytest.raises(CheckpointError, match=r"layer.bias is no tensor in the state"):
+    with pytest.raises(CheckpointError, match=r"layer.bias is not a tensor in the state"):
         shardwise.load({"layer.bias": 3}, tmp_path / "c", strict=False)
     state = {"w": weight, "other": bias}
     shardwise.load(state, tmp_path / "c", names={"w": "layer.weight"}, strict=False)
@@ -324,11 +324,11 @@ def save_with(comm: Comm, path: Path, make: Any) -> str:
     "make, text",
     [
         (lambda comm: {"rank": comm.rank}, "rank: rank 0 has 0 and rank 1 has 1; save the same value on all ranks"),
-        (lambda comm: {"x": torch.zeros(2 + comm.rank)}, "a name stands for one tensor with one layout"),
-        (lambda comm: {"x": object() if comm.rank else 1}, "rank 1: x: a checkpoint holds tensors, numbers"),
+        (lambda comm: {"x": torch.zeros(2 + comm.rank)}, "a name refers to one tensor with one layout"),
+        (lambda comm: {"x": object() if comm.rank else 1}, "rank 1: x: a checkpoint stores tensors, numbers"),
         (lambda comm: {"a": {"b": 1}, "a.b": 2}, "two entries of the state are called 'a.b'"),
         (lambda comm: {(1, 2): 3}, "keys are strings or ints, got the tuple"),
-        (lambda comm: {"x": torch.zeros(2, device="meta")}, "x: a tensor that is on the meta device is not stored"),
+        (lambda comm: {"x": torch.zeros(2, device="meta")}, "x: a tensor that is on the meta device cannot be stored"),
     ],
 )
 def test_what_cannot_be_saved_is_told_to_every_rank(tmp_path: Path, make: Any, text: str) -> None:
@@ -340,7 +340,7 @@ def test_what_cannot_be_saved_is_told_to_every_rank(tmp_path: Path, make: Any, t
 def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": 1}
     state["again"] = state
-    with pytest.raises(CheckpointError, match="nested deeper than 100 levels, or holds itself"):
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels, or contains itself"):
         shardwise.save(state, tmp_path / "c")
 
 
@@ -396,13 +396,13 @@ def test_saving_in_the_background(tmp_path: Path) -> None:
 def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds other things than a checkpoint \(a.txt\)"):
+    with pytest.raises(CheckpointError, match=r"contains things other than a checkpoint \(a.txt\)"):
         shardwise.save({"x": torch.zeros(2)}, tmp_path / "notes")
     with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
         shardwise.save({"x": torch.zeros(2)}, tmp_path / "notes" / "a.txt")
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         shardwise.open(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"no checkpoint: it holds no shardwise.index.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it contains no shardwise.index.json"):
         shardwise.open(tmp_path / "notes")
 
 

@@ -66,7 +66,7 @@ def test_a_link_stands_for_what_it_names(tmp_path: Path) -> None:
 def test_nothing_is_written_into_the_source(tmp_path: Path) -> None:
     shardwise.save({"w": torch.ones(4)}, tmp_path / "c")
     before = sorted(os.listdir(tmp_path / "c"))
-    with pytest.raises(CheckpointError, match=r"c/inner lies in the source .*/c; give a place outside of it"):
+    with pytest.raises(CheckpointError, match=r"c/inner is inside the source .*/c; choose a path outside it"):
         reshard(tmp_path / "c", tmp_path / "c" / "inner")
     assert sorted(os.listdir(tmp_path / "c")) == before
 
@@ -80,11 +80,9 @@ def save_clashing(comm: Comm, path: Path) -> str:
 
 def test_names_that_the_files_cannot_hold_are_told_to_every_rank(tmp_path: Path) -> None:
     told = run_local(save_clashing, 2, tmp_path / "c")
-    assert told[0] == told[1] and "a tensor has the name of a part of another, such as 'w[0:2]'" in told[0]
+    assert told[0] == told[1] and "a tensor is named like a part of another, such as 'w[0:2]'" in told[0]
     for write in (shardwise.save, shardwise.save_hf):
-        with pytest.raises(
-            CheckpointError, match="a tensor is called __metadata__, which safetensors keeps for itself"
-        ):
+        with pytest.raises(CheckpointError, match="a tensor is called __metadata__, which safetensors reserves"):
             write({"__metadata__": torch.ones(2)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 

@@ -61,7 +61,7 @@ def test_removed_with_yes_and_by_answer_only(runs: Path) -> None:
     assert "remove 2 folders of" in no.stderr and "nothing was changed" in no.stderr
     silent = run(runs / "c", answer="")
     assert (silent.exit_code, names(runs)) == (2, ALL)
-    assert "there was no answer; give --yes" in silent.stderr
+    assert "there was no answer; pass --yes" in silent.stderr
     yes = run(runs / "c", answer="y\n")
     assert (yes.exit_code, names(runs)) == (0, [".d.resharding-work", "c", "notes.txt"])
     assert yes.stdout.splitlines()[-1].startswith("removed 2 folders of ")
@@ -103,7 +103,7 @@ def test_a_complete_save_without_a_checkpoint_is_kept(runs: Path) -> None:
     shutil.rmtree(runs / ".c.replaced-77")
     result = run(runs / "c", "--yes")
     assert result.exit_code == 0
-    assert "kept: .c.saving-34cd: it is a complete checkpoint and c is none: rename it" in result.stdout
+    assert "kept: .c.saving-34cd: it is a complete checkpoint and c is not: rename it" in result.stdout
     assert names(runs) == [".c.saving-34cd", ".d.resharding-work", "notes.txt"]
 
 
@@ -117,8 +117,8 @@ def test_a_half_written_hugging_face_folder_is_not_kept(tmp_path: Path) -> None:
 def test_paths_that_name_nothing(tmp_path: Path) -> None:
     nothing = run(tmp_path / "none")
     assert (nothing.exit_code, nothing.stdout) == (2, "")
-    assert "nothing is there, and nothing was left beside it" in nothing.stderr
+    assert "no such file or folder, and nothing left beside it" in nothing.stderr
     (tmp_path / "file").write_text("x")
-    assert "a file; give the folder of a checkpoint" in run(tmp_path / "file").stderr
+    assert "a file; pass the folder of a checkpoint" in run(tmp_path / "file").stderr
     (tmp_path / "empty").mkdir()
     assert run(tmp_path / "empty").stdout == "nothing to clean\n"

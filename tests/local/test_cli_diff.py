@@ -16,7 +16,14 @@ from typer.testing import CliRunner, Result
 import shardwise
 from shardwise import ChunkSpec, Comm, GridSpec, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
 from shardwise.checkpoint import compare
-from shardwise.checkpoint.compare import Difference, Stored, Tolerance, compare_stored, has_numbers, numbers
+from shardwise.checkpoint.compare import (
+    ComparedTensor,
+    Difference,
+    Tolerance,
+    compare_stored,
+    decode_numbers,
+    has_numbers,
+)
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.main import app
 from shardwise.geometry.dtypes import DTYPES, DType
@@ -61,7 +68,7 @@ def test_every_code_is_the_number_that_torch_says(dtype: DType) -> None:
         codes = codes[:2]
     theirs = torch.from_numpy(codes.copy()).view(getattr(torch, dtype.torch_name))
     wide = torch.float64 if theirs.is_floating_point() else torch.int64
-    assert np.array_equal(numbers(codes, dtype), theirs.to(wide).numpy(), equal_nan=True)
+    assert np.array_equal(decode_numbers(codes, dtype), theirs.to(wide).numpy(), equal_nan=True)
 
 
 def test_wide_elements_are_numbers_too() -> None:
@@ -69,14 +76,14 @@ def test_wide_elements_are_numbers_too() -> None:
         for cast in (values, values.to(torch.complex64) if values.is_complex() else values.to(torch.int32)):
             dtype = shardwise.geometry.find_dtype(str(cast.dtype))
             bits = cast.numpy().view(np.dtype(f"u{min(8, dtype.itemsize)}"))
-            assert numbers(bits, dtype).tolist() == cast.tolist()
+            assert decode_numbers(bits, dtype).tolist() == cast.tolist()
     pairs = np.array([1, 2, 0, -3], np.float16).view(np.uint32)
-    assert numbers(pairs, shardwise.geometry.find_dtype("complex32")).tolist() == [1 + 2j, -3j]
+    assert decode_numbers(pairs, shardwise.geometry.find_dtype("complex32")).tolist() == [1 + 2j, -3j]
 
 
-def stored(path: Path, name: str) -> Stored:
+def stored(path: Path, name: str) -> ComparedTensor:
     store = open_store(path)
-    return Stored(store, store.index.tensors[name])
+    return ComparedTensor(store, store.index.tensors[name])
 
 
 @pytest.mark.parametrize("part_bytes", [4 << 20, 16])
@@ -225,4 +232,4 @@ def test_damaged_bytes_are_an_error_and_no_difference(tmp_path: Path) -> None:
     result = run(a, b)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "are damaged: their checksum differs" in result.stderr and str(file) in result.stderr
-    assert run(a, tmp_path / "c").stderr.startswith(f"error: {tmp_path / 'c'}: nothing is there; expected")
+    assert run(a, tmp_path / "c").stderr.startswith(f"error: {tmp_path / 'c'}: no such file or folder; expected")

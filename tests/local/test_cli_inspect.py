@@ -190,14 +190,14 @@ def test_paths_that_hold_no_checkpoint(made: Path, tmp_path: Path) -> None:
     (tmp_path / "half.safetensors").write_bytes(b"12345")
     expected = "expected a folder with shardwise.index.json (shardwise), .metadata (torch.distributed.checkpoint)"
     cases = {
-        tmp_path / "none": "nothing is there; expected",
-        made / "cc": f"nothing is there; near: {made / 'c'}; expected",
-        made: f"a folder with c/, hf/, no checkpoint; inside are {made / 'c'}, {made / 'hf'}; expected",
+        tmp_path / "none": "no such file or folder; expected",
+        made / "cc": f"no such file or folder; near: {made / 'c'}; expected",
+        made: f"a folder with c/, hf/, not a checkpoint; inside are {made / 'c'}, {made / 'hf'}; expected",
         tmp_path / "empty": "an empty folder; expected",
-        tmp_path / "notes": "a folder with a.txt, no checkpoint; expected",
-        tmp_path / "notes" / "a.txt": "a file of 5 bytes, no checkpoint; expected",
+        tmp_path / "notes": "a folder with a.txt, not a checkpoint; expected",
+        tmp_path / "notes" / "a.txt": "a file of 5 bytes, not a checkpoint; expected",
         tmp_path / "half.safetensors": "a file of 5 bytes that claims a header",
-        made / "c" / INDEX_NAME: f"a file of a checkpoint; give its folder, {made / 'c'}",
+        made / "c" / INDEX_NAME: f"a file of a checkpoint; pass its folder, {made / 'c'}",
     }
     for path, text in cases.items():
         result = run(path)

@@ -218,8 +218,8 @@ def test_a_time_out_names_the_absent_rank() -> None:
         (lambda c: c.all_reduce(torch.zeros(1), "median", label="m"), "reduction 'median' is unknown; use one of sum"),
         (lambda c: c.all_reduce(torch.zeros(1, dtype=torch.int32), "avg", label="m"), "'avg' of torch.int32 would be"),
         (lambda c: c.all_gather_into(torch.zeros(3), torch.zeros(2), label="m"), "do not fill an output of 3 elements"),
-        (lambda c: c.reduce_scatter_into(torch.zeros(2), torch.zeros(3), label="m"), "does not cut into 1 outputs"),
-        (lambda c: c.subset([0, 0]), "give each rank once"),
+        (lambda c: c.reduce_scatter_into(torch.zeros(2), torch.zeros(3), label="m"), "does not split into 1 outputs"),
+        (lambda c: c.subset([0, 0]), "pass each rank once"),
         (lambda c: c.subset([]), "without being in it; only its members call"),
     ],
 )  # fmt: skip
@@ -293,7 +293,7 @@ def test_threads_share_one_gpu() -> None:
 
 
 def test_a_world_needs_a_rank() -> None:
-    with pytest.raises(ValueError, match="run_local with world_size=0: give at least 1 rank"):
+    with pytest.raises(ValueError, match="run_local with world_size=0: pass at least 1 rank"):
         run_local(lambda comm: None, 0)
 
 

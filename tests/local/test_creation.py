@@ -191,7 +191,7 @@ def test_default_dtype_and_device() -> None:
     assert creation.zeros_like(creation.zeros(spec, 2), device="meta").device.type == "meta"
     named = ChunkShardingSpec(0, ["rank:0/cpu"])
     assert creation.ones(named, 2, device="cpu").local_tensor().tolist() == [1, 1]
-    with pytest.raises(LayoutError, match=r"device='meta' was asked for, and the spec .* places shards on \['cpu'\]"):
+    with pytest.raises(LayoutError, match=r"device='meta' was requested, and the spec .* places shards on \['cpu'\]"):
         creation.zeros(named, 2, device="meta")
 
 

@@ -277,7 +277,7 @@ def test_many_at_once_disagreeing_or_impossible_is_told_to_every_rank() -> None:
 
     moves, unplaced, undefined, outside, counts = zip(*run_local(body, 4), strict=True)
     assert len(set(moves)) == len(set(unplaced)) == len(set(undefined)) == len(set(outside)) == len(set(counts)) == 1
-    assert moves[0].startswith("DisagreementError: 'redistribute_many': the ranks give different arguments: moves is")
+    assert moves[0].startswith("DisagreementError: 'redistribute_many': the ranks pass different arguments: moves is")
     assert "rank 1: " in unplaced[0]
     assert "a pending sum of bool values is not defined" in undefined[0]
     assert "the layout names rank 4, not in the comm (ranks 0-3)" in outside[0]
@@ -360,7 +360,7 @@ def test_moves_the_ranks_disagree_on_are_refused_on_every_rank() -> None:
     results = run_local(body, 4)
     assert all(found == results[0] for found in results)
     to, limit, placed, dim, ranks, source = results[0]
-    assert to.startswith("DisagreementError: 'redistribute': the ranks give different arguments: to is ")
+    assert to.startswith("DisagreementError: 'redistribute': the ranks pass different arguments: to is ")
     assert "max_buffer_bytes is 200 on ranks 0-2 and 100 on rank 3" in limit
     assert "rank 3: placements need a mesh, and this tensor is laid out by ChunkSpec" in placed
     assert "ChunkSpec(dim=2): a tensor of shape (5, 7) has a dim from -2 to 1" in dim

@@ -93,7 +93,7 @@ def test_a_plan_is_checked_without_ranks() -> None:
 
 
 def test_a_mesh_that_is_not_the_group_is_named() -> None:
-    text = "the mesh tp=4 has ranks 0-3, and the process group has ranks 0, 1; start as many processes"
+    text = "the mesh tp=4 has ranks 0-3, and the process group has ranks 0, 1; start that many processes"
     refused(lambda comm: ModelPlan(Mesh.of(tp=4), {"*.weight": "S(0)"}), text)
     text = "the mesh tp=1 has rank 0, and the process group has ranks 0, 1; with an input_plan all of them take part"
     refused(lambda comm: ModelPlan(Mesh.of(tp=1), {}, input_plan="replicated"), text)
@@ -148,7 +148,7 @@ def test_sources_and_plans_of_other_kinds_are_refused() -> None:
 def test_a_model_is_not_sharded_twice() -> None:
     layer = nn.Linear(2, 2)
     shard_module(layer, ShardingPlan({"weight": ChunkSpec(0, 1)}))
-    with pytest.raises(PlanError, match=r"weight of shape \(2, 2\): it is sharded already"):
+    with pytest.raises(PlanError, match=r"weight of shape \(2, 2\): it is already sharded"):
         shard_module(layer, ShardingPlan({"weight": ChunkSpec(0, 1)}))
     with pytest.raises(DisagreementError, match=r"Linear\.weight: 'shard': .* got ShardedTensor"):
         shard_parameter(layer, "weight", ChunkSpec(0, 1))

@@ -323,7 +323,7 @@ WRONG: list[tuple[str, Callable[[Tensor, int], Any], str]] = [
     (
         "dtype of weights",
         lambda w, r: F.embedding_bag(IDS[r], w, mode="sum", per_sample_weights=scales(IDS[r]).float()),
-        "per_sample_weights are torch.float32 and the table is torch.float64; give the same dtype",
+        "per_sample_weights are torch.float32 and the table is torch.float64; use the same dtype",
     ),
     (
         "last",

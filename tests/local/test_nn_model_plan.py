@@ -28,7 +28,7 @@ from shardwise.nn import (
     save_plan,
     shard_module,
 )
-from shardwise.nn.patterns import match, read_placements
+from shardwise.nn.patterns import match_patterns, read_placements
 from shardwise.tensor import ShardedTensor
 from tests.ranks.tiny_transformer import Sizes, Transformer, make_model, train
 
@@ -58,10 +58,10 @@ def model() -> Transformer:
 
 def test_stars_stand_for_one_part_and_two_stars_for_any_number() -> None:
     names = ["weight", "a.weight", "a.b.weight", "a.b.bias", "a.bc.weight"]
-    assert list(match(["*.weight"], names)) == ["a.weight"]
-    assert list(match(["**.weight"], names)) == ["weight", "a.weight", "a.b.weight", "a.bc.weight"]
-    assert list(match(["a.**"], names)) == ["a.weight", "a.b.weight", "a.b.bias", "a.bc.weight"]
-    assert list(match(["a.b*.weight"], names)) == ["a.b.weight", "a.bc.weight"]
+    assert list(match_patterns(["*.weight"], names)) == ["a.weight"]
+    assert list(match_patterns(["**.weight"], names)) == ["weight", "a.weight", "a.b.weight", "a.bc.weight"]
+    assert list(match_patterns(["a.**"], names)) == ["a.weight", "a.b.weight", "a.b.bias", "a.bc.weight"]
+    assert list(match_patterns(["a.b*.weight"], names)) == ["a.b.weight", "a.bc.weight"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -116,7 +116,7 @@ def test_inputs_are_whole_or_parts_of_dim_0(text: str) -> None:
         ({"mesh": "dp=2,tp=2"}, r"a plan's mesh is a Mesh such as Mesh\.of\(dp=2, tp=4\), got 'dp=2,tp=2'"),
         (
             {"parameters": {"tokens.weight": ChunkSpec(0, 2)}},
-            "has placements in text, .* got ChunkSpec; specs of single",
+            "has placements as strings, .* got ChunkSpec; specs of single",
         ),
         ({"input_plan": "sharded"}, "input_plan 'sharded': expected S"),
         ({"input_plan": "pp: S(0)"}, r"input_plan 'pp: S\(0\)': .* the mesh has dp, tp"),
@@ -153,7 +153,7 @@ def test_plans_survive_a_file(kind: str, tmp_path: Path) -> None:
         ({"mesh": 2, "parameters": {}}, "mesh is a str, got int"),
         ({"mesh": "tp=2", "parameters": {"a": 1}}, "parameters 'a' is a str, got int"),
         ({"mesh": "tp=2", "parameters": {}, "lengths": {"q": "8"}}, "lengths 'q' is a int, got str"),
-        ({"mesh": "tp=2", "parameters": {0: "S(0)"}}, "parameters has names in text, got 0; put it in quotes"),
+        ({"mesh": "tp=2", "parameters": {0: "S(0)"}}, "parameters needs strings as names, got 0; put it in quotes"),
     ],
 )
 def test_data_that_is_no_plan_is_refused(data: dict[str, Any], text: str) -> None:
@@ -293,7 +293,7 @@ def test_batches_that_no_two_axes_cut_are_refused() -> None:
     def body(comm: Comm) -> None:
         net = nn.Sequential(nn.Linear(2, 2))
         shard_module(net, ModelPlan(MESH, {}, input_plan="dp: S(0), tp: S(0)"))
-        text = r"along axis 'tp' have the lengths \(3, 1\) and \(1, 1\) in the parts of the axes before it; give"
+        text = r"along axis 'tp' have the lengths \(3, 1\) and \(1, 1\) in the parts of the axes before it; use"
         with pytest.raises(DisagreementError, match=text):
             net(torch.ones((3, 1, 1, 1)[comm.rank], 2))
 

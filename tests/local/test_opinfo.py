@@ -9,12 +9,11 @@ from __future__ import annotations
 import pytest
 
 from bench.op_samples import operators, trials
-from bench.op_trials import RIGHT, UNCLEAR, WRONG, Outcome, run_ours
+from bench.op_trials import RIGHT, UNCLEAR, WRONG, TrialOutcome, run_ours
 
 CHUNKS = 16
 SAMPLES = 2
 LEAST_SHARE = 0.8
-
 
 
 @pytest.mark.timeout(240)
@@ -27,5 +26,5 @@ def test_operators_are_right_or_refused(chunk: int) -> None:
     assert sum(o.kind == RIGHT for o in outcomes) >= LEAST_SHARE * len(outcomes)
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: TrialOutcome) -> str:
     return f"{outcome.name}: {outcome.text}"

@@ -19,7 +19,7 @@ ROWS, COLUMNS = ("query", "key", "value", "up"), ("out", "down")
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Attention and a perceptron, each behind a norm and with a residual."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded ones: an error that names the argument, and the two ways to say what is meant."""
+"""Plain tensors mixed with sharded ones: an error that names the argument, and the two ways to say what is meant."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_an_operator_is_given_by_overload_name_or_definition() -> None:
         assert torch.equal(run_local(on_rows, 2)[1], X.cumsum(0))
         remove_sharding(op)
     for wrong in ("running", torch.relu, Tensor.add):
-        with pytest.raises(TypeError, match="is no operator of torch; give one as in"):
+        with pytest.raises(TypeError, match="is not a torch operator; pass one such as"):
             register_sharding(wrong)
     with pytest.raises(ValueError, match="has the overloads"):
         register_sharding(torch.ops.aten.add)
@@ -70,11 +70,11 @@ def test_an_operator_is_given_by_overload_name_or_definition() -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (None, r"a rule gives a list of pairs .*, got NoneType"),
-        ([(Shard(0), Shard(0))], r"a rule gives a list of pairs .*, got \(Shard\(0\), Shard\(0\)\) among them"),
-        ([(["S0"], ["S0"])], r"a rule gives Shard, Replicate or Partial \(ours or torch's\) or None, got 'S0'"),
+        (None, r"a rule returns a list of pairs .*, got NoneType"),
+        ([(Shard(0), Shard(0))], r"a rule returns a list of pairs .*, got \(Shard\(0\), Shard\(0\)\) among them"),
+        ([(["S0"], ["S0"])], r"a rule returns Shard, Replicate or Partial \(ours or torch's\) or None, got 'S0'"),
         ([([Shard(-1)], [Shard(-1)])], r"count dims from the front"),
-        ([([Shard(1), Shard(1)], [Shard(1)])], r"gives 2 output placements, but it has 1 outputs"),
+        ([([Shard(1), Shard(1)], [Shard(1)])], r"returns 2 output placements, but it has 1 outputs"),
     ],
 )
 def test_answers_that_make_no_sense(answer: Any, text: str) -> None:
@@ -89,7 +89,7 @@ def test_layouts_that_no_strategy_takes_are_told_what_it_takes() -> None:
             bump_(x, 1.0)
         text = str(caught.value)
         assert "bump_.default of torch.float64[4,6] on tp=2: P(sum): no strategy of its rule fits" in text
-        assert "the operator that does not write to its argument; on each axis the rule takes R | S(0) | S(1)" in text
+        assert "the operator that does not write to its argument; on each axis the rule accepts R | S(0) | S(1)" in text
 
     with sharding_rule(bump_, lambda x, by: [([], [p, None]) for p in (Replicate(), Shard(0), Shard(1))]):
         run_local(body, 2)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Partial, Shard, ShardingSpec
-from shardwise.tensor.comms import resolve_comm, get_current_process_group, load_with_process_group
+from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 

@@ -179,7 +179,7 @@ def test_little_more_is_drawn_than_is_held(
 ) -> None:
     counted = []
     monkeypatch.setattr(NumberSource, "draw", lambda self, ribbon, position, out: counted.append(len(out)))
-    monkeypatch.setattr(drawing.Buffers, "values", lambda self, count: torch.zeros(count))
+    monkeypatch.setattr(drawing.BatchBuffers, "values", lambda self, count: torch.zeros(count))
     fill_box(torch.empty(sizes), shape, Box(offsets, sizes), Stream(0), uniform(0, 1, torch.float32))
     assert math.prod(sizes) <= sum(counted) <= math.prod(sizes) * factor
 
@@ -275,7 +275,7 @@ def test_ranks_that_ask_for_different_things_all_raise() -> None:
             asked(comm, shape=(4, comm.rank // 2))
         return str(caught.value)
 
-    text = "'test': the ranks give different arguments: shape is (4, 0) on ranks 0, 1 and (4, 1) on rank 2; "
+    text = "'test': the ranks pass different arguments: shape is (4, 0) on ranks 0, 1 and (4, 1) on rank 2; "
     assert all(found.startswith(text) for found in run_local(body, 3))
 
 

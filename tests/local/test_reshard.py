@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 import shardwise
 from shardwise import ChunkSpec, Comm, GridSpec, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
 from shardwise.checkpoint import CheckpointError, leftovers, reshard
-from shardwise.checkpoint.folders import absolute
+from shardwise.checkpoint.folders import absolute_path
 from shardwise.checkpoint.resharding import plan as planning
 from shardwise.checkpoint.resharding.layouts import spec_for
-from shardwise.checkpoint.resharding.plan import runs
-from shardwise.checkpoint.resharding.pool import share_memory
+from shardwise.checkpoint.resharding.plan import split_into_boxes
+from shardwise.checkpoint.resharding.pool import divide_memory
 from shardwise.checkpoint.resharding.work import work_folder
 from shardwise.cli.main import app
 from shardwise.geometry import Box
@@ -202,8 +202,8 @@ def test_an_unfinished_run_of_something_else_is_told(sources: dict[str, Path], t
     source = shutil.copytree(sources["rows over 3"], tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
         reshard(source, tmp_path / "b", layout="S(1)", ranks=2, progress=stop)
-    assert leftovers(tmp_path / "b") == [work_folder(absolute(tmp_path / "b"))]
-    with pytest.raises(CheckpointError, match="holds an unfinished reshard of something else: files to write was"):
+    assert leftovers(tmp_path / "b") == [work_folder(absolute_path(tmp_path / "b"))]
+    with pytest.raises(CheckpointError, match="contains an unfinished reshard of something else: files to write was"):
         reshard(source, tmp_path / "b", layout="S(1)", ranks=3)
     report = reshard(source, tmp_path / "b", layout="S(1)", ranks=2)
     assert report.kept_bytes > 0 and not leftovers(tmp_path / "b")
@@ -219,13 +219,13 @@ def test_an_unfinished_run_of_something_else_is_told(sources: dict[str, Path], t
 MISTAKES = [
     ({"layout": "S(0)"}, "'S\\(0\\)' does not say which ranks it is for"),
     ({"layout": "R, S(0)", "ranks": 4}, "does not say which ranks it is for"),
-    ({"layout": "S(0)", "ranks": 0}, "ranks is at least 1, got 0"),
+    ({"layout": "S(0)", "ranks": 0}, "ranks must be at least 1, got 0"),
     ({"ranks": 4}, "4 ranks, but no layout for them"),
-    ({"layout": "on tp=4: S(0)", "ranks": 2}, "2 ranks are asked for, but the layout .* lies on 4"),
+    ({"layout": "on tp=4: S(0)", "ranks": 2}, "2 ranks were requested, but the layout .* covers 4"),
     ({"layout": "on tp=4: P"}, "leaves a reduction pending"),
-    ({"layout": "S(0)", "ranks": 2, "format": "hf"}, "holds every tensor whole; leave plan, layout and ranks out"),
+    ({"layout": "S(0)", "ranks": 2, "format": "hf"}, "stores every tensor whole; omit plan, layout and ranks"),
     ({"layout": "S(0)", "ranks": 2, "format": "zip"}, "unknown format 'zip'; known: shardwise"),
-    ({"layout": "S(0)", "ranks": 2, "max_buffer_bytes": 10}, "max_buffer_bytes is at least 1048576"),
+    ({"layout": "S(0)", "ranks": 2, "max_buffer_bytes": 10}, "max_buffer_bytes must be at least 1048576"),
     ({"format": "hf"}, "safetensors has no c128; use another format"),
 ]
 
@@ -242,9 +242,9 @@ def test_mistakes_are_told_and_leave_nothing(
 def test_places_that_are_taken(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="b exists; give another name, or overwrite=True"):
+    with pytest.raises(CheckpointError, match="b exists; choose another name, or pass overwrite=True"):
         reshard(sources["one rank"], tmp_path / "b")
-    with pytest.raises(CheckpointError, match="holds other things than a checkpoint"):
+    with pytest.raises(CheckpointError, match="contains things other than a checkpoint"):
         reshard(sources["one rank"], tmp_path / "b", overwrite=True)
     with pytest.raises(CheckpointError, match="is both source and destination"):
         reshard(sources["one rank"], sources["one rank"], overwrite=True)
@@ -276,7 +276,7 @@ def test_the_command_tells_mistakes_with_status_2(sources: dict[str, Path], tmp_
         ((sources["one rank"], tmp_path / "b", "--layout", "S(0"), "expected ')' after the dim"),
         ((sources["one rank"], tmp_path / "b", "--plan", tmp_path / "plan.toml"), "'modle.*' matches no parameter"),
         ((sources["one rank"], tmp_path / "b", "--plan", tmp_path / "none.toml"), "none.toml: No such file"),
-        ((sources["one rank"], sources["one rank"].parent / "1"), "1 exists; give another name"),
+        ((sources["one rank"], sources["one rank"].parent / "1"), "1 exists; choose another name"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, result.output
@@ -290,7 +290,7 @@ def test_runs_of_a_box_are_its_elements_in_order() -> None:
         order = torch.arange(box.numel).reshape(sizes)
         for first in range(box.numel + 1):
             for last in range(first, box.numel + 1):
-                found = [order[part.slices].reshape(-1) for part in runs(sizes, first, last)]
+                found = [order[part.slices].reshape(-1) for part in split_into_boxes(sizes, first, last)]
                 joined = torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
                 assert joined.tolist() == list(range(first, last)), (sizes, first, last)
                 assert len(found) <= max(1, 2 * len(sizes) - 1)
@@ -301,7 +301,7 @@ def test_texts_of_layouts_and_shares_of_memory() -> None:
     assert spec_for("S(0) block(2)", 3).layout((4,)).ranks == (0, 1, 2)
     for limit in (1 << 20, 1 << 28, 1 << 33):
         for wanted in (1, 2, 64):
-            workers, each = share_memory(limit, wanted)
+            workers, each = divide_memory(limit, wanted)
             assert 1 <= workers <= wanted and each >= 16 << 20
             assert workers == 1 or workers * each + (workers + 1) * (48 << 20) <= limit
 

@@ -21,8 +21,8 @@ from torch import Tensor
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import CheckpointError, reshard
-from shardwise.checkpoint.formats.dcp.pickle import Call, Name, Pairs, write_pickle
-from shardwise.checkpoint.formats.dcp.zip import DATA, joined_crc, read_archive, write_archive
+from shardwise.checkpoint.formats.dcp.pickle import PickleCall, PickleName, PicklePairs, write_pickle
+from shardwise.checkpoint.formats.dcp.zip import DATA, combine_crc, read_archive, write_archive
 from shardwise.checkpoint.resharding import plan as planning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e5m2, torch.complex64)
@@ -153,9 +153,9 @@ def test_entries_that_are_no_plain_values_are_opaque(tmp_path: Path) -> None:
 
 def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
     shardwise.save([torch.ones(2)], tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"torch.distributed.checkpoint holds dicts"):
+    with pytest.raises(CheckpointError, match=r"torch.distributed.checkpoint stores dicts"):
         reshard(tmp_path / "a", tmp_path / "b", format="dcp")
-    with pytest.raises(CheckpointError, match="has one file for each rank; leave the limit out"):
+    with pytest.raises(CheckpointError, match="has one file for each rank; omit the limit"):
         reshard(tmp_path / "a", tmp_path / "b", format="dcp", max_file_bytes=100)
 
 
@@ -173,9 +173,9 @@ def test_a_flipped_bit_is_found_by_its_crc(torchs: Path, tmp_path: Path) -> None
 
 def test_a_pickle_that_runs_something_is_refused(torchs: Path, tmp_path: Path) -> None:
     path = shutil.copytree(torchs, tmp_path / "a")
-    evil = write_pickle(Call(Name("os", "mkdir"), (str(tmp_path / "made"),)))
+    evil = write_pickle(PickleCall(PickleName("os", "mkdir"), (str(tmp_path / "made"),)))
     (path / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointError, match=r"\.metadata: it names os.mkdir, which is none of torch's own"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: it names os.mkdir, which is not a metadata class of torch"):
         shardwise.open(path)
     assert not (tmp_path / "made").exists()
     pickle.loads(evil)
@@ -187,7 +187,7 @@ def test_names_of_files_stay_in_the_folder(torchs: Path, tmp_path: Path) -> None
     metadata = (path / ".metadata").read_bytes()
     assert b"\x0c__0_0.distcp" in metadata
     (path / ".metadata").write_bytes(metadata.replace(b"\x0c__0_0.distcp", b"\x0c../.././../e"))
-    with pytest.raises(CheckpointError, match=r"is no name of a file in this folder"):
+    with pytest.raises(CheckpointError, match=r"is not a file name in this folder"):
         shardwise.open(path)
 
 
@@ -242,7 +242,7 @@ def test_checksums_of_parts_join() -> None:
     chance = random.Random(1)
     for length in (0, 1, 7, 64, 1000, 70_000):
         one, other = chance.randbytes(11), chance.randbytes(length)
-        assert joined_crc(zlib.crc32(one), zlib.crc32(other), length) == zlib.crc32(one + other)
+        assert combine_crc(zlib.crc32(one), zlib.crc32(other), length) == zlib.crc32(one + other)
 
 
 def test_pickles_are_those_of_others() -> None:
@@ -264,5 +264,8 @@ def test_pickles_are_those_of_others() -> None:
         True,
     ):
         assert pickle.loads(write_pickle([value, (value,), {"k": value}])) == [value, (value,), {"k": value}]
-    assert pickle.loads(write_pickle(Pairs([((1, 2), "a"), ("b", [3])]))) == {(1, 2): "a", "b": [3]}
-    assert os.path.basename(pickle.loads(write_pickle(Call(Name("pathlib", "PurePosixPath"), ("a", "b"))))) == "b"
+    assert pickle.loads(write_pickle(PicklePairs([((1, 2), "a"), ("b", [3])]))) == {(1, 2): "a", "b": [3]}
+    assert (
+        os.path.basename(pickle.loads(write_pickle(PickleCall(PickleName("pathlib", "PurePosixPath"), ("a", "b")))))
+        == "b"
+    )

@@ -232,11 +232,11 @@ def test_shard_that_cannot_be_is_refused_on_every_rank() -> None:
     assert "rank 2: this rank has the data (src_rank=None) but passes no tensor" in nowhere
     assert "different shapes: [4, 6] on ranks 0, 1, 3 and [6, 4] on rank 2" in shape
     assert "different dtypes: torch.float32 on ranks 0, 1, 3 and torch.float64 on rank 2" in dtype
-    assert "different specs: " in spec and "give the same on every rank" in spec
-    assert "the ranks give different arguments: spec is" in hidden and "on rank 2; give the same" in hidden
+    assert "different specs: " in spec and "pass the same on every rank" in spec
+    assert "the ranks pass different arguments: spec is" in hidden and "on rank 2; pass the same" in hidden
     assert "rank 2: ChunkSpec(dim=3): a tensor of shape (4, 6) has a dim from -2 to 1" in dim
     assert "the spec names rank 4, not in the comm (ranks 0-3)" in ranks
-    assert "dim 0 of length 4 is split in sizes (1, 2); they must add up to 4" in sizes
+    assert "dim 0 of length 4 is split into sizes (1, 2), which must sum to 4" in sizes
     assert "different requires_grads: False on ranks 0, 1, 3 and True on rank 2" in grad
 
 
@@ -259,12 +259,12 @@ def test_local_tensors_that_do_not_fit_are_refused_on_every_rank() -> None:
         ]
 
     count, shape, unshaped, ranks, dtype, spec_text, kinds, grad = texts_of(body, 3)
-    assert "rank 1: the layout gives this rank local tensors of shapes [(2, 3)], got []" in count
-    assert "rank 1: the layout gives this rank local tensors of shapes [(2, 3)], got [(2, 4)]" in shape
+    assert "rank 1: the layout assigns this rank local tensors of shapes [(2, 3)], got []" in count
+    assert "rank 1: the layout assigns this rank local tensors of shapes [(2, 3)], got [(2, 4)]" in shape
     assert "from_local with a spec needs the global shape; pass shape=, or a Layout" in unshaped
     assert "the layout names rank 7, not in the comm (ranks 0-2)" in ranks
-    assert "the ranks hold different dtypes: ['torch.float32', 'torch.float64']; convert them first" in dtype
-    assert "the ranks give different arguments: layout is" in spec_text
+    assert "the ranks have different dtypes: ['torch.float32', 'torch.float64']; convert them first" in dtype
+    assert "the ranks pass different arguments: layout is" in spec_text
     assert "rank 0: local tensors have one dtype and device, got ['torch.float16 on cpu'" in kinds
     assert "local tensors require gradients on some ranks and not on others" in grad
 
@@ -349,7 +349,7 @@ def test_conversion_keeps_layout_and_values() -> None:
 
     fractions, average, flags = texts_of(body)
     assert fractions == (
-        "ValueError: addends of a pending sum converted from torch.float32 to torch.int64 do not give the converted "
+        "ValueError: addends of a pending sum converted from torch.float32 to torch.int64 do not yield the converted "
         "value; redistribute to Shard or Replicate first"
     )
     assert "a pending sum / 4 converted" in average and "from torch.int64 to torch.bool" in flags

@@ -12,7 +12,7 @@ from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
 from shardwise.cli.demo.chapters import Chapter, draw_after, draw_before, explain_transfer
 from shardwise.cli.errors import pointer_lines
 from shardwise.cli.main import app
-from shardwise.cli.output import parse_bytes, shortened
+from shardwise.cli.output import parse_bytes, shorten_title
 from shardwise.geometry import LayoutError
 from shardwise.view import line, plain_text
 
@@ -82,7 +82,7 @@ def test_plan_prints_the_figures() -> None:
     }
     assert "us (8 ranks per host, 300.0 GB/s within and 25.0 GB/s between hosts)" in figures["estimate"]
     assert lines[9:12] == ["", "from  to   bytes", "   0   1  1.0 MB"]
-    assert lines[-1] == "In all 12.6 MB move, the lower bound."
+    assert lines[-1] == "In total 12.6 MB move, the lower bound."
 
 
 def test_plan_of_nothing_has_no_edges() -> None:
@@ -125,19 +125,19 @@ MISTAKES = [
     (("show", "f33[4]"), "error: unknown dtype 'f33'; did you mean f32?\n  f33[4]\n  ^\n"),
     (
         ("show", "f32[4] on tp=2: S(0) sizes(1,2)"),
-        "error: dim 0 of length 4 is split in sizes (1, 2) over axis 'tp' of 2 ranks; give 2 sizes that add up to 4\n"
+        "error: dim 0 of length 4 is split into sizes (1, 2) over axis 'tp' of 2 ranks; pass 2 sizes that add up to 4\n"
         "  f32[4] on tp=2: S(0) sizes(1,2)\n"
         "                  ^\n",
     ),
     (
         ("plan", ROWS, "bf16[4096,1024]"),
-        "error: a transfer keeps the dtype, but the source is f32 and the destination bf16; leave dtype and shape out "
-        "of the destination to take those of the source\n",
+        "error: a transfer keeps the dtype, but the source is f32 and the destination bf16; omit dtype and shape "
+        "in the destination to use those of the source\n",
     ),
     (
         ("plan", ROWS, "f32[4096]"),
-        "error: a transfer keeps the shape, but the source has (4096, 1024) and the destination (4096,); leave dtype "
-        "and shape out of the destination to take those of the source\n",
+        "error: a transfer keeps the shape, but the source has (4096, 1024) and the destination (4096,); omit dtype "
+        "and shape in the destination to use those of the source\n",
     ),
     (
         ("plan", ROWS, "on tp=4: S(1)", "--buffer", "many"),
@@ -189,7 +189,7 @@ def test_demo_draws_two_layouts_and_the_transfer() -> None:
 def test_demo_ends_with_1_if_a_chapter_went_wrong(status: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = status == 0
     chapters = [Chapter("One.", [line("row")], {"a": 1}), Chapter("Two.", [], {"b": [2]}, right)]
-    monkeypatch.setattr("shardwise.cli.demo.command.story", lambda show: iter(chapters))
+    monkeypatch.setattr("shardwise.cli.demo.command.run_chapters", lambda show: iter(chapters))
     told, data = run("demo"), run("demo", "--json")
     assert (told.exit_code, data.exit_code) == (status, status)
     assert told.stdout.startswith(f"1. One.\n\nrow\n\n2. Two.\n\n{end}")
@@ -201,7 +201,7 @@ def test_version() -> None:
 
 
 def test_long_titles_are_cut() -> None:
-    assert len(shortened("x" * 10_000)) == 301
+    assert len(shorten_title("x" * 10_000)) == 301
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1MB", "1XB", "1e6", "0.2B", "1 2"])

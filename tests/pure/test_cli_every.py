@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.checkpoint.formats.safetensors_header import header_bytes
-from shardwise.cli.main import COMMANDS, _loaded, app
-from shardwise.cli.output import byte_progress, shown_progress
+from shardwise.cli.main import COMMANDS, _load_command, app
+from shardwise.cli.output import byte_progress, total_progress
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 
@@ -57,7 +57,7 @@ def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_json_and_a_section_of_the_page(command: str) -> None:
-    options = {name for parameter in _loaded(command).params for name in parameter.opts}
+    options = {name for parameter in _load_command(command).params for name in parameter.opts}
     assert "--json" in options
     assert f"\n## {command}" in PAGE
     assert f"\n| `{command}` |" in PAGE, "the table of JSON documents has a row for it"
@@ -143,7 +143,7 @@ def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
-        with byte_progress("reading", 100) as advance, shown_progress("writing") as show:
+        with byte_progress("reading", 100) as advance, total_progress("writing") as show:
             advance(60)
             show(60, 100)
         assert ("reading" in stream.getvalue()) == ("writing" in stream.getvalue()) == shown

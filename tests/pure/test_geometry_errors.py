@@ -37,13 +37,13 @@ def enumerated(shape: tuple[int, ...], *rows: tuple[int, int, int], replicated: 
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "shape with a fraction": (lambda: ChunkSpec(0, 2).layout((4.5,)), "a shape holds whole numbers, got (4.5,)"),  # type: ignore[arg-type]  # the mistake
-    "shape that is none": (lambda: ChunkSpec(0, 2).layout(4), "a shape is a sequence of whole numbers, got 4"),  # type: ignore[arg-type]  # the mistake
-    "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim holds whole numbers, got (0.5,)"),  # type: ignore[arg-type]  # the mistake
-    "ranks in letters": (lambda: ChunkSpec(0, "ab"), "ranks of ChunkSpec holds whole numbers, got ('a', 'b')"),  # type: ignore[arg-type]  # the mistake
+    "shape with a fraction": (lambda: ChunkSpec(0, 2).layout((4.5,)), "a shape must contain integers, got (4.5,)"),  # type: ignore[arg-type]  # the mistake
+    "shape that is none": (lambda: ChunkSpec(0, 2).layout(4), "a shape must be a sequence of integers, got 4"),  # type: ignore[arg-type]  # the mistake
+    "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim must contain integers, got (0.5,)"),  # type: ignore[arg-type]  # the mistake
+    "ranks in letters": (lambda: ChunkSpec(0, "ab"), "ranks of ChunkSpec must contain integers, got ('a', 'b')"),  # type: ignore[arg-type]  # the mistake
     "sizes with a fraction": (
         lambda: Shard(0, sizes=(1.5, 2.5)),  # type: ignore[arg-type]  # the mistake
-        "Shard(0, sizes=...) holds whole numbers, got (1.5, 2.5)",
+        "Shard(0, sizes=...) must contain integers, got (1.5, 2.5)",
     ),
     "box sizes": (
         lambda: Box((0, 1), (2,)),
@@ -67,12 +67,12 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mesh empty": (lambda: Mesh(("a",), []), "a mesh needs at least one rank, got shape (0,)"),
     "mesh negative": (lambda: Mesh(("a",), [0, -3]), "a rank is 0 or more, got -3 in a mesh of shape (2,)"),
-    "mesh twice": (lambda: Mesh(("a",), [0, 4, 4]), "rank 4 stands 2 times in the mesh"),
+    "mesh twice": (lambda: Mesh(("a",), [0, 4, 4]), "rank 4 appears 2 times in the mesh"),
     "mesh of": (lambda: Mesh.of(dp=0), "axis 'dp' needs at least one rank, got 0"),
     "mesh axis": (lambda: MESH.axis_index("pp"), "no axis 'pp'; this mesh has 'dp', 'tp'"),
     "mesh axis number": (lambda: MESH.axis_index(2), "no axis 2; this mesh has 2 axes: ('dp', 'tp')"),
     "mesh coordinates": (lambda: MESH.coordinates(8), "rank 8 is not in the mesh dp=2,tp=4"),
-    "submesh outside": (lambda: MESH.submesh("tp", dp=2), "axis 'dp' has 2 ranks, coordinate 2 is outside"),
+    "submesh outside": (lambda: MESH.submesh("tp", dp=2), "axis 'dp' has 2 ranks, coordinate 2 is invalid"),
     "submesh missing": (
         lambda: MESH.submesh("tp"),
         "each axis of ('dp', 'tp') is either kept or fixed; got keep=('tp',), fixed={}",
@@ -103,13 +103,13 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "grid ranks": (
         lambda: GridSpec((2, (1, 3)), [0, 1]),
-        "splits (2, (1, 3)) make a grid of shape (2, 2); give a rank array of this shape "
+        "splits (2, (1, 3)) make a grid of shape (2, 2); pass a rank array of this shape "
         "(or with one more axis for replicas), got shape (2,)",
     ),
     "grid negative": (lambda: GridSpec((2,), [0, -1]), "GridSpec needs at least one rank for each cell, all 0 or more"),
     "grid replicas": (
         lambda: GridSpec((2,), [[0, 1], [2, 2]]),
-        "GridSpec: the replicas of a cell are on different ranks; one rank stands twice for a cell",
+        "GridSpec: the replicas of a cell are on different ranks; one rank appears twice for a cell",
     ),
     "grid dims": (
         lambda: GridSpec((2,), [0, 1]).layout((4, 4)),
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "grid sizes": (
         lambda: GridSpec(((1, 2),), [0, 1]).layout((4,)),
-        "dim 0 of length 4 is split in sizes (1, 2); they must add up to 4",
+        "dim 0 of length 4 is split into sizes (1, 2), which must sum to 4",
     ),
     "mesh placements": (
         lambda: MeshSpec(MESH, (Shard(0),)),
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mesh order": (
         lambda: MeshSpec(MESH, (Shard(0), Shard(0)), order=("tp", "tp")),
-        "order names an axis twice: ('tp', 'tp')",
+        "an axis appears twice in order: ('tp', 'tp')",
     ),
     "mesh order axis": (
         lambda: MeshSpec(MESH, (Shard(0), Shard(0)), order=("pp",)),
@@ -141,11 +141,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mesh sizes": (
         lambda: MeshSpec(Mesh.of(tp=4), (Shard(0, sizes=(3, 3, 3)),)).layout((10,)),
-        "dim 0 of length 10 is split in sizes (3, 3, 3) over axis 'tp' of 4 ranks; give 4 sizes that add up to 10",
+        "dim 0 of length 10 is split into sizes (3, 3, 3) over axis 'tp' of 4 ranks; pass 4 sizes that add up to 10",
     ),
     "mesh groups": (
         lambda: MeshSpec(TP, (Shard(0, groups=(4, 2)),)).layout((8,)),
-        "dim 0 of length 8 is declared as groups (4, 2), which add up to 6; give groups that add up to 8",
+        "dim 0 of length 8 is declared as groups (4, 2), which add up to 6; pass groups that add up to 8",
     ),
     "shape": (lambda: ChunkSpec(0, 2).layout((3, -1)), "a shape has no negative lengths, got (3, -1)"),
     "pieces of two ndims": (
@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "box twice": (
         lambda: enumerated((4,), (0, 4, 1), (0, 4, 0), (0, 4, 1), replicated=True),
-        "[0:4] on rank 1 is listed 2 times; a rank holds a box once",
+        "[0:4] on rank 1 is listed 2 times; a rank can have a box only once",
     ),
     "gap": (
         lambda: enumerated((6,), (0, 2, 0), (4, 2, 2)),
@@ -187,11 +187,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "out of bounds": (
         lambda: enumerated((6,), (0, 2, 0), (2, 5, 1)),
-        "[2:7] on rank 1 lies outside of the tensor's shape (6,)",
+        "[2:7] on rank 1 is outside the tensor's shape (6,)",
     ),
     "empty out of bounds": (
         lambda: enumerated((6,), (0, 6, 0), (7, 0, 1)),
-        "[7:7] on rank 1 lies outside of the tensor's shape (6,)",
+        "[7:7] on rank 1 is outside the tensor's shape (6,)",
     ),
     "ranks holding": (
         lambda: ONE.ranks_holding(Box((0, 0), (1, 1))),

@@ -213,7 +213,7 @@ def test_a_wrong_plan_is_seen() -> None:
     """The oracle can fail: local arrays of another layout, and replicas that differ."""
     src, dst = tp(S0), tp(R)
     local = scatter(src, global_values(SHAPE))
-    with pytest.raises(AssertionError, match=re.escape("rank 0 holds arrays of shapes ((2, 8),); the layout gives it")):
+    with pytest.raises(AssertionError, match=re.escape("rank 0 has arrays of shapes ((2, 8),); the layout assigns it")):
         simulate(plan_transfer(tp(S1), dst, itemsize=8), local)
     got = simulate(plan_transfer(src, dst, itemsize=8), local)
     got[2][0][3, 3] += 1
@@ -225,12 +225,12 @@ def test_a_wrong_plan_is_seen() -> None:
 
 def test_words() -> None:
     assert plan_transfer(tp(R), tp(S0), itemsize=4).explain() == (
-        "Nothing is sent: every rank holds what it needs and copies 256 B locally."
+        "Nothing is sent: every rank has what it needs and copies 256 B locally."
     )
     text = plan_transfer(tp(P), tp(R), itemsize=4).explain()
     assert text.startswith("1. 4 ranks send 768 B in 12 boxes to 4 ranks, which combine what arrives by sum.\n2. ")
     assert "Together this is: all_reduce of 4 ranks." in text
-    assert text.endswith("In all 1.5 kB move, the lower bound.")
+    assert text.endswith("In total 1.5 kB move, the lower bound.")
     table = str(plan_transfer(tp(S0), tp(S1), itemsize=4, max_buffer_bytes=1000))
     assert "moved             192 B (lower bound 192 B)" in table
     assert "collective        all_to_all of 4 ranks" in table
@@ -251,12 +251,12 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "limit": (
         lambda: plan_transfer(ROWS_OF_4, ROWS_OF_4, itemsize=4, max_buffer_bytes=0),
-        "max_buffer_bytes is at least one element, got 0",
+        "max_buffer_bytes must be at least one element, got 0",
     ),
     "limit too small": (
         lambda: plan_transfer(chunk(0, 1), chunk(0, 1, dim=1), itemsize=4, max_buffer_bytes=7),
         "max_buffer_bytes=7 is too small: a rank exchanges up to 2 messages at a time with elements of 4 bytes; "
-        "give at least 8 bytes",
+        "pass at least 8 bytes",
     ),
     "topology": (lambda: Topology(), "a Topology needs ranks_per_host, or hosts with the host number of each rank"),
     "topology both": (

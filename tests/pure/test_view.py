@@ -6,9 +6,9 @@ import textwrap
 import pytest
 
 from shardwise.geometry import parse_layout
-from shardwise.view import Limits, Run, Tile, draw_layout, draw_ranks, line, picture_of, plain_text, print_lines
+from shardwise.view import Limits, TextRun, Tile, draw_layout, draw_ranks, line, picture_of, plain_text, print_lines
 from shardwise.view.draw import label
-from shardwise.view.lines import PALETTE, colour_of, fitting
+from shardwise.view.lines import PALETTE, colour_of, replace_unencodable
 
 DRAWINGS = {
     "f32[10] on tp=4: S(0)": """
@@ -196,7 +196,7 @@ def test_a_terminal_gets_colours_by_rank(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLORTERM", "truecolor")
     stream = Terminal()
-    print_lines([(Run("a", rank=1), Run("b"))], stream)
+    print_lines([(TextRun("a", rank=1), TextRun("b"))], stream)
     red, green, blue = (int(PALETTE[1][i : i + 2], 16) for i in (1, 3, 5))
     assert stream.getvalue() == f"\x1b[30;48;2;{red};{green};{blue}ma\x1b[0mb\n"
     assert colour_of(1) == colour_of(1 + len(PALETTE))
@@ -207,11 +207,11 @@ def test_colours_can_be_refused(monkeypatch: pytest.MonkeyPatch, name: str, valu
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv(name, value)
     stream = Terminal()
-    print_lines([(Run("a", rank=1), Run("│"))], stream)
+    print_lines([(TextRun("a", rank=1), TextRun("│"))], stream)
     assert stream.getvalue() == "a│\n"
 
 
 def test_a_poor_encoding_gets_ascii() -> None:
-    assert fitting("┌─┐│…é", "ascii") == "+-+|~?"
-    assert fitting("┌─┐", "utf-8") == "┌─┐"
+    assert replace_unencodable("┌─┐│…é", "ascii") == "+-+|~?"
+    assert replace_unencodable("┌─┐", "utf-8") == "┌─┐"
     assert plain_text([line("x ")]) == "x"

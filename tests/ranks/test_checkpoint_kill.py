@@ -19,7 +19,7 @@ import torch
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import clean, leftovers
-from shardwise.checkpoint.folders import recover
+from shardwise.checkpoint.folders import recover_commit
 from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -93,7 +93,7 @@ def test_a_save_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, mode: 
 def check_afterwards(path: Path, value: float, k: int) -> None:
     """Cleaning keeps what is loadable; so does saving again."""
     if k % 2:
-        recover(path)
+        recover_commit(path)
         save(path, LATER)
         assert held(path) == LATER
     else:

@@ -214,6 +214,6 @@ def sleep_long() -> None:
 
 def test_a_world_over_its_limit_is_stopped_and_starts_anew() -> None:
     with LocalWorld(2, timeout=TIMEOUT) as ranks:
-        with pytest.raises(CommError, match="it had not ended when its world was given up"):
+        with pytest.raises(CommError, match="it had not ended when its world was shut down"):
             ranks.run(sleep_long, limit=0.2)
         assert ranks.run(dist.get_rank, limit=60) == [0, 1]

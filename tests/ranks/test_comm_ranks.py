@@ -274,8 +274,8 @@ def test_disagreement_is_raised_on_all_ranks(world: Ranks, shared: bool) -> None
     errors = [outcome.error for outcome in world.outcomes(disagree, shared)]
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert {str(error) for error in errors} == {
-        "'shard': the ranks give different arguments: dtype is torch.float32 on ranks 0, 2 and torch.float64 "
-        "on rank 1; src_rank is nothing on ranks 0, 1 and 0 on rank 2; give the same on every rank"
+        "'shard': the ranks pass different arguments: dtype is torch.float32 on ranks 0, 2 and torch.float64 "
+        "on rank 1; src_rank is nothing on ranks 0, 1 and 0 on rank 2; pass the same on every rank"
     }
 
 

@@ -11,29 +11,29 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.demo.command import story
-from shardwise.cli.demo.job import Resumed, Trained
-from shardwise.cli.demo.story import going_on, loaded, moved, training
+from shardwise.cli.demo.command import run_chapters
+from shardwise.cli.demo.job import ResumeResult, TrainingResult
+from shardwise.cli.demo.story import load_chapter, move_chapter, resume_chapter, training_chapter
 from shardwise.view import plain_text
 
 HEADINGS = [
     "A tensor is laid out over a 2 x 2 mesh of ranks.",
-    "It is wanted with uneven rows, ranks in another order.",
+    "The target has uneven rows and another order of ranks.",
     "The plan moves the fewest bytes.",
     "The same move on 4 processes: every element arrived.",
     "A transformer is sharded by a plan of 6 patterns; its code stays as it is.",
-    "It is trained on 4 ranks, beside the same model whole: the losses are equal.",
+    "It is trained on 4 ranks, next to the same model unsharded: the losses are equal.",
     "One step moved ",
     "The checkpoint of 4 ranks (64 tensors, 2.6 MB) is resharded for 2, without starting any.",
     "2 ranks load it into the same plan on another mesh, tp=2: all 48 equal, bit by bit.",
-    "They go on training where the 4 stopped: the losses are equal.",
+    "They resume training where the 4 stopped: the losses are equal.",
 ]
 
 
 @pytest.mark.timeout(600)
 def test_every_chapter_is_right_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    chapters = list(story(show=False))
+    chapters = list(run_chapters(show=False))
     assert [c.heading[: len(h)] for c, h in zip(chapters, HEADINGS, strict=True)] == HEADINGS
     assert all(chapter.right for chapter in chapters)
     assert os.listdir(tmp_path) == []
@@ -55,17 +55,19 @@ def check_numbers(data: dict[str, Any]) -> None:
 
 def test_what_differs_is_called_so() -> None:
     weight = {"w": torch.ones(2)}
-    trained = Trained([1.0] * 8, [1.0] * 12, 0.0, [], weight)
-    off = Trained([1.0] * 7 + [1.001], [1.0] * 12, 0.0, [], weight)
-    found = Resumed(weight, [1.0] * 4)
-    assert training(trained).right and loaded(trained, found).right and going_on(trained, found).right
+    trained = TrainingResult([1.0] * 8, [1.0] * 12, 0.0, [], weight)
+    off = TrainingResult([1.0] * 7 + [1.001], [1.0] * 12, 0.0, [], weight)
+    found = ResumeResult(weight, [1.0] * 4)
+    assert (
+        training_chapter(trained).right and load_chapter(trained, found).right and resume_chapter(trained, found).right
+    )
     wrong = [
-        moved(False),
-        training(off),
-        training(Trained(trained.losses, trained.dense_losses, 1e-3, [], weight)),
-        loaded(trained, Resumed({"w": torch.tensor([1.0, 1.0000001])}, found.losses)),
-        loaded(trained, Resumed({}, found.losses)),
-        going_on(trained, Resumed(weight, [1.0] * 3 + [0.9])),
+        move_chapter(False),
+        training_chapter(off),
+        training_chapter(TrainingResult(trained.losses, trained.dense_losses, 1e-3, [], weight)),
+        load_chapter(trained, ResumeResult({"w": torch.tensor([1.0, 1.0000001])}, found.losses)),
+        load_chapter(trained, ResumeResult({}, found.losses)),
+        resume_chapter(trained, ResumeResult(weight, [1.0] * 3 + [0.9])),
     ]
     assert [chapter.right for chapter in wrong] == [False] * 6
     assert [chapter.heading.split(": ")[1] for chapter in wrong] == [

@@ -68,7 +68,7 @@ def test_torchrun_runs_an_example(tmp_path: Path) -> None:
 def test_a_number_of_ranks_that_does_not_fit_is_told_in_one_line() -> None:
     names = runpy.run_path(example("train_transformer"))
     tensor_parallel, fully_sharded = names["tensor_parallel"], names["fully_sharded"]
-    with pytest.raises(SystemExit, match="3 ranks do not fill a mesh with tp=2; give --tp a divisor of 3, or start"):
+    with pytest.raises(SystemExit, match="3 ranks do not fill a mesh with tp=2; pick a --tp dividing 3, or start"):
         tensor_parallel(3, 2)
     assert str(tensor_parallel(4, 1).mesh) == "dp=4,tp=1"
     with pytest.raises(SystemExit, match="3 ranks cut the 4 heads of attention apart; start ranks whose number"):

@@ -97,14 +97,14 @@ def test_ranks_that_disagree_all_say_so_and_can_go_on(world: Ranks) -> None:
     assert whole and moved
     spec, shape, dtype, sizes, gather, src_rank, hidden, given, many = texts
     assert "to is '[300,70] as chunk(1) over 0-2' on ranks 0, 1 and '[300,70] as chunk(1) over 1,0,2' on rank 2" in spec
-    assert "'redistribute': the ranks give different arguments: from is '[300,70]" in shape
+    assert "'redistribute': the ranks pass different arguments: from is '[300,70]" in shape
     assert "dtype is torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in dtype
     assert "rank 2: " in sizes and "sizes (1, 2, 3)" in sizes
-    assert "'gather': the ranks give different arguments: " in gather and "dst is 0 on ranks 0, 1" in gather
-    assert "'shard': the ranks give different src_ranks: 0 on ranks 0, 1 and 2 on rank 2" in src_rank
-    assert "'shard': the ranks give different arguments: spec is " in hidden
-    assert "'shard': the ranks give different dtypes: torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in given
-    assert "'redistribute_many': the ranks give different arguments: moves is " in many
+    assert "'gather': the ranks pass different arguments: " in gather and "dst is 0 on ranks 0, 1" in gather
+    assert "'shard': the ranks pass different src_ranks: 0 on ranks 0, 1 and 2 on rank 2" in src_rank
+    assert "'shard': the ranks pass different arguments: spec is " in hidden
+    assert "'shard': the ranks pass different dtypes: torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in given
+    assert "'redistribute_many': the ranks pass different arguments: moves is " in many
 
 
 def stays_away() -> Any:

@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from shardwise.comm import default_comm
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import rrefs
-from shardwise.tensor.comms import resolve_comm, get_current_process_group, load_with_process_group
+from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.ranks.world import Ranks, world_fixture

@@ -114,7 +114,7 @@ def wait_here(folder: Path, path: Path, as_command: bool) -> None:
     from shardwise.cli import reshard as command
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
-    started = pool._started
+    started = pool._start_worker
 
     def noted(*args: Any) -> Any:
         process = started(*args)
@@ -125,7 +125,7 @@ def wait_here(folder: Path, path: Path, as_command: bool) -> None:
         print("ready")
         time.sleep(LIMIT)
 
-    pool._started = noted
+    pool._start_worker = noted
     planning.SEGMENT_BYTES = 64
     if not as_command:
         reshard(folder / "source", path, workers=2, progress=stop, max_buffer_bytes=1 << 30, **CUT)
@@ -193,7 +193,7 @@ def test_an_interrupt_stops_the_workers_and_tells_how_to_go_on(
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, errors
-    assert errors == "interrupted: the same command goes on from here, `shardwise clean` removes it\n"
+    assert errors == "interrupted: the same command continues from here, `shardwise clean` removes it\n"
     wait_until_gone(workers)
     take_up(folder, tmp_path / "c", monkeypatch)
 
@@ -202,7 +202,7 @@ def test_a_worker_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypat
     from shardwise.checkpoint.resharding import pool
 
     monkeypatch.setattr(planning, "SEGMENT_BYTES", 64)
-    started = pool._started
+    started = pool._start_worker
     processes: list[subprocess.Popen[bytes]] = []
 
     def noted(*args: Any) -> subprocess.Popen[bytes]:
@@ -213,7 +213,7 @@ def test_a_worker_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypat
         for process in processes:
             process.kill()
 
-    monkeypatch.setattr(pool, "_started", noted)
+    monkeypatch.setattr(pool, "_start_worker", noted)
     with pytest.raises(
         CheckpointError, match=r"a worker ended with exit status -9 while it wrote rank.*the same again"
     ):

@@ -38,7 +38,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and beside a residual."""
+    """Attention and a two-layer perceptron, each behind a norm and with a residual."""
 
     def __init__(self, sizes: Sizes, rms: bool) -> None:
         super().__init__()

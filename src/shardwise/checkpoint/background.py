@@ -1,8 +1,8 @@
-"""Saving while the program goes on: a thread writes what was copied, and the folder itself tells who is done.
+"""Saving in the background: a thread writes what was copied, and the folder itself shows who is done.
 
 The comm belongs to the program, so the threads of the ranks do not talk through it. Each leaves a record of its share
 in the temporary folder; the first rank's thread waits for all of them, writes the index and commits; the others wait
-until the folder is gone. `wait()` is collective and tells every rank what went wrong on any.
+until the folder is gone. `wait()` is collective and reports on every rank what failed on any.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.describe import attempt, gathered
+from shardwise.checkpoint.describe import gather_or_raise, run_or_describe_error
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
 
 _POLL_SECONDS = 0.01
-_running: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
-_lock = threading.Lock()
+_running_saves: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
+_running_saves_lock = threading.Lock()
 
 
 class Saving:
-    """A save under way in the background; all ranks `wait()` for it."""
+    """A save running in the background; all ranks `wait()` for it."""
 
     def __init__(
         self, comm: Comm, folder: Path, write: Callable[[], Json], finish: Callable[[Sequence[Json]], None]
@@ -39,7 +39,7 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether this rank's part is over, well or not."""
+        """Whether this rank's part has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -48,15 +48,15 @@ class Saving:
         if self._waited:
             return
         self._waited = True
-        forget(self._comm, self)
-        gathered(self._comm, None, self._problem, "save in the background")
+        unregister_save(self._comm, self)
+        gather_or_raise(self._comm, None, self._problem, "save in the background")
 
     def _run(self) -> None:
-        _, self._problem = attempt(self._share)
-        self._write = self._finish = _nothing  # the copies of the tensors are free
+        _, self._problem = run_or_describe_error(self._share)
+        self._write = self._finish = _do_nothing  # the copies of the tensors are free
 
     def _share(self) -> None:
-        record, problem = attempt(self._write)
+        record, problem = run_or_describe_error(self._write)
         self._folder.mkdir(exist_ok=True)
         folders.write_synced(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
         if problem is not None and self._comm.rank != self._comm.ranks[0]:
@@ -64,12 +64,12 @@ class Saving:
         if self._comm.rank == self._comm.ranks[0]:
             self._complete()
         else:
-            self._until(lambda: not self._folder.exists(), "rank 0 did not complete the save")
+            self._wait_until(lambda: not self._folder.exists(), "rank 0 did not complete the save")
 
     def _complete(self) -> None:
         try:
             names = {rank: self._record_of(rank) for rank in self._comm.ranks}
-            self._until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
+            self._wait_until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
             found = {rank: json.loads(file.read_bytes()) for rank, file in names.items()}
             failed = [f"rank {rank}: {problem}" for rank, (problem, _) in found.items() if problem is not None]
             if failed:
@@ -84,7 +84,7 @@ class Saving:
     def _record_of(self, rank: int) -> Path:
         return self._folder / f"share{rank:05d}.json"
 
-    def _until(self, ready: Callable[[], bool], problem: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + self._comm.timeout
         while not ready():
             if time.monotonic() > deadline:
@@ -92,27 +92,27 @@ class Saving:
             time.sleep(_POLL_SECONDS)
 
 
-def _nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 
-def remember(saving: Saving) -> Saving:
+def register_save(saving: Saving) -> Saving:
     """Let the next save or load on its comm wait for it."""
-    with _lock:
-        _running[saving._comm] = saving
+    with _running_saves_lock:
+        _running_saves[saving._comm] = saving
     return saving
 
 
-def forget(comm: Comm, saving: Saving) -> None:
+def unregister_save(comm: Comm, saving: Saving) -> None:
     """It has been waited for."""
-    with _lock:
-        if _running.get(comm) is saving:
-            del _running[comm]
+    with _running_saves_lock:
+        if _running_saves.get(comm) is saving:
+            del _running_saves[comm]
 
 
-def finish_running(comm: Comm) -> None:
-    """Wait for the save that is under way on this comm, if there is one; collective as that save was."""
-    with _lock:
-        saving = _running.get(comm)
+def wait_for_running_save(comm: Comm) -> None:
+    """Wait for the save that is running on this comm, if there is one; collective as that save was."""
+    with _running_saves_lock:
+        saving = _running_saves.get(comm)
     if saving is not None:
         saving.wait()

@@ -1,7 +1,7 @@
 """Checksums of stored bytes: XXH3 (64 bits) of every block of 4 MiB, so that a slice is checked without the rest.
 
 XXH3 keeps up with memory (about 10 GB/s a core), where `zlib.crc32` gives 0.6 to 1 and would cost more than writing.
-It finds accidents; it is no protection from someone who forges the index as well.
+It detects accidents; it does not protect against someone who forges the index as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def block_count(size: int, block_bytes: int = BLOCK_BYTES) -> int:
     return -(-size // block_bytes)
 
 
-def blocks(data: memoryview, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+def split_into_blocks(data: memoryview, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
     """Cut bytes into blocks."""
     for start in range(0, len(data), block_bytes):
         yield data[start : start + block_bytes]

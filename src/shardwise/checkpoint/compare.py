@@ -5,7 +5,7 @@ in a table of their 256 values, which follows from the width of the exponent and
 
 Do two stored tensors have the same values? Whatever their formats, layouts and worlds, in bounded memory.
 
-1. The stored boxes of one meet those of the other in regions, each of which lies in one file on either side.
+1. The stored boxes of one meet those of the other in regions, each of which is in one file on either side.
 2. A region is read in parts that touch few pages. Equal bits are equal elements; nothing else is done with them.
 3. The elements whose bits differ are turned into numbers: how many differ, and by how much.
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Cut, TensorEntry
+from shardwise.checkpoint.index import StoredCut, TensorEntry
 from shardwise.checkpoint.store import Store
 from shardwise.geometry import Box, DType
 from shardwise.transfer.intersect import overlaps_with_boxes
@@ -48,18 +48,18 @@ _WIDE = {"f": np.float64, "c": np.complex128, "i": np.int64, "u": np.uint64}
 _EXPONENT_BITS = {"float8_e4m3fn": 4, "float8_e4m3fnuz": 4, "float8_e5m2": 5, "float8_e5m2fnuz": 5}
 
 
-def numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+def decode_numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     """A row of stored elements, given as unsigned numbers of their width, as float64, complex128, int64 or uint64.
 
     >>> from shardwise.geometry import find_dtype
-    >>> numbers(np.array([0x3F80, 0xC000], np.uint16), find_dtype("bf16")).tolist()
+    >>> decode_numbers(np.array([0x3F80, 0xC000], np.uint16), find_dtype("bf16")).tolist()
     [1.0, -2.0]
     """
     with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
-        return _numbers(np.ascontiguousarray(bits), dtype)
+        return _decode_bits(np.ascontiguousarray(bits), dtype)
 
 
-def _numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+def _decode_bits(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     name = dtype.torch_name
     if name == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -67,9 +67,9 @@ def _numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
         parts = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
         return np.asarray(parts[:, 0] + 1j * parts[:, 1])
     if name.startswith("float8"):
-        return np.asarray(small_floats(name)[bits])
+        return np.asarray(decode_float8_codes(name)[bits])
     if name not in _NATIVE:
-        raise CheckpointError(f"elements of type {dtype} are no single numbers; they are compared bit by bit only")
+        raise CheckpointError(f"elements of type {dtype} are not single numbers; they are only compared bit by bit")
     native = bits.view(_NATIVE[name])
     return native.astype(_WIDE[native.dtype.kind])
 
@@ -80,10 +80,10 @@ def has_numbers(dtype: DType) -> bool:
 
 
 @cache
-def small_floats(name: str) -> npt.NDArray[np.float64]:
+def decode_float8_codes(name: str) -> npt.NDArray[np.float64]:
     """The values of all 256 codes of an 8-bit float.
 
-    >>> small_floats("float8_e5m2")[[0x3C, 0x7C, 0x7F]].tolist()
+    >>> decode_float8_codes("float8_e5m2")[[0x3C, 0x7C, 0x7F]].tolist()
     [1.0, inf, nan]
     """
     codes = np.arange(256)
@@ -109,7 +109,7 @@ def small_floats(name: str) -> npt.NDArray[np.float64]:
 
 PART_BYTES = 4 << 20
 _PART_ELEMENTS = 1 << 18
-Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+ArrayPair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Difference:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stored:
+class ComparedTensor:
     """A tensor of a checkpoint: its entry in the index, and the files."""
 
     store: Store
@@ -153,28 +153,33 @@ class Stored:
 
 
 def compare_stored(
-    a: Stored, b: Stored, tolerance: Tolerance = EXACT, on_bytes: Callable[[int], None] = lambda count: None
+    a: ComparedTensor,
+    b: ComparedTensor,
+    tolerance: Tolerance = EXACT,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Difference:
-    """Compare two tensors of one shape; `on_bytes` is told how many bytes of the first have been read."""
+    """Compare two tensors of one shape; `on_bytes` is called with the bytes of the first read so far."""
     kinds = (a.entry.dtype, b.entry.dtype)
     found = Difference()
-    for left, right in _parts(a, b):
-        found += _compare((left, right), kinds, tolerance)
+    for left, right in _iterate_pairs(a, b):
+        found += _compare_pair((left, right), kinds, tolerance)
         on_bytes(left.nbytes)
-        a.store.touch(_span(left))
-        b.store.touch(_span(right))
+        a.store.touch(_pair_span(left))
+        b.store.touch(_pair_span(right))
     return found
 
 
-def _parts(a: Stored, b: Stored) -> Iterator[Pair]:
+def _iterate_pairs(a: ComparedTensor, b: ComparedTensor) -> Iterator[ArrayPair]:
     """The same elements of both, part by part."""
-    for box, cell, here, there in _regions(a.entry.cut, b.entry.cut):
-        left, right = a.store.piece(a.entry, box)[here], b.store.piece(b.entry, cell)[there]
-        yield from _steps(np.asarray(left), np.asarray(right))
+    for box, cell, here, there in _overlapping_regions(a.entry.cut, b.entry.cut):
+        left, right = a.store.map_box(a.entry, box)[here], b.store.map_box(b.entry, cell)[there]
+        yield from _split_pair(np.asarray(left), np.asarray(right))
 
 
 @lru_cache(maxsize=64)
-def _regions(cut: Cut, other: Cut) -> list[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
+def _overlapping_regions(
+    cut: StoredCut, other: StoredCut
+) -> list[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
     """Where the boxes of two cuts meet: their numbers, and the region in each. Tensors that are cut alike share it."""
     if not len(cut) or not len(other):
         return []
@@ -186,9 +191,9 @@ def _regions(cut: Cut, other: Cut) -> list[tuple[int, int, tuple[slice, ...], tu
     ]
 
 
-def _steps(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[Pair]:
+def _split_pair(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[ArrayPair]:
     """Cut two arrays of one shape along their first dims, so that each part spans few bytes of its file."""
-    span = max(_span(left), _span(right))
+    span = max(_pair_span(left), _pair_span(right))
     if span <= PART_BYTES or left.ndim == 0:
         yield left, right
         return
@@ -197,18 +202,18 @@ def _steps(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[Pair]:
         if count > 1:
             yield left[start : start + count], right[start : start + count]
         else:
-            yield from _steps(left[start], right[start])
+            yield from _split_pair(left[start], right[start])
 
 
-def _span(part: npt.NDArray[Any]) -> int:
+def _pair_span(part: npt.NDArray[Any]) -> int:
     """The bytes of the file from the first to the last row of a part."""
     return part.strides[0] * part.shape[0] if part.ndim and part.size else part.nbytes
 
 
-def _compare(pair: Pair, kinds: tuple[DType, DType], near: Tolerance) -> Difference:
+def _compare_pair(pair: ArrayPair, kinds: tuple[DType, DType], near: Tolerance) -> Difference:
     left, right = pair
     if kinds[0] == kinds[1]:
-        apart = _bits(left) != _bits(right)
+        apart = _view_as_bits(left) != _view_as_bits(right)
         if not apart.any():
             return Difference()
         left, right = left[apart], right[apart]
@@ -220,7 +225,7 @@ def _compare(pair: Pair, kinds: tuple[DType, DType], near: Tolerance) -> Differe
     return found
 
 
-def _bits(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _view_as_bits(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Elements as something that is equal if, and only if, its bits are; 16 bytes are carried as complex numbers."""
     return part.view([("real", "<u8"), ("imag", "<u8")]) if part.dtype.kind == "c" else part
 
@@ -231,9 +236,9 @@ def _compare_values(
     """Compare elements that may differ; those of one type are known to have different bits."""
     if not all(map(has_numbers, kinds)):
         return Difference(len(left), np.inf, np.inf)
-    a, b = numbers(left, kinds[0]), numbers(right, kinds[1])
+    a, b = decode_numbers(left, kinds[0]), decode_numbers(right, kinds[1])
     with np.errstate(all="ignore"):
-        distance = _distance(a, b)
+        distance = _absolute_difference(a, b)
         size = np.abs(b.astype(np.float64) if b.dtype.kind in "iu" else b)
         same = np.isnan(a) & np.isnan(b)
         if kinds[0] != kinds[1] or not near.exact:
@@ -248,7 +253,7 @@ def _compare_values(
     return Difference(len(distance), float(distance.max()), float(relative.max()))
 
 
-def _distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _absolute_difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """|a - b|; that of two integers is found without overflow."""
     if a.dtype != b.dtype:
         a, b = (n.astype(np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64) for n in (a, b))

@@ -25,7 +25,7 @@ from shardwise.tensor.move import replicated_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Described:
+class TensorToSave:
     """A tensor that the ranks save together."""
 
     name: str
@@ -37,8 +37,8 @@ class Described:
         return self.layout.numel * self.dtype.itemsize
 
 
-def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of some work, or what went wrong, to be told to the other ranks."""
+def run_or_describe_error(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of some work, or what went wrong, to report to the other ranks."""
     try:
         return work(), None
     except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
@@ -46,8 +46,8 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error) if plain else f"{type(error).__name__}: {error}"
 
 
-def gathered(comm: Comm, given: Json, problem: str | None, label: str, wanted: bool = True) -> list[Json]:
-    """What every rank gives, in the order of ranks; if any has a problem, all raise a CheckpointError that names it.
+def gather_or_raise(comm: Comm, given: Json, problem: str | None, label: str, wanted: bool = True) -> list[Json]:
+    """What every rank passes, in the order of ranks; if any has a problem, all raise a CheckpointError that names it.
 
     A rank that only wants to know of problems says so, and gets nothing else.
     """
@@ -67,8 +67,8 @@ def layout_text(layout: Layout) -> str:
     return json.dumps(layout_to_json(layout), separators=(",", ":"))
 
 
-def description(tree: Json, leaves: Sequence[Leaf]) -> Json:
-    """What a rank tells the others of its state; tensors of one layout name it by its number."""
+def describe_state(tree: Json, leaves: Sequence[Leaf]) -> Json:
+    """What a rank reports to the others about its state; tensors of one layout refer to it by number."""
     numbers: dict[tuple[Layout, bool], int] = {}
     entries = {
         e.name: [e.dtype.torch_name, e.plain, numbers.setdefault((e.layout, e.plain), len(numbers))] for e in leaves
@@ -77,71 +77,71 @@ def description(tree: Json, leaves: Sequence[Leaf]) -> Json:
     return {"tree": tree, "tensors": entries, "layouts": layouts}
 
 
-def agreed(
+def agree_on_state(
     comm: Comm, tree: Json, leaves: Sequence[Leaf], fields: Json, problem: str | None, label: str
-) -> tuple[Json, list[Described], list[Json]]:
+) -> tuple[Json, list[TensorToSave], list[Json]]:
     """The tree and tensors of all ranks together, and every rank's `fields`; raises on all ranks if one cannot."""
-    text = json.dumps(description(tree, leaves), separators=(",", ":"))
-    found = gathered(comm, [checksum(text.encode()), fields], problem, label)
+    text = json.dumps(describe_state(tree, leaves), separators=(",", ":"))
+    found = gather_or_raise(comm, [checksum(text.encode()), fields], problem, label)
     others = [one[1] for one in found]
     if len({one[0] for one in found}) == 1:
-        return tree, [Described(e.name, e.dtype, e.layout) for e in leaves], others
+        return tree, [TensorToSave(e.name, e.dtype, e.layout) for e in leaves], others
     texts = comm.all_gather_bytes(text.encode(), label=label)
     everyone = dict(zip(comm.ranks, map(json.loads, texts), strict=True))
-    return _merged_tree(everyone), _merged_tensors(everyone), others
+    return _merge_trees(everyone), _merge_tensors(everyone), others
 
 
-def _merged_tree(everyone: Mapping[int, Json]) -> Json:
+def _merge_trees(everyone: Mapping[int, Json]) -> Json:
     (first, tree), *rest = [(rank, given["tree"]) for rank, given in everyone.items()]
     for rank, other in rest:
-        tree = _merge(tree, other, "", (first, rank))
+        tree = _merge_nodes(tree, other, "", (first, rank))
     return tree
 
 
-def _merge(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> Json:
+def _merge_nodes(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> Json:
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict) and "dict" in one and "dict" in other:
         ours, theirs = ({(type(k).__name__, k): v for k, v in node["dict"]} for node in (one, other))
         merged = {
-            key: _merge(ours[key], theirs[key], f"{path}.{key[1]}" if path else str(key[1]), ranks)
+            key: _merge_nodes(ours[key], theirs[key], f"{path}.{key[1]}" if path else str(key[1]), ranks)
             if key in ours and key in theirs
             else ours.get(key, theirs.get(key))
             for key in {**ours, **theirs}
         }
         return {"dict": [[key[1], value] for key, value in merged.items()]}
     raise CheckpointError(
-        f"{path or 'the state'}: rank {ranks[0]} has {_short(one)} and rank {ranks[1]} has {_short(other)}; "
-        "save the same value on all ranks, or values of one rank under a name of their own"
+        f"{path or 'the state'}: rank {ranks[0]} has {_shorten_json(one)} and rank {ranks[1]} has {_shorten_json(other)}; "
+        "save the same value on all ranks, or save per-rank values under names of their own"
     )
 
 
-def _short(node: Json) -> str:
+def _shorten_json(node: Json) -> str:
     text = json.dumps(node)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _merged_tensors(everyone: Mapping[int, Json]) -> list[Described]:
+def _merge_tensors(everyone: Mapping[int, Json]) -> list[TensorToSave]:
     holders: dict[str, dict[int, Json]] = {}
     for rank, given in everyone.items():
         for name, (dtype, plain, number) in given["tensors"].items():
             holders.setdefault(name, {})[rank] = [dtype, plain, given["layouts"][number]]
-    return [_merged_tensor(name, by_rank) for name, by_rank in holders.items()]
+    return [_merge_tensor(name, by_rank) for name, by_rank in holders.items()]
 
 
-def _merged_tensor(name: str, by_rank: Mapping[int, Json]) -> Described:
+def _merge_tensor(name: str, by_rank: Mapping[int, Json]) -> TensorToSave:
     (first, entry), *rest = by_rank.items()
     for rank, other in rest:
         if other != entry:
             raise CheckpointError(
                 f"{name}: rank {first} has {entry[0]} {entry[2]} and rank {rank} has {other[0]} {other[2]}; a name "
-                "stands for one tensor with one layout"
+                "refers to one tensor with one layout"
             )
     dtype, plain, text = entry
     if plain:
-        return Described(name, find_dtype(dtype), replicated_layout(tuple(json.loads(text)), tuple(by_rank)))
+        return TensorToSave(name, find_dtype(dtype), replicated_layout(tuple(json.loads(text)), tuple(by_rank)))
     layout = layout_from_json(json.loads(text))
     missing = sorted(set(layout.ranks) - set(by_rank))
     if missing:
-        raise CheckpointError(f"{name}: ranks {missing[:8]} hold parts of it, but their states do not name it")
-    return Described(name, find_dtype(dtype), layout)
+        raise CheckpointError(f"{name}: ranks {missing[:8]} have parts of it, but it is not in their states")
+    return TensorToSave(name, find_dtype(dtype), layout)

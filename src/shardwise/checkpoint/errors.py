@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is broken, or does not hold what is asked of it; the text names the file and the tensor.
+    """A checkpoint that is broken, or lacks what was requested; the message names the file and the tensor.
 
     >>> issubclass(CheckpointError, ValueError)
     True

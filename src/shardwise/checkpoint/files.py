@@ -29,10 +29,10 @@ def _opener(path: str, flags: int) -> int:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_error(path: Path) -> Iterator[None]:
     """Add the name of the file to an error of the system that has none.
 
-    >>> with naming(Path("ckpt/a.safetensors")):
+    >>> with add_path_to_error(Path("ckpt/a.safetensors")):
     ...     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     Traceback (most recent call last):
     ...
@@ -60,7 +60,7 @@ class SyncedFile(ABC):
         try:
             if kind is None:
                 self._flush()
-                with naming(self._path):
+                with add_path_to_error(self._path):
                     os.fsync(self._handle)
         finally:
             os.close(self._handle)

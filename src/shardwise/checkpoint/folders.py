@@ -1,17 +1,17 @@
-"""Removing what a save has replaced, while the program goes on: freeing gigabytes takes a while.
+"""Removing what a save has replaced, in the background: freeing gigabytes takes a while.
 
 A program that ends waits for it; one that is killed leaves a folder that is recognised as a leftover.
 
 Which folder is the checkpoint? Names of temporary folders, the commit, and what a killed save leaves behind.
 
-A save to `ckpt` with the token `1f2e` writes `.ckpt.saving-1f2e` beside it, all files synced, the index last. Then:
+A save to `ckpt` with the token `1f2e` writes `.ckpt.saving-1f2e` next to it, all files synced, the index last. Then:
 
 1. if there is a `ckpt`, it is renamed to `.ckpt.replaced-1f2e`;
 2. `.ckpt.saving-1f2e` is renamed to `ckpt`;
-3. `.ckpt.replaced-1f2e` is removed, by a save while the program goes on.
+3. `.ckpt.replaced-1f2e` is removed, by a save in the background.
 
 So wherever a save is killed, `ckpt` is the old or the new checkpoint, or is missing for the moment between 1 and 2. In
-that case, and only then, a `.ckpt.replaced-1f2e` has a complete `.ckpt.saving-1f2e` beside it, which is the checkpoint.
+that case, and only then, a `.ckpt.replaced-1f2e` has a complete `.ckpt.saving-1f2e` next to it: the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.huggingface_index import read_header
 from shardwise.checkpoint.index import INDEX_NAME
 
-_running: list[threading.Thread] = []
-_lock = threading.Lock()
+_removal_threads: list[threading.Thread] = []
+_removal_lock = threading.Lock()
 
 
-def remove_later(folder: Path) -> None:
+def remove_in_background(folder: Path) -> None:
     """Start to remove a folder."""
     thread = threading.Thread(target=shutil.rmtree, args=(folder, True), name="shardwise remove")
-    with _lock:
-        _running[:] = [t for t in _running if t.is_alive()]
+    with _removal_lock:
+        _removal_threads[:] = [t for t in _removal_threads if t.is_alive()]
         thread.start()
-        _running.append(thread)
+        _removal_threads.append(thread)
 
 
-def finish_removals() -> None:
+def wait_for_removals() -> None:
     """Wait until everything that this process removes is gone."""
-    with _lock:
-        threads = list(_running)
+    with _removal_lock:
+        threads = list(_removal_threads)
     for thread in threads:
         thread.join()
 
@@ -55,20 +55,20 @@ _COMPLETE = (INDEX_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, DCP_NAME)
 _SUFFIXES = (".safetensors", ".distcp")
 
 
-def sibling(path: Path, kind: str, token: str) -> Path:
-    """The folder of a save under way, beside the checkpoint.
+def temporary_folder(path: Path, kind: str, token: str) -> Path:
+    """The folder of a running save, next to the checkpoint.
 
-    >>> sibling(Path("runs/ckpt"), SAVING, "1f2e").as_posix()
+    >>> temporary_folder(Path("runs/ckpt"), SAVING, "1f2e").as_posix()
     'runs/.ckpt.saving-1f2e'
     """
     return path.with_name(f".{path.name}.{kind}-{token}")
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
+def absolute_path(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint, so that its name and its parent are known; links are followed to what they name."""
     whole = Path(os.path.realpath(path))
     if not whole.name:
-        raise CheckpointError(f"{str(path)!r} is no name for a checkpoint; give a folder below the root")
+        raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name; pass a folder below the root")
     return whole
 
 
@@ -83,18 +83,18 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def resolve(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The folder (or file) that holds the checkpoint called `path`, also where a save was killed in its commit."""
     if path.exists() and not _is_empty(path):
         return path
-    for replaced in _siblings(path, REPLACED):
-        saved = _partner(path, replaced)
+    for replaced in _list_temporary_folders(path, REPLACED):
+        saved = _saved_partner(path, replaced)
         if is_complete(saved):
             return saved
         if is_complete(replaced):
             return replaced
     if path.exists():
-        raise CheckpointError(f"{path}: an empty folder, no checkpoint")
+        raise CheckpointError(f"{path}: an empty folder, not a checkpoint")
     raise CheckpointError(f"{path}: no such checkpoint")
 
 
@@ -102,12 +102,12 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _partner(path: Path, replaced: Path) -> Path:
-    return sibling(path, SAVING, replaced.name.rpartition("-")[2])
+def _saved_partner(path: Path, replaced: Path) -> Path:
+    return temporary_folder(path, SAVING, replaced.name.rpartition("-")[2])
 
 
-def _siblings(path: Path, *kinds: str) -> list[Path]:
-    starts = tuple(sibling(path, kind, "").name for kind in kinds)
+def _list_temporary_folders(path: Path, *kinds: str) -> list[Path]:
+    starts = tuple(temporary_folder(path, kind, "").name for kind in kinds)
     if not path.parent.is_dir():
         return []
     return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(starts) and entry.is_dir())
@@ -118,12 +118,12 @@ def check_target(path: Path) -> None:
     if not path.exists() or _is_empty(path):
         return
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a folder, give another name")
+        raise CheckpointError(f"{path} is a file; a checkpoint is a folder, choose another name")
     strange = [e.name for e in path.iterdir() if e.suffix not in _SUFFIXES and e.name not in _COMPLETE]
     if strange or not is_complete(path):
         raise CheckpointError(
-            f"{path} is a folder that holds other things than a checkpoint ({', '.join(sorted(strange)[:3])}); "
-            "it is not replaced: give another name, or move it away"
+            f"{path} is a folder that contains things other than a checkpoint ({', '.join(sorted(strange)[:3])}); "
+            "it is not replaced: choose another name, or move the folder"
         )
 
 
@@ -150,9 +150,9 @@ def write_synced(path: Path, data: bytes) -> None:
     os.rename(half, path)
 
 
-def commit(path: Path, token: str, remove: Callable[[Path], object] = shutil.rmtree) -> None:
+def commit_checkpoint(path: Path, token: str, remove: Callable[[Path], object] = shutil.rmtree) -> None:
     """Put a complete temporary folder in the checkpoint's place."""
-    saving, replaced = sibling(path, SAVING, token), sibling(path, REPLACED, token)
+    saving, replaced = temporary_folder(path, SAVING, token), temporary_folder(path, REPLACED, token)
     sync_folder(saving)
     if path.exists():
         os.rename(path, replaced)
@@ -162,12 +162,12 @@ def commit(path: Path, token: str, remove: Callable[[Path], object] = shutil.rmt
         remove(replaced)
 
 
-def recover(path: Path) -> None:
+def recover_commit(path: Path) -> None:
     """Complete a commit that was killed between its two renames."""
     if path.exists() and not _is_empty(path):
         return
-    for replaced in _siblings(path, REPLACED):
-        saved = _partner(path, replaced)
+    for replaced in _list_temporary_folders(path, REPLACED):
+        saved = _saved_partner(path, replaced)
         if is_complete(saved) or is_complete(replaced):
             os.rename(saved if is_complete(saved) else replaced, path)
             sync_folder(path.parent)
@@ -175,31 +175,31 @@ def recover(path: Path) -> None:
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[Path]:
-    """The temporary folders that killed saves and reshards left beside this checkpoint, to be removed.
+    """The temporary folders that killed saves and reshards left next to this checkpoint, to be removed.
 
     Where there is no checkpoint, complete ones are not among them: they are the only ones there are.
 
     >>> leftovers("no/such/checkpoint")
     []
     """
-    whole = absolute(path)
-    found = left_beside(whole)
+    whole = absolute_path(path)
+    found = list_leftovers(whole)
     try:
-        if is_complete(resolve(whole)):
+        if is_complete(find_checkpoint(whole)):
             return found
     except CheckpointError:
         pass
     return [folder for folder in found if not is_complete(folder)]
 
 
-def left_beside(path: Path) -> list[Path]:
-    """All temporary folders beside a checkpoint, but for the one that stands for it in the middle of a commit."""
-    finish_removals()
-    found = _siblings(path, SAVING, REPLACED, RESHARDING)
+def list_leftovers(path: Path) -> list[Path]:
+    """All temporary folders next to a checkpoint, except the one that is the checkpoint in the middle of a commit."""
+    wait_for_removals()
+    found = _list_temporary_folders(path, SAVING, REPLACED, RESHARDING)
     if not found or (path.exists() and not _is_empty(path)):
         return found
     try:
-        kept = resolve(path)
+        kept = find_checkpoint(path)
     except CheckpointError:
         return found
     return [folder for folder in found if folder != kept]
@@ -208,12 +208,12 @@ def left_beside(path: Path) -> list[Path]:
 def clean(path: str | os.PathLike[str]) -> list[Path]:
     """Complete a killed commit, remove what killed saves left, and return what was removed; see `leftovers`.
 
-    Not to be called while a save to this path is under way.
+    Do not call it while a save to this path is running.
 
     >>> clean("no/such/checkpoint")
     []
     """
-    recover(absolute(path))
+    recover_commit(absolute_path(path))
     found = leftovers(path)
     for folder in found:
         shutil.rmtree(folder)

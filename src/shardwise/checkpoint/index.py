@@ -2,9 +2,9 @@
 
 What is in a checkpoint, and where? The index as a value, and its JSON with every number checked.
 
-1. Tensors that are cut alike share one `Cut`: a shape, the boxes that tile it, and the spec it was saved with.
+1. Tensors that are cut alike share one `StoredCut`: a shape, the boxes that tile it, and the spec it was saved with.
 2. A tensor names its cut and its dtype, and for each box the file, the first byte and the checksums of its blocks.
-3. Reading trusts nothing: names of files are plain names, boxes tile the shape, ranges lie in their files and do not
+3. Reading trusts nothing: names of files are plain names, boxes tile the shape, ranges are in their files and do not
    overlap. Work and memory grow with the length of the index, never with a number written in it.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
-from shardwise.checkpoint.tree import Json, Scalar, leaves
+from shardwise.checkpoint.tree import Json, Scalar, iterate_leaves
 from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece, find_dtype
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.mesh import IntArray
@@ -33,18 +33,18 @@ _MAX_CUTS = 1 << 22
 
 
 def stored_layout(entry: TensorEntry) -> Layout:
-    """The layout of a stored tensor; without a spec it lies whole on rank 0."""
+    """The layout of a stored tensor; without a spec it is whole on rank 0."""
     spec = entry.cut.spec
     if spec is None:
         return EnumerableSpec([Piece(Box.whole(entry.shape), 0)]).layout(entry.shape)
     try:
-        _check_size(spec, entry.shape)
+        _check_cut_count(spec, entry.shape)
         return layout_from_json({"shape": list(entry.shape), "spec": spec})
     except (LayoutError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"tensor {entry.name!r}: its layout in the index is damaged: {error}") from error
 
 
-def _check_size(spec: Any, shape: tuple[int, ...]) -> None:
+def _check_cut_count(spec: Any, shape: tuple[int, ...]) -> None:
     """Block-cyclic shards have as many cuts as the dim has blocks, whatever the length of the index."""
     for placement in spec.get("placements") or ():
         block = placement.get("block")
@@ -64,7 +64,7 @@ _SUMS = re.compile(f"(?:[0-9a-f]{{{SUM_DIGITS}}})*")
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class StoredCut:
     """How tensors of one shape are cut into stored boxes; `spec` is the spec they were saved with, in JSON."""
 
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class Cut:
 
     @cached_property
     def labels(self) -> list[str]:
-        """What tells the boxes of a tensor apart in the keys of a file; nothing where there is one."""
+        """What distinguishes the boxes of a tensor in the keys of a file; empty where there is one."""
         return [""] if len(self) == 1 else [str(self.box(number)) for number in range(len(self))]
 
     @cached_property
@@ -111,7 +111,7 @@ class TensorEntry:
 
     name: str
     dtype: DType
-    cut: Cut
+    cut: StoredCut
     files: Sequence[int]
     begins: Sequence[int]
     sums: Sequence[str]
@@ -141,7 +141,7 @@ class Index:
     @cached_property
     def leaves(self) -> list[tuple[str, str | None, Scalar]]:
         """The (name, tensor or None, value) of every leaf of the tree."""
-        return list(leaves(self.tree))
+        return list(iterate_leaves(self.tree))
 
     def to_bytes(self) -> bytes:
         """The index as it is stored."""
@@ -166,7 +166,7 @@ class Index:
 
 
 def stored_values(index: Index) -> dict[str, Scalar]:
-    """The values of a checkpoint that are no tensors, by name."""
+    """The values of a checkpoint that are not tensors, by name."""
     return {name: value for name, tensor, value in index.leaves if tensor is None}
 
 
@@ -176,7 +176,7 @@ def stored_names(index: Index) -> dict[str, str]:
     return {**{name: name for name in index.tensors}, **named}
 
 
-def _cut_json(cut: Cut) -> Json:
+def _cut_json(cut: StoredCut) -> Json:
     return {"shape": cut.shape, "offsets": cut.offsets.tolist(), "sizes": cut.sizes.tolist(), "spec": cut.spec}
 
 
@@ -193,15 +193,15 @@ def parse_index(data: bytes, name: str) -> Index:
             f"{name}: version {str(content.get('version'))[:20]} of the format; this shardwise reads version {VERSION}"
         )
     try:
-        return _Parser(content, name).index()
+        return _IndexParser(content, name).index()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{name}: the index is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-class _Parser:
-    """One pass over the content of an index; what fails is told with the name of the file."""
+class _IndexParser:
+    """One pass over the content of an index; errors name the file."""
 
     def __init__(self, content: dict[str, Any], name: str) -> None:
         self.content, self.name = content, name
@@ -212,7 +212,7 @@ class _Parser:
     def index(self) -> Index:
         block_bytes = self.content["block_bytes"]
         if type(block_bytes) is not int or not 1 << 10 <= block_bytes <= 1 << 30:
-            raise self.error(f"blocks of {str(block_bytes)[:30]} bytes; they have from 1 KiB to 1 GiB")
+            raise self.error(f"blocks of {str(block_bytes)[:30]} bytes; they must have 1 KiB to 1 GiB")
         files = [self.file(entry) for entry in self.content["files"]]
         if len({f.name for f in files}) != len(files):
             raise self.error("a file is listed twice")
@@ -234,23 +234,23 @@ class _Parser:
     def file(self, entry: Any) -> FileEntry:
         name, size, data_start, header_sum = entry
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise self.error(f"{str(name)[:200]!r} is no name of a file in the checkpoint's folder; nothing is read")
+            raise self.error(f"{str(name)[:200]!r} is not a file name in the checkpoint's folder; nothing is read")
         if not (type(size) is type(data_start) is int and 8 <= data_start <= size <= MAX_NUMBER):
-            raise self.error(f"{name}: {size} bytes with data from byte {data_start} on make no sense")
+            raise self.error(f"{name}: {size} bytes with data from byte {data_start} on are invalid")
         if not isinstance(header_sum, str):
             raise self.error(f"{name}: the header has no checksum")
         return FileEntry(name, size, data_start, header_sum)
 
-    def cut(self, entry: Any) -> Cut:
+    def cut(self, entry: Any) -> StoredCut:
         shape = tuple(entry["shape"])
         if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > MAX_NUMBER or len(shape) > 64:
-            raise self.error(f"the shape {str(shape)[:200]} makes no sense")
+            raise self.error(f"the shape {str(shape)[:200]} is invalid")
         if any(n > MAX_NUMBER for n in shape):
             raise self.error(f"the shape {str(shape)[:200]} is too large")
         offsets, sizes = (self.columns(entry[key], len(shape)) for key in ("offsets", "sizes"))
         if len(offsets) != len(sizes):
             raise self.error(f"{len(offsets)} offsets and {len(sizes)} sizes of boxes")
-        cut = Cut(shape, offsets, sizes, entry.get("spec"))
+        cut = StoredCut(shape, offsets, sizes, entry.get("spec"))
         try:
             check_coverage(shape, offsets, sizes, lambda row: f"the box {cut.box(row)}", "boxes")
         except LayoutError as error:
@@ -261,7 +261,7 @@ class _Parser:
         array = np.array(rows if rows else np.zeros((0, ndim), np.int64))
         if not isinstance(rows, list) or array.dtype.kind != "i" or array.shape != (len(rows), ndim):
             if not (ndim == 0 and array.shape == (len(rows), 0)):
-                raise self.error(f"the boxes of a tensor of {ndim} dims are no rows of {ndim} ints")
+                raise self.error(f"the boxes of a tensor of {ndim} dims are not rows of {ndim} ints")
             array = np.zeros((len(rows), 0), np.int64)
         if ((array < 0) | (array > MAX_NUMBER)).any():
             raise self.error("a box has negative or absurd numbers")
@@ -272,35 +272,35 @@ class _Parser:
         names = [name for name, entry in self.content["tensors"].items() if entry[1] == number]
         return f"tensor {names[0]!r}" if names else "a tensor"
 
-    def tensor(self, name: str, entry: Any, cuts: Sequence[Cut]) -> TensorEntry:
+    def tensor(self, name: str, entry: Any, cuts: Sequence[StoredCut]) -> TensorEntry:
         dtype_name, number, files, begins, sums = entry
         if type(number) is not int or not 0 <= number < len(cuts):
             raise self.error(f"tensor {name!r}: there is no cut {str(number)[:30]}; there are {len(cuts)}")
         if not isinstance(dtype_name, str):
-            raise self.error(f"tensor {name!r}: its dtype is no name")
+            raise self.error(f"tensor {name!r}: its dtype is not a name")
         try:
             dtype = find_dtype(dtype_name)
         except LayoutError as error:
             raise self.error(f"tensor {name!r}: {error}") from error
         if math.prod(cuts[number].shape) * dtype.itemsize > MAX_NUMBER:
-            raise self.error(f"tensor {name!r}: {dtype_name}{list(cuts[number].shape)} makes no sense, it is too large")
+            raise self.error(f"tensor {name!r}: {dtype_name}{list(cuts[number].shape)} is too large")
         if not (isinstance(files, list) and isinstance(begins, list) and isinstance(sums, list)) or not (
             len(files) == len(begins) == len(sums) == len(cuts[number])
         ):
             raise self.error(f"tensor {name!r}: {len(cuts[number])} boxes, but not as many files, places and checksums")
         if not (set(map(type, sums)) <= {str} and _SUMS.fullmatch("".join(sums))):
-            raise self.error(f"tensor {name!r}: its checksums are no rows of {SUM_DIGITS} hexadecimal digits")
+            raise self.error(f"tensor {name!r}: its checksums are not rows of {SUM_DIGITS} hexadecimal digits")
         return TensorEntry(name, dtype, cuts[number], files, begins, sums)
 
 
 def check_ranges(
     tensors: Mapping[str, TensorEntry], files: Sequence[FileEntry], block_bytes: int, name: str, with_sums: bool = True
 ) -> None:
-    """Raise unless all stored boxes lie in the data of their files, apart from each other, with all checksums."""
+    """Raise unless all stored boxes are inside the data of their files, without overlap, with all checksums."""
     entries = list(tensors.values())
     owners = np.repeat(np.arange(len(entries)), [len(e.cut) for e in entries])
-    numbers = _flat([n for e in entries for n in e.files], entries, name)
-    begins = _flat([n for e in entries for n in e.begins], entries, name)
+    numbers = _flatten_column([n for e in entries for n in e.files], entries, name)
+    begins = _flatten_column([n for e in entries for n in e.begins], entries, name)
     sizes = np.concatenate([e.cut.elements * e.dtype.itemsize for e in entries]) if entries else np.zeros(0, np.int64)
     if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(files)):
         raise CheckpointError(f"{name}: a tensor names a file that is not listed; there are {len(files)}")
@@ -310,24 +310,24 @@ def check_ranges(
     if len(bad):
         row, entry = int(bad[0]), entries[owners[bad[0]]]
         raise CheckpointError(
-            f"{name}: tensor {entry.name!r}: bytes {begins[row]} to {begins[row] + sizes[row]} do not lie in the data "
+            f"{name}: tensor {entry.name!r}: bytes {begins[row]} to {begins[row] + sizes[row]} are outside the data "
             f"of {files[numbers[row]].name}, which are the bytes {starts[row]} to {ends[row]}"
         )
-    _check_apart(entries, owners, numbers, begins, sizes, files, name)
+    _check_no_overlap(entries, owners, numbers, begins, sizes, files, name)
     lengths = np.array([len(s) for e in entries for s in e.sums], np.int64)
     wrong = np.flatnonzero(lengths != -(-sizes // block_bytes) * SUM_DIGITS)
     if with_sums and len(wrong):
         raise CheckpointError(f"{name}: tensor {entries[owners[wrong[0]]].name!r}: it lacks checksums, or has too many")
 
 
-def _flat(numbers: list[Any], entries: Sequence[TensorEntry], name: str) -> IntArray:
+def _flatten_column(numbers: list[Any], entries: Sequence[TensorEntry], name: str) -> IntArray:
     array = np.array(numbers) if numbers else np.zeros(0, np.int64)
     if array.dtype.kind != "i" or array.ndim != 1 or (len(array) and not 0 <= array.min() <= array.max() <= MAX_NUMBER):
-        raise CheckpointError(f"{name}: some places of the {len(entries)} tensors are no numbers of bytes")
+        raise CheckpointError(f"{name}: some places of the {len(entries)} tensors are not byte offsets")
     return array
 
 
-def _check_apart(
+def _check_no_overlap(
     entries: Sequence[TensorEntry],
     owners: IntArray,
     numbers: IntArray,

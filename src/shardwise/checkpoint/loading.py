@@ -21,20 +21,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.background import finish_running
+from shardwise.checkpoint.background import wait_for_running_save
 from shardwise.checkpoint.checksums import block_count, checksum
-from shardwise.checkpoint.describe import attempt, description, gathered
+from shardwise.checkpoint.describe import describe_state, gather_or_raise, run_or_describe_error
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Cut, Index, TensorEntry, stored_names, stored_values
-from shardwise.checkpoint.reading import Read, blocks_of, copy_all, reads_for, runs, spread, threads_for
+from shardwise.checkpoint.index import Index, StoredCut, TensorEntry, stored_names, stored_values
+from shardwise.checkpoint.reading import (
+    BoxRead,
+    copy_tensors,
+    plan_reads,
+    run_in_threads,
+    split_evenly,
+    threads_for,
+    touched_blocks,
+)
 from shardwise.checkpoint.state import (
     Leaf,
-    as_sharded,
-    flatten,
-    leaf_of,
-    redistributed,
-    refill,
-    settled_layout,
+    fill_state,
+    flatten_state,
+    leaf_to_sharded,
+    make_leaf,
+    redistribute_by_comm,
+    reduced_layout,
     torch_dtype,
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
@@ -45,50 +53,52 @@ from shardwise.tensor import wrap
 from shardwise.tensor.comms import resolve_comm
 from shardwise.transfer.intersect import overlaps_with_boxes
 
-Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | None
-_LISTED = 5
+StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | None
+_MAX_LISTED_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedState:
     """The tensors to fill, each with what is stored for it, and the values to put in place."""
 
     tensors: Sequence[tuple[Leaf, TensorEntry]]
     values: Mapping[str, Scalar]
 
 
-def match(
+def match_state(
     index: Index,
     tensors: Sequence[Leaf],
     values: Mapping[str, Scalar],
     *,
     strict: bool,
-    names: Names,
+    names: StateNames,
     cast: bool,
-) -> Matched:
+) -> MatchedState:
     """Find what is stored for every entry of a state; raise one error that lists all that does not fit."""
-    rename = _renaming(names)
+    rename = _make_renamer(names)
     held_tensors, held_values = stored_names(index), stored_values(index)
     own = [*(leaf.name for leaf in tensors), *values]
     wanted = {name: source for name in own if (source := rename(name)) is not None}
     problems = _kind_problems(wanted, {leaf.name for leaf in tensors}, held_tensors, held_values)
     if strict:
-        problems += _missing(wanted, {**held_tensors, **held_values})
-        problems += _unexpected(set(wanted.values()), {**held_tensors, **held_values}, wanted)
+        problems += _missing_problems(wanted, {**held_tensors, **held_values})
+        problems += _unexpected_problems(set(wanted.values()), {**held_tensors, **held_values}, wanted)
     found = [
         (leaf, index.tensors[held_tensors[wanted[leaf.name]]])
         for leaf in tensors
         if leaf.name in wanted and wanted[leaf.name] in held_tensors
     ]
-    problems += [text for leaf, entry in found if (text := _misfit(leaf, entry, cast))]
+    problems += [text for leaf, entry in found if (text := _misfit_problem(leaf, entry, cast))]
     if problems:
-        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise CheckpointError("the checkpoint does not fit the state: " + "; ".join(problems[:_LISTED]) + more)
+        more = f"; and {len(problems) - _MAX_LISTED_PROBLEMS} more" if len(problems) > _MAX_LISTED_PROBLEMS else ""
+        raise CheckpointError(
+            "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_LISTED_PROBLEMS]) + more
+        )
     chosen = {name: held_values[wanted[name]] for name in values if name in wanted and wanted[name] in held_values}
-    return Matched(found, chosen)
+    return MatchedState(found, chosen)
 
 
-def _renaming(names: Names) -> Callable[[str], str | None]:
+def _make_renamer(names: StateNames) -> Callable[[str], str | None]:
     if names is None:
         return lambda name: name
     if callable(names):
@@ -105,32 +115,36 @@ def _kind_problems(
         if name in tensors and source in held_values:
             problems.append(f"{name} is a tensor in the state and the value {held_values[source]!r:.40} in it")
         if name not in tensors and source in held_tensors:
-            problems.append(f"{name} is no tensor in the state and a tensor in it")
+            problems.append(f"{name} is not a tensor in the state but is one in the checkpoint")
     return problems
 
 
-def _missing(wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
-    return [f"{_both(n, s)} is missing in it{_near(s, held)}" for n, s in wanted.items() if s not in held]
-
-
-def _unexpected(sources: set[str], held: Mapping[str, object], wanted: Mapping[str, str]) -> list[str]:
+def _missing_problems(wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
     return [
-        f"it holds {name}, which the state has not{_near(name, wanted)} (strict=False leaves it out)"
+        f"{_format_both_names(n, s)} is missing from it{_suggest_names(s, held)}"
+        for n, s in wanted.items()
+        if s not in held
+    ]
+
+
+def _unexpected_problems(sources: set[str], held: Mapping[str, object], wanted: Mapping[str, str]) -> list[str]:
+    return [
+        f"it has {name}, which the state does not have{_suggest_names(name, wanted)} (strict=False skips it)"
         for name in held
         if name not in sources
     ]
 
 
-def _both(name: str, source: str) -> str:
+def _format_both_names(name: str, source: str) -> str:
     return name if name == source else f"{source} (for {name})"
 
 
-def _near(name: str, others: Mapping[str, object]) -> str:
+def _suggest_names(name: str, others: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, list(others)[:2000], n=2, cutoff=0.75)
     return f" (near: {', '.join(near)})" if near else ""
 
 
-def _misfit(leaf: Leaf, entry: TensorEntry, cast: bool) -> str | None:
+def _misfit_problem(leaf: Leaf, entry: TensorEntry, cast: bool) -> str | None:
     if leaf.layout.shape != entry.shape:
         return f"{leaf.name} has the shape {leaf.layout.shape} in the state and {entry.shape} in it"
     if leaf.dtype != entry.dtype and not cast:
@@ -138,9 +152,9 @@ def _misfit(leaf: Leaf, entry: TensorEntry, cast: bool) -> str | None:
     return None
 
 
-LABEL = "load"
-_CHECKED_AT_ONCE = 8
-Blocks: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
+LOAD_LABEL = "load"
+_BLOCKS_PER_CHECK = 8
+BlockRange: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
 
 
 def load(
@@ -148,7 +162,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
-    names: Names = None,
+    names: StateNames = None,
     cast: bool = False,
     verify: bool = True,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
@@ -162,7 +176,7 @@ def load(
     - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
     - `cast`: convert dtypes; else a dtype that differs is an error.
     - `verify`: check all checksums before the first tensor is changed.
-    - `max_buffer_bytes`: a bound for memory beside the tensors themselves.
+    - `max_buffer_bytes`: a limit on memory used besides the tensors themselves.
 
     >>> import tempfile, torch
     >>> from shardwise import save
@@ -172,62 +186,64 @@ def load(
     {'w': tensor([0., 1., 2., 3.], dtype=torch.float64), 'step': 3}
     """
     comm = resolve_comm(comm)
-    finish_running(comm)
-    found, problem = attempt(lambda: _look(state, path, comm, strict, names, cast, max_buffer_bytes))
-    asked = None if found is None else [found[0].digest, _wanted_digest(found[1].tensors), verify, cast]
-    everyone = gathered(comm, asked, problem, LABEL)
+    wait_for_running_save(comm)
+    found, problem = run_or_describe_error(
+        lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes)
+    )
+    asked = None if found is None else [found[0].digest, _digest_wanted(found[1].tensors), verify, cast]
+    everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
     store, matched = found
-    _check_same(comm, everyone)
+    _check_same_load(comm, everyone)
     loader = Loader(store, matched.tensors, comm, shared=len({one[1] for one in everyone}) == 1)
     try:
-        _, problem = attempt(lambda: loader.check(verify))
-        gathered(comm, None, problem, LABEL)
-        _, problem = attempt(loader.copy)
-        gathered(comm, None, problem and f"{problem}; tensors may be half-loaded", LABEL)
+        _, problem = run_or_describe_error(lambda: loader.check(verify))
+        gather_or_raise(comm, None, problem, LOAD_LABEL)
+        _, problem = run_or_describe_error(loader.copy)
+        gather_or_raise(comm, None, problem and f"{problem}; tensors may be half-loaded", LOAD_LABEL)
     finally:
         store.close()
     loader.settle()
-    return refill(state, matched.values)
+    return fill_state(state, matched.values)
 
 
-def _look(
+def _open_and_match(
     state: Any,
     path: str | os.PathLike[str],
     comm: Comm,
     strict: bool,
-    names: Names,
+    names: StateNames,
     cast: bool,
     max_buffer_bytes: int,
-) -> tuple[Store, Matched]:
+) -> tuple[Store, MatchedState]:
     if max_buffer_bytes < 1 << 16:
-        raise CheckpointError(f"max_buffer_bytes is at least 65536, got {max_buffer_bytes}")
+        raise CheckpointError(f"max_buffer_bytes must be at least 65536, got {max_buffer_bytes}")
     store = open_store(path, max_buffer_bytes)
-    flat = flatten(state)
-    tensors = [leaf_of(name, tensor, comm) for name, tensor in flat.tensors.items()]
-    return store, match(store.index, tensors, flat.values, strict=strict, names=names, cast=cast)
+    flat = flatten_state(state)
+    tensors = [make_leaf(name, tensor, comm) for name, tensor in flat.tensors.items()]
+    return store, match_state(store.index, tensors, flat.values, strict=strict, names=names, cast=cast)
 
 
-def _wanted_digest(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
-    text = json.dumps([description(None, [leaf for leaf, _ in tensors]), [entry.name for _, entry in tensors]])
+def _digest_wanted(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
+    text = json.dumps([describe_state(None, [leaf for leaf, _ in tensors]), [entry.name for _, entry in tensors]])
     return checksum(text.encode())
 
 
-def _check_same(comm: Comm, everyone: Sequence[Any]) -> None:
+def _check_same_load(comm: Comm, everyone: Sequence[Any]) -> None:
     for number, what in ((0, "the checkpoint"), (2, "verify"), (3, "cast")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
             if asked[number] != everyone[0][number]:
                 raise CheckpointError(
-                    f"load: {what} is not the same on ranks {comm.ranks[0]} and {rank}; give the same path and options"
+                    f"load: {what} is not the same on ranks {comm.ranks[0]} and {rank}; pass the same path and options"
                 )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Work:
+class TensorLoad:
     """A tensor to fill: what is stored, what this rank reads of it, and where to."""
 
     leaf: Leaf
     entry: TensorEntry
-    reads: Sequence[Read]
+    reads: Sequence[BoxRead]
     targets: tuple[Tensor, ...]
 
 
@@ -236,22 +252,24 @@ class Loader:
 
     def __init__(self, store: Store, tensors: Sequence[tuple[Leaf, TensorEntry]], comm: Comm, shared: bool) -> None:
         self.store, self.comm, self.shared = store, comm, shared
-        self._reads: dict[tuple[int, Layout], Sequence[Read]] = {}
+        self._reads: dict[tuple[int, Layout], Sequence[BoxRead]] = {}
         self._takers: dict[tuple[int, Layout], Sequence[Sequence[int]]] = {}
-        self._shares: dict[tuple[int, Layout, int, int], list[Blocks]] = {}
+        self._shares: dict[tuple[int, Layout, int, int], list[BlockRange]] = {}
         self.work = [self._work(leaf, entry) for leaf, entry in tensors]
 
-    def _work(self, leaf: Leaf, entry: TensorEntry) -> Work:
-        layout = settled_layout(leaf.layout)
-        reads = self._once(self._reads, entry.cut, layout, lambda: reads_for(entry.cut, layout, self.comm.rank))
+    def _work(self, leaf: Leaf, entry: TensorEntry) -> TensorLoad:
+        layout = reduced_layout(leaf.layout)
+        reads = self._once(self._reads, entry.cut, layout, lambda: plan_reads(entry.cut, layout, self.comm.rank))
         if layout is leaf.layout:
-            return Work(leaf, entry, reads, leaf.locals)
+            return TensorLoad(leaf, entry, reads, leaf.locals)
         shapes = layout.local_shapes(self.comm.rank)
         device = leaf.locals[0].device if leaf.locals else self.comm.device
         fresh = [torch.empty(shape, dtype=torch_dtype(leaf.dtype), device=device) for shape in shapes]
-        return Work(leaf, entry, reads, tuple(fresh))
+        return TensorLoad(leaf, entry, reads, tuple(fresh))
 
-    def _once(self, kept: dict[tuple[int, Layout], Any], cut: Cut, layout: Layout, make: Callable[[], Any]) -> Any:
+    def _once(
+        self, kept: dict[tuple[int, Layout], Any], cut: StoredCut, layout: Layout, make: Callable[[], Any]
+    ) -> Any:
         key = (id(cut), layout)
         if key not in kept:
             kept[key] = make()
@@ -261,7 +279,7 @@ class Loader:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
         needed = {work.entry.files[read.box] for work in self.work for read in work.reads}
         for number in sorted(needed):
-            with self.store.opened(number):
+            with self.store.open_data_file(number):
                 pass
             if verify:
                 self.store.verify_header(number)
@@ -269,63 +287,68 @@ class Loader:
             return
         step = self.store.index.block_bytes
         blocks = [
-            (work.entry, box, block, min(last, block + _CHECKED_AT_ONCE))
+            (work.entry, box, block, min(last, block + _BLOCKS_PER_CHECK))
             for number, work in enumerate(self.work)
             for box, first, last in (self._share(number, work) if self.shared else self._own_blocks(work))
-            for block in range(first, last, _CHECKED_AT_ONCE)
+            for block in range(first, last, _BLOCKS_PER_CHECK)
         ]
         sizes = [min((last - first) * step, entry.nbytes) for entry, _, first, last in blocks]
-        spread(self._check_blocks, runs(blocks, sizes, threads_for(sum(sizes), len(self.comm.ranks))))
-        self.store.let_go()
+        run_in_threads(self._check_blocks, split_evenly(blocks, sizes, threads_for(sum(sizes), len(self.comm.ranks))))
+        self.store.release_pages()
 
     def _check_blocks(self, blocks: Sequence[tuple[TensorEntry, int, int, int]]) -> None:
         for entry, box, first, last in blocks:
             self.store.verify(entry, box, first, last)
 
-    def _own_blocks(self, work: Work) -> list[Blocks]:
+    def _own_blocks(self, work: TensorLoad) -> list[BlockRange]:
         step = self.store.index.block_bytes
-        return [(read.box, *blocks_of(read, work.entry, step)) for read in work.reads]
+        return [(read.box, *touched_blocks(read, work.entry, step)) for read in work.reads]
 
-    def _share(self, number: int, work: Work) -> list[Blocks]:
+    def _share(self, number: int, work: TensorLoad) -> list[BlockRange]:
         """The blocks of tensor `number` that this rank checks; small tensors that are cut alike go round the ranks."""
         cut, itemsize = work.entry.cut, work.entry.dtype.itemsize
         turn = number % len(self.comm.ranks)
         key = (id(cut), work.leaf.layout, itemsize, turn)
         if key not in self._shares:
-            layout = settled_layout(work.leaf.layout)
-            takers = self._once(self._takers, cut, layout, lambda: takers_of(cut, layout))
+            layout = reduced_layout(work.leaf.layout)
+            takers = self._once(self._takers, cut, layout, lambda: ranks_needing_boxes(cut, layout))
             counts = [block_count(n * itemsize, self.store.index.block_bytes) for _, n in cut.extents]
-            found = [(box, *share_of(takers[box], self.comm.rank, n, turn + box)) for box, n in enumerate(counts)]
+            found = [
+                (box, *blocks_to_check(takers[box], self.comm.rank, n, turn + box)) for box, n in enumerate(counts)
+            ]
             self._shares[key] = [blocks for blocks in found if blocks[1] < blocks[2]]
         return self._shares[key]
 
     def copy(self) -> None:
         """Fill the tensors."""
         jobs = ((work.entry, work.reads, work.targets) for work in self.work)
-        copy_all(self.store, jobs, len(self.comm.ranks))
+        copy_tensors(self.store, jobs, len(self.comm.ranks))
         torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
-        self.store.let_go()
+        self.store.release_pages()
 
     def settle(self) -> None:
         """Give tensors with a pending reduction addends that reduce to what was read; all their ranks take part."""
         pending = [work for work in self.work if work.leaf.layout.pending is not None]
         read = [
             wrap(
-                settled_layout(w.leaf.layout), w.targets, as_sharded(w.leaf, self.comm).comm, dtype=w.leaf.tensor.dtype
+                reduced_layout(w.leaf.layout),
+                w.targets,
+                leaf_to_sharded(w.leaf, self.comm).comm,
+                dtype=w.leaf.tensor.dtype,
             )
             for w in pending
         ]
-        for work, moved in zip(pending, redistributed(read, [w.leaf.layout for w in pending]), strict=True):
+        for work, moved in zip(pending, redistribute_by_comm(read, [w.leaf.layout for w in pending]), strict=True):
             for mine, addend in zip(work.leaf.locals, moved.local_parts, strict=True):
                 mine.copy_(addend)
 
 
-def takers_of(cut: Cut, layout: Layout) -> list[list[int]]:
+def ranks_needing_boxes(cut: StoredCut, layout: Layout) -> list[list[int]]:
     """For each stored box the ranks that need some of it, in the order of what they need.
 
     >>> from shardwise.geometry import ChunkSpec
-    >>> cut = Cut((4,), np.array([[0], [1]]), np.array([[1], [3]]))
-    >>> takers_of(cut, ChunkSpec(0, 2).layout((4,)))
+    >>> cut = StoredCut((4,), np.array([[0], [1]]), np.array([[1], [3]]))
+    >>> ranks_needing_boxes(cut, ChunkSpec(0, 2).layout((4,)))
     [[0], [0, 1]]
     """
     table = layout.table
@@ -338,10 +361,11 @@ def takers_of(cut: Cut, layout: Layout) -> list[list[int]]:
     return [list(ranks) for ranks in takers]
 
 
-def share_of(takers: Sequence[int], rank: int, blocks: int, turn: int) -> tuple[int, int]:
+def blocks_to_check(takers: Sequence[int], rank: int, blocks: int, turn: int) -> tuple[int, int]:
     """The first block that a rank checks, and the one after the last; every block is one rank's.
 
-    >>> [share_of([4, 5, 6], rank, 7, 0) for rank in (4, 5, 6)], [share_of([4, 5], rank, 1, 1) for rank in (4, 5)]
+    >>> three = [blocks_to_check([4, 5, 6], rank, 7, 0) for rank in (4, 5, 6)]
+    >>> three, [blocks_to_check([4, 5], rank, 1, 1) for rank in (4, 5)]
     ([(0, 2), (2, 4), (4, 7)], [(0, 0), (0, 1)])
     """
     if rank not in takers:

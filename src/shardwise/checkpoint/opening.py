@@ -14,10 +14,10 @@ from torch import Tensor
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_layout, stored_names, stored_values
-from shardwise.checkpoint.reading import copy_reads, reads_of_boxes, verify_reads
+from shardwise.checkpoint.reading import copy_reads, plan_box_reads, verify_reads
 from shardwise.checkpoint.state import torch_dtype
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
-from shardwise.checkpoint.tree import Scalar, build
+from shardwise.checkpoint.tree import Scalar, build_state
 from shardwise.geometry import Box, Layout
 
 
@@ -45,7 +45,7 @@ class StoredTensor:
 
     @property
     def layout(self) -> Layout:
-        """The layout it was saved with; a tensor of a Hugging Face folder lies whole on rank 0."""
+        """The layout it was saved with; a tensor of a Hugging Face folder is whole on rank 0."""
         return stored_layout(self._entry)
 
     @property
@@ -55,7 +55,7 @@ class StoredTensor:
         return [(self._entry.cut.box(i), files[n].name) for i, n in enumerate(self._entry.files)]
 
     def __getitem__(self, index: Any) -> Tensor:
-        box, after = region(index, self._entry.shape)
+        box, after = index_to_box(index, self._entry.shape)
         return self.read(box)[after]
 
     def read(self, box: Box | None = None) -> Tensor:
@@ -64,7 +64,7 @@ class StoredTensor:
         target = torch.empty(box.sizes, dtype=self.dtype)
         zeros = np.zeros((1, box.ndim), np.int64)
         offsets, sizes = (np.array([v], np.int64).reshape(1, box.ndim) for v in (box.offsets, box.sizes))
-        reads = reads_of_boxes(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)
+        reads = plan_box_reads(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)
         if self._verify:
             verify_reads(self._store, self._entry, reads)
         copy_reads(self._store, self._entry, reads, (target,))
@@ -74,10 +74,10 @@ class StoredTensor:
         return f"StoredTensor({self.name!r}, {self._entry.dtype}{list(self._entry.shape)})"
 
 
-def region(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
+def index_to_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """The box that an index of ints and slices covers, and the index to apply to what was read.
 
-    >>> region((slice(1, 9, 2), ..., 3), (10, 4, 5))
+    >>> index_to_box((slice(1, 9, 2), ..., 3), (10, 4, 5))
     (Box(offsets=(1, 0, 3), sizes=(8, 4, 1)), (slice(None, None, 2), slice(None, None, 1), 0))
     """
     given = index if isinstance(index, tuple) else (index,)
@@ -95,7 +95,7 @@ def _range(entry: Any, length: int, index: Any) -> tuple[int, int, Any]:
     if isinstance(entry, slice):
         start, stop, step = entry.indices(length)
         if step < 1:
-            raise IndexError(f"{index!r}: steps are 1 or more")
+            raise IndexError(f"{index!r}: steps must be 1 or more")
         return start, max(0, stop - start), slice(None, None, step)
     if not isinstance(entry, int) or isinstance(entry, bool):
         raise IndexError(f"{index!r}: a stored tensor is indexed by ints, slices and ..., got {type(entry).__name__}")
@@ -105,7 +105,7 @@ def _range(entry: Any, length: int, index: Any) -> tuple[int, int, Any]:
 
 
 class Checkpoint:
-    """An opened checkpoint; nothing is read but what is asked for."""
+    """An opened checkpoint; only what is requested is read."""
 
     def __init__(self, store: Store, verify: bool = True) -> None:
         self._store, self._verify = store, verify
@@ -116,7 +116,7 @@ class Checkpoint:
         return list(self._store.index.tensors)
 
     def values(self) -> dict[str, Scalar]:
-        """Everything that is no tensor, by name."""
+        """Everything that is not a tensor, by name."""
         return stored_values(self._store.index)
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -139,7 +139,7 @@ class Checkpoint:
 
     def state(self) -> Any:
         """The nested state as it was saved, every tensor whole."""
-        return build(self._store.index.tree, lambda name: self[name].read())
+        return build_state(self._store.index.tree, lambda name: self[name].read())
 
     def verify(self) -> None:
         """Check every byte against its checksum; raise for the first that differs."""
@@ -151,7 +151,7 @@ class Checkpoint:
                 self._store.verify(entry, box, 0, block_count(elements * entry.dtype.itemsize, index.block_bytes))
 
     def close(self) -> None:
-        """Give the mapped files back."""
+        """Release the mapped files."""
         self._store.close()
 
     def __enter__(self) -> Checkpoint:

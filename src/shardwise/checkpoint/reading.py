@@ -2,17 +2,17 @@
 
 Which parts of which stored boxes does a rank need, and in which steps are they read? Pure arithmetic.
 
-1. A `Read` takes a region of a stored box to a region of a local tensor.
-2. A `Step` is as much of a read as one call of the system brings: rows with small gaps between them are read with the
+1. A `BoxRead` takes a region of a stored box to a region of a local tensor.
+2. A `ReadStep` is as much of a read as one system call returns: rows with small gaps between them are read with the
    gaps, since that costs less than a call for each; rows far apart are read one by one.
-3. Short rows far apart (a narrow column of a wide tensor) are no steps: they are copied out of the mapped file.
+3. Short rows far apart (a narrow column of a wide tensor) are not steps: they are copied from the mapped file.
 
 Reading stored boxes into tensors: checked, then copied into place.
 
-1. Large reads are copied from mapped pages, brought in many at a time: one copy, as fast as reading straight into place
+1. Large reads are copied from mapped pages, prefetched in bulk: one copy, as fast as reading straight into place
    and faster where that is not aligned. Pages that come one by one as they are touched cost twice as much.
 2. Others are read a window at a time into one small buffer, which stays in the processor's cache, and parts go from
-   there to where they belong. Parts that lie near each other in a file share a window, whatever tensors they are of.
+   there to where they belong. Nearby parts of a file share a window, whichever tensors they belong to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.index import Cut, TensorEntry
+from shardwise.checkpoint.index import StoredCut, TensorEntry
 from shardwise.checkpoint.state import torch_dtype
 from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.checkpoint.writing import as_array, is_plain
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def threads_for(nbytes: int, ranks: int) -> int:
-    """How many threads of this rank work on so many bytes; all ranks may lie on this machine.
+    """How many threads of this rank work on that many bytes; all ranks may be on this machine.
 
     >>> threads_for(1000, ranks=1)
     1
@@ -56,10 +56,10 @@ def threads_for(nbytes: int, ranks: int) -> int:
     return 1 if nbytes < _WORTH_BYTES else max(1, min(MOST_THREADS, cores // ranks))
 
 
-def runs(items: Sequence[T], sizes: Sequence[int], count: int) -> list[Sequence[T]]:
+def split_evenly(items: Sequence[T], sizes: Sequence[int], count: int) -> list[Sequence[T]]:
     """Cut a sequence into at most this many runs of about equal size, none of them empty.
 
-    >>> runs("abcd", [1, 1, 1, 3], 2), runs("ab", [5, 5], 3), runs("", [], 2)
+    >>> split_evenly("abcd", [1, 1, 1, 3], 2), split_evenly("ab", [5, 5], 3), split_evenly("", [], 2)
     (['abc', 'd'], ['a', 'b'], [])
     """
     total, done, start = sum(sizes), 0, 0
@@ -72,7 +72,7 @@ def runs(items: Sequence[T], sizes: Sequence[int], count: int) -> list[Sequence[
     return found
 
 
-def spread(work: Callable[[Sequence[T]], None], parts: Sequence[Sequence[T]]) -> None:
+def run_in_threads(work: Callable[[Sequence[T]], None], parts: Sequence[Sequence[T]]) -> None:
     """Do the work on every part, each in a thread of its own; raise what the first that failed raised."""
     if len(parts) == 1:
         work(parts[0])
@@ -86,7 +86,7 @@ LONG_ROW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class BoxRead:
     """A region `there` of stored box number `box`, to go to the region `here` of local tensor number `slot`."""
 
     box: int
@@ -96,7 +96,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReadStep:
     """`span` bytes from byte `start` of a stored box on; as an array of `sizes` and `strides` they go to `here`."""
 
     box: int
@@ -108,14 +108,16 @@ class Step:
     here: tuple[slice | EllipsisType, ...]
 
 
-def reads_for(cut: Cut, layout: Layout, rank: int) -> list[Read]:
+def plan_reads(cut: StoredCut, layout: Layout, rank: int) -> list[BoxRead]:
     """What a rank reads to fill its local tensors of a layout: every element once."""
     own = layout.table.take(layout.rows_of(rank))
-    return reads_of_boxes(cut, own.offsets, own.sizes, own.slots, own.local_offsets)
+    return plan_box_reads(cut, own.offsets, own.sizes, own.slots, own.local_offsets)
 
 
-def reads_of_boxes(cut: Cut, offsets: IntArray, sizes: IntArray, slots: IntArray, local: IntArray) -> list[Read]:
-    """What is read to fill boxes of the tensor, each of which lies at `local` in local tensor number `slots`."""
+def plan_box_reads(
+    cut: StoredCut, offsets: IntArray, sizes: IntArray, slots: IntArray, local: IntArray
+) -> list[BoxRead]:
+    """What is read to fill boxes of the tensor, each of which is at `local` in local tensor number `slots`."""
     if not len(cut) or not len(offsets):
         return []
     found = overlaps_with_boxes(cut.shape, offsets, sizes, cut.offsets, cut.sizes)
@@ -123,12 +125,12 @@ def reads_of_boxes(cut: Cut, offsets: IntArray, sizes: IntArray, slots: IntArray
     here = found.starts - offsets[found.boxes] + local[found.boxes]
     columns = (found.cells, there, slots[found.boxes], here, found.sizes)
     return [
-        Read(box, Box(tuple(t), tuple(s)), slot, Box(tuple(h), tuple(s)))
+        BoxRead(box, Box(tuple(t), tuple(s)), slot, Box(tuple(h), tuple(s)))
         for box, t, slot, h, s in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
 
-def blocks_of(read: Read, tensor: TensorEntry, block_bytes: int) -> tuple[int, int]:
+def touched_blocks(read: BoxRead, tensor: TensorEntry, block_bytes: int) -> tuple[int, int]:
     """The first block that a read touches, and the one after the last."""
     sizes, _ = tensor.cut.extents[read.box]
     first = last = 0
@@ -138,15 +140,15 @@ def blocks_of(read: Read, tensor: TensorEntry, block_bytes: int) -> tuple[int, i
     return first * itemsize // block_bytes, ((last + 1) * itemsize - 1) // block_bytes + 1
 
 
-def steps_of(read: Read, stored: Sequence[int], itemsize: int, window_bytes: int) -> list[Step] | None:
+def split_read(read: BoxRead, stored: Sequence[int], itemsize: int, window_bytes: int) -> list[ReadStep] | None:
     """The steps of a read of a box of sizes `stored`, none longer than the window; None for short rows far apart.
 
-    >>> read = Read(0, Box((0, 2), (3, 2)), 0, Box((0, 0), (3, 2)))
-    >>> [(step.start, step.span) for step in steps_of(read, (3, 4), 4, 1 << 20)]
+    >>> read = BoxRead(0, Box((0, 2), (3, 2)), 0, Box((0, 0), (3, 2)))
+    >>> [(step.start, step.span) for step in split_read(read, (3, 4), 4, 1 << 20)]
     [(8, 40)]
-    >>> [(step.start, step.span, step.sizes) for step in steps_of(read, (3, 4), 4, 30)]
+    >>> [(step.start, step.span, step.sizes) for step in split_read(read, (3, 4), 4, 30)]
     [(8, 24, (2, 2)), (40, 8, (1, 2))]
-    >>> steps_of(Read(0, Box((0, 0), (3, 2)), 0, Box((0, 0), (3, 2))), (3, 1 << 20), 4, 1 << 20) is None
+    >>> split_read(BoxRead(0, Box((0, 0), (3, 2)), 0, Box((0, 0), (3, 2))), (3, 1 << 20), 4, 1 << 20) is None
     True
     """
     sizes, ndim = read.there.sizes, read.there.ndim
@@ -159,15 +161,17 @@ def steps_of(read: Read, stored: Sequence[int], itemsize: int, window_bytes: int
     far = [d for d in range(ndim) if sizes[d] > 1 and strides[d] - rows[d + 1] > GAP_BYTES]
     if any(rows[d + 1] < LONG_ROW_BYTES for d in far):
         return None
-    return list(_cut_up(read, tuple(strides), rows, max(far, default=0), window_bytes))
+    return list(_split_rows(read, tuple(strides), rows, max(far, default=0), window_bytes))
 
 
-def _cut_up(read: Read, strides: tuple[int, ...], rows: Sequence[int], dim: int, window_bytes: int) -> Iterator[Step]:
+def _split_rows(
+    read: BoxRead, strides: tuple[int, ...], rows: Sequence[int], dim: int, window_bytes: int
+) -> Iterator[ReadStep]:
     """Steps of some indices of one dim and single indices of the dims before it; `rows[d]` is the span of dims d on."""
     sizes, ndim = read.there.sizes, read.there.ndim
     start = sum(o * s for o, s in zip(read.there.offsets, strides, strict=True))
     if not ndim:
-        yield Step(read.box, start, rows[0], (), (), read.slot, (...,))
+        yield ReadStep(read.box, start, rows[0], (), (), read.slot, (...,))
         return
     while rows[dim + 1] > window_bytes and dim + 1 < ndim:
         dim += 1
@@ -181,77 +185,83 @@ def _cut_up(read: Read, strides: tuple[int, ...], rows: Sequence[int], dim: int,
             here = [slice(o + f, o + f + e) for o, f, e in zip(read.here.offsets, first, extent, strict=True)]
             at = start + sum(f * s for f, s in zip(first, strides, strict=True))
             span = (length - 1) * strides[dim] + rows[dim + 1]
-            yield Step(read.box, at, span, extent, strides, read.slot, (*here, ...))
+            yield ReadStep(read.box, at, span, extent, strides, read.slot, (*here, ...))
 
 
 WINDOW_BYTES = 1 << 20
 LARGE_BYTES = 1 << 20
-_DENSE = 8  # pages are brought in ahead where at least one byte of so many is wanted
+_DENSE_RATIO = 8  # pages are prefetched where at least one in this many bytes is needed
 _ALIGNMENT = 64
 
-Mapped: TypeAlias = tuple[TensorEntry, Read, Tensor]
-Job: TypeAlias = tuple[TensorEntry, Sequence[Read], Sequence[Tensor]]
-Place: TypeAlias = npt.NDArray[Any] | Tensor
-Region: TypeAlias = tuple[slice | EllipsisType, ...]
-Part: TypeAlias = tuple[int, int, Step, TensorEntry, Place]  # the file, the first byte in it, and what goes where
+MappedRead: TypeAlias = tuple[TensorEntry, BoxRead, Tensor]
+TensorReads: TypeAlias = tuple[TensorEntry, Sequence[BoxRead], Sequence[Tensor]]
+CopyTarget: TypeAlias = npt.NDArray[Any] | Tensor
+ArrayIndex: TypeAlias = tuple[slice | EllipsisType, ...]
+PlacedStep: TypeAlias = tuple[
+    int, int, ReadStep, TensorEntry, CopyTarget
+]  # the file, the first byte in it, and what goes where
 
 
-def verify_reads(store: Store, tensor: TensorEntry, reads: Sequence[Read]) -> None:
+def verify_reads(store: Store, tensor: TensorEntry, reads: Sequence[BoxRead]) -> None:
     """Check every block that these reads touch."""
     for read in reads:
-        store.verify(tensor, read.box, *blocks_of(read, tensor, store.index.block_bytes))
+        store.verify(tensor, read.box, *touched_blocks(read, tensor, store.index.block_bytes))
 
 
-def copy_reads(store: Store, tensor: TensorEntry, reads: Sequence[Read], targets: Sequence[Tensor]) -> None:
+def copy_reads(store: Store, tensor: TensorEntry, reads: Sequence[BoxRead], targets: Sequence[Tensor]) -> None:
     """Fill the local tensors of one stored tensor."""
-    copy_all(store, [(tensor, reads, targets)])
+    copy_tensors(store, [(tensor, reads, targets)])
 
 
-def copy_all(store: Store, jobs: Iterable[Job], ranks: int = 1) -> None:
+def copy_tensors(store: Store, jobs: Iterable[TensorReads], ranks: int = 1) -> None:
     """Fill the local tensors of many stored tensors, file by file; as many ranks do so at once."""
     window = min(WINDOW_BYTES, store.step_bytes // MOST_THREADS)
-    mapped: list[Mapped] = []
-    parts = sorted(_parts(store, jobs, window, mapped), key=itemgetter(0, 1))
+    mapped: list[MappedRead] = []
+    parts = sorted(_place_steps(store, jobs, window, mapped), key=itemgetter(0, 1))
     sizes = [part[2].span for part in parts]
     on_host = all(isinstance(part[4], np.ndarray) for part in parts)
     threads = threads_for(sum(sizes), ranks) if on_host else 1
-    spread(lambda some: _copy_parts(store, some, window), runs(parts, sizes, threads))
+    run_in_threads(lambda some: _copy_placed_steps(store, some, window), split_evenly(parts, sizes, threads))
     sizes = [read.there.numel * tensor.dtype.itemsize for tensor, read, _ in mapped]
     on_host = all(is_plain(target) for _, _, target in mapped)
     threads = threads_for(sum(sizes), ranks) if on_host else 1
-    spread(lambda some: _copy_all_mapped(store, some), runs(mapped, sizes, threads))
+    run_in_threads(lambda some: _copy_all_mapped(store, some), split_evenly(mapped, sizes, threads))
 
 
-def _copy_parts(store: Store, parts: Sequence[Part], window: int) -> None:
+def _copy_placed_steps(store: Store, parts: Sequence[PlacedStep], window: int) -> None:
     memory = np.empty(window + 3 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
     buffer = memory[-memory.ctypes.data % _ALIGNMENT :]  # the system copies to lines of the cache three times as fast
     for number, of_file in groupby(parts, key=itemgetter(0)):
-        with store.opened(number) as handle:
-            _pour(handle, list(of_file), buffer, window)
+        with store.open_data_file(number) as handle:
+            _copy_file_steps(handle, list(of_file), buffer, window)
 
 
-def _parts(store: Store, jobs: Iterable[Job], window: int, mapped: list[Mapped]) -> Iterator[Part]:
-    """All steps, placed; reads that are no steps are noted. Tensors that are cut alike share their plans."""
-    known: dict[tuple[int, int], tuple[list[Step], list[Read]]] = {}
+def _place_steps(
+    store: Store, jobs: Iterable[TensorReads], window: int, mapped: list[MappedRead]
+) -> Iterator[PlacedStep]:
+    """All steps, placed; reads that are not steps are noted. Tensors that are split alike share their plans."""
+    known: dict[tuple[int, int], tuple[list[ReadStep], list[BoxRead]]] = {}
     for tensor, reads, targets in jobs:
         key = (id(reads), tensor.dtype.itemsize)
         if key not in known:
-            known[key] = _planned(store, tensor, reads, window)
+            known[key] = _plan_tensor_reads(store, tensor, reads, window)
         steps, others = known[key]
         files, begins = tensor.files, tensor.begins
-        places = [_place(target, tensor) for target in targets]
+        places = [_choose_copy_target(target, tensor) for target in targets]
         for step in steps:
             yield files[step.box], begins[step.box] + step.start, step, tensor, places[step.slot]
         mapped += [(tensor, read, targets[read.slot]) for read in others]
 
 
-def _planned(store: Store, tensor: TensorEntry, reads: Sequence[Read], window: int) -> tuple[list[Step], list[Read]]:
+def _plan_tensor_reads(
+    store: Store, tensor: TensorEntry, reads: Sequence[BoxRead], window: int
+) -> tuple[list[ReadStep], list[BoxRead]]:
     """The steps of the reads, and those reads that are copied from mapped pages: large ones, and rows far apart."""
-    steps: list[Step] = []
-    others: list[Read] = []
+    steps: list[ReadStep] = []
+    others: list[BoxRead] = []
     for read in reads:
         large = store.fetches and read.there.numel * tensor.dtype.itemsize >= LARGE_BYTES
-        found = None if large else steps_of(read, tensor.cut.extents[read.box][0], tensor.dtype.itemsize, window)
+        found = None if large else split_read(read, tensor.cut.extents[read.box][0], tensor.dtype.itemsize, window)
         if found is None:
             others.append(read)
         else:
@@ -259,7 +269,7 @@ def _planned(store: Store, tensor: TensorEntry, reads: Sequence[Read], window: i
     return steps, others
 
 
-def _pour(handle: int, parts: Sequence[Part], buffer: npt.NDArray[np.uint8], window: int) -> None:
+def _copy_file_steps(handle: int, parts: Sequence[PlacedStep], buffer: npt.NDArray[np.uint8], window: int) -> None:
     """Read the parts of one file, which are in the order of their first bytes, and put them in their places."""
     first = 0
     while first < len(parts):
@@ -272,67 +282,67 @@ def _pour(handle: int, parts: Sequence[Part], buffer: npt.NDArray[np.uint8], win
                 break
             high, after = end, after + 1
         low -= low % _ALIGNMENT
-        _read_into(handle, buffer.data[: high - low], low)
+        _read_bytes_into(handle, buffer.data[: high - low], low)
         for _, begin, step, tensor, place in parts[first:after]:
             carrier = CARRIERS[tensor.dtype.itemsize]
             source: npt.NDArray[Any] = np.ndarray(step.sizes, carrier, buffer, begin - low, step.strides)
             if isinstance(place, np.ndarray):
                 np.copyto(place[step.here], source)
             else:
-                place[step.here].copy_(_staged(source, torch_dtype(tensor.dtype)))
+                place[step.here].copy_(_stage_on_host(source, torch_dtype(tensor.dtype)))
         first = after
 
 
-def _read_into(handle: int, place: memoryview, begin: int) -> None:
+def _read_bytes_into(handle: int, place: memoryview, begin: int) -> None:
     while len(place):
         count = os.preadv(handle, [place], begin)
         if not count:
-            raise OSError(errno.EIO, f"it was cut while it was read: no byte {begin}")
+            raise OSError(errno.EIO, f"it was truncated while it was read: no byte {begin}")
         place, begin = place[count:], begin + count
 
 
-def _place(target: Tensor, tensor: TensorEntry) -> Place:
+def _choose_copy_target(target: Tensor, tensor: TensorEntry) -> CopyTarget:
     """Where bytes go: the memory of the tensor itself, or the tensor, if they have to be moved or converted."""
     return as_array(target) if target.dtype == torch_dtype(tensor.dtype) and is_plain(target) else target
 
 
-def _copy_all_mapped(store: Store, reads: Sequence[Mapped]) -> None:
+def _copy_all_mapped(store: Store, reads: Sequence[MappedRead]) -> None:
     for tensor, read, local in reads:
         _copy_mapped(store, tensor, read, local)
 
 
-def _copy_mapped(store: Store, tensor: TensorEntry, read: Read, local: Tensor) -> None:
-    whole = store.piece(tensor, read.box)
+def _copy_mapped(store: Store, tensor: TensorEntry, read: BoxRead, local: Tensor) -> None:
+    whole = store.map_box(tensor, read.box)
     source, target = whole[read.there.slices], view_box(local, read.here)
-    place, file, begin = _place(target, tensor), tensor.files[read.box], tensor.begins[read.box]
-    for rows in _mapped_steps(source, store.step_bytes):
+    place, file, begin = _choose_copy_target(target, tensor), tensor.files[read.box], tensor.begins[read.box]
+    for rows in _split_mapped(source, store.step_bytes):
         part = source[rows]
-        if part.nbytes * _DENSE >= _span(part):
-            low = begin + _address(part) - _address(whole)
-            store.fetch(file, low, low + _span(part))
+        if part.nbytes * _DENSE_RATIO >= _mapped_span(part):
+            low = begin + _memory_address(part) - _memory_address(whole)
+            store.fetch(file, low, low + _mapped_span(part))
         if isinstance(place, np.ndarray):
             np.copyto(place[rows], part)
         else:
-            place[rows].copy_(_staged(part, torch_dtype(tensor.dtype)))
-        store.touch(_span(part))
+            place[rows].copy_(_stage_on_host(part, torch_dtype(tensor.dtype)))
+        store.touch(_mapped_span(part))
 
 
-def _mapped_steps(source: npt.NDArray[Any], step_bytes: int) -> Iterator[Region]:
+def _split_mapped(source: npt.NDArray[Any], step_bytes: int) -> Iterator[ArrayIndex]:
     """Cut an array along its first dims into parts that span about this many bytes of the file."""
-    if _span(source) <= step_bytes or source.ndim == 0:
+    if _mapped_span(source) <= step_bytes or source.ndim == 0:
         yield (...,)
         return
-    row = _span(source) // len(source)
+    row = _mapped_span(source) // len(source)
     count = max(1, step_bytes // max(1, row))
     for start in range(0, len(source), count):
         rows = slice(start, start + count)
         if count > 1:
             yield (rows, ...)
         else:
-            yield from ((rows, *rest) for rest in _mapped_steps(source[start], step_bytes))
+            yield from ((rows, *rest) for rest in _split_mapped(source[start], step_bytes))
 
 
-def _span(source: npt.NDArray[Any]) -> int:
+def _mapped_span(source: npt.NDArray[Any]) -> int:
     """The bytes of the file between the first and the last element of a part: a narrow one touches the pages of all."""
     if not source.ndim or not source.size:
         return source.nbytes
@@ -340,12 +350,12 @@ def _span(source: npt.NDArray[Any]) -> int:
     return int(reach) + source.itemsize
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def _memory_address(array: npt.NDArray[Any]) -> int:
     found: int = array.__array_interface__["data"][0]
     return found
 
 
-def _staged(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+def _stage_on_host(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     """A copy of a part in host memory, as a tensor."""
     buffer = torch.empty(part.shape, dtype=dtype)
     np.copyto(as_array(buffer), part)

@@ -28,14 +28,14 @@ import numpy as np
 from torch import Tensor
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.background import Saving, finish_running, remember
-from shardwise.checkpoint.describe import Described, agreed, attempt, gathered
+from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
+from shardwise.checkpoint.describe import TensorToSave, agree_on_state, gather_or_raise, run_or_describe_error
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import finish_removals, remove_later
-from shardwise.checkpoint.index import INDEX_NAME, Cut, FileEntry, Index, TensorEntry
-from shardwise.checkpoint.state import Leaf, flatten, leaf_of, settled_layout, settled_locals
+from shardwise.checkpoint.folders import remove_in_background, wait_for_removals
+from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, StoredCut, TensorEntry
+from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, reduce_pending, reduced_layout
 from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import MAX_FILE_BYTES, Piece, packed, write_file
+from shardwise.checkpoint.writing import MAX_FILE_BYTES, FilePart, pack_into_files, write_file
 from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.placements import chunk_sizes
@@ -59,13 +59,13 @@ class Holder:
 class CutPlan:
     """The stored boxes of a layout: those that one rank writes, by rank, and those that several could."""
 
-    cut: Cut
+    cut: StoredCut
     fixed: Mapping[int, Sequence[tuple[int, Holder]]]
     shared: Sequence[tuple[int, Sequence[Holder]]]
     load: Mapping[int, int]
 
 
-class Part(NamedTuple):
+class BoxToWrite(NamedTuple):
     """A box to write: the number of the tensor, of the box in its cut, and where this rank has it."""
 
     tensor: int
@@ -74,37 +74,37 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def cut_plan(layout: Layout, itemsize: int) -> CutPlan:
+def plan_cut(layout: Layout, itemsize: int) -> CutPlan:
     """How tensors of this layout are cut, and who can write what.
 
     >>> from shardwise.geometry import ChunkSpec
-    >>> plan = cut_plan(ChunkSpec(0, 2).layout((4, 2)), 4)
+    >>> plan = plan_cut(ChunkSpec(0, 2).layout((4, 2)), 4)
     >>> plan.cut.offsets.tolist(), sorted(plan.fixed)
     ([[0, 0], [2, 0]], [0, 1])
     """
     boxes: list[Box] = []
     fixed: dict[int, list[tuple[int, Holder]]] = {}
     shared: list[tuple[int, Sequence[Holder]]] = []
-    for box, holders in _cells(layout):
+    for box, holders in _distinct_boxes(layout):
         if len(holders) == 1 or box.numel * itemsize >= SHARED_BOX_BYTES:
-            for part, holder in _shares(box, holders):
+            for part, holder in _divide_box(box, holders):
                 fixed.setdefault(holder.rank, []).append((len(boxes), holder))
                 boxes.append(part)
         else:
             shared.append((len(boxes), holders))
             boxes.append(box)
     load = {rank: sum(holder.here.numel for _, holder in parts) for rank, parts in fixed.items()}
-    return CutPlan(_cut(layout, boxes), fixed, shared, load)
+    return CutPlan(_make_cut(layout, boxes), fixed, shared, load)
 
 
-def _cut(layout: Layout, boxes: Sequence[Box]) -> Cut:
+def _make_cut(layout: Layout, boxes: Sequence[Box]) -> StoredCut:
     size = (len(boxes), layout.ndim)
     offsets = np.array([b.offsets for b in boxes], np.int64).reshape(size)
     sizes = np.array([b.sizes for b in boxes], np.int64).reshape(size)
-    return Cut(layout.shape, offsets, sizes, layout_to_json(layout)["spec"])
+    return StoredCut(layout.shape, offsets, sizes, layout_to_json(layout)["spec"])
 
 
-def _cells(layout: Layout) -> list[tuple[Box, list[Holder]]]:
+def _distinct_boxes(layout: Layout) -> list[tuple[Box, list[Holder]]]:
     """The distinct boxes of a layout that are not empty, each with its holders in order of rank."""
     table = layout.table
     found: dict[int, tuple[Box, list[Holder]]] = {}
@@ -118,7 +118,7 @@ def _cells(layout: Layout) -> list[tuple[Box, list[Holder]]]:
     return list(found.values())
 
 
-def _shares(box: Box, holders: Sequence[Holder]) -> list[tuple[Box, Holder]]:
+def _divide_box(box: Box, holders: Sequence[Holder]) -> list[tuple[Box, Holder]]:
     """The parts of a box, cut along its first dim that can be cut, one for each holder as far as they go."""
     dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
     if dim is None or len(holders) == 1:
@@ -126,28 +126,28 @@ def _shares(box: Box, holders: Sequence[Holder]) -> list[tuple[Box, Holder]]:
     shares, start = [], 0
     for holder, length in zip(holders, chunk_sizes(box.sizes[dim], len(holders)), strict=True):
         if length:
-            part = _narrow(box, dim, start, length)
-            shares.append((part, Holder(holder.rank, holder.slot, _narrow(holder.here, dim, start, length))))
+            part = _narrow_box(box, dim, start, length)
+            shares.append((part, Holder(holder.rank, holder.slot, _narrow_box(holder.here, dim, start, length))))
         start += length
     return shares
 
 
-def _narrow(box: Box, dim: int, start: int, length: int) -> Box:
+def _narrow_box(box: Box, dim: int, start: int, length: int) -> Box:
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim], sizes[dim] = offsets[dim] + start, length
     return Box(tuple(offsets), tuple(sizes))
 
 
-def assign(tensors: Sequence[Described], rank: int) -> tuple[list[CutPlan], list[Part]]:
+def assign_boxes(tensors: Sequence[TensorToSave], rank: int) -> tuple[list[CutPlan], list[BoxToWrite]]:
     """The plan of every tensor, and the boxes that this rank writes."""
     kinds = [(tensor.layout, tensor.dtype.itemsize) for tensor in tensors]
     counts = Counter(kinds)
-    known = {kind: cut_plan(*kind) for kind in counts}  # one object for each kind: threads may have made one twice
+    known = {kind: plan_cut(*kind) for kind in counts}  # one object for each kind: threads may have made one twice
     plans = [known[kind] for kind in kinds]
     load: Counter[int] = Counter()
     for (layout, itemsize), count in counts.items():
         load.update({writer: n * itemsize * count for writer, n in known[layout, itemsize].load.items()})
-    parts = [Part(i, box, holder) for i, plan in enumerate(plans) for box, holder in plan.fixed.get(rank, ())]
+    parts = [BoxToWrite(i, box, holder) for i, plan in enumerate(plans) for box, holder in plan.fixed.get(rank, ())]
     shared = [
         (holders[0].here.numel * tensor.dtype.itemsize, number, box, holders)
         for number, (tensor, plan) in enumerate(zip(tensors, plans, strict=True))
@@ -157,11 +157,11 @@ def assign(tensors: Sequence[Described], rank: int) -> tuple[list[CutPlan], list
         chosen = min(holders, key=lambda h: (load[h.rank], h.rank))
         load[chosen.rank] += size
         if chosen.rank == rank:
-            parts.append(Part(number, box, chosen))
+            parts.append(BoxToWrite(number, box, chosen))
     return plans, parts
 
 
-LABEL = "save"
+SAVE_LABEL = "save"
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,14 +171,14 @@ class SavePlan:
     path: Path
     token: str
     tree: Json
-    tensors: Sequence[Described]
+    tensors: Sequence[TensorToSave]
     cuts: Sequence[CutPlan]
-    parts: Sequence[Part]
+    parts: Sequence[BoxToWrite]
     sources: Sequence[Tensor]
 
     @property
     def folder(self) -> Path:
-        return folders.sibling(self.path, folders.SAVING, self.token)
+        return folders.temporary_folder(self.path, folders.SAVING, self.token)
 
 
 @overload
@@ -225,82 +225,84 @@ def save(
     (['w'], [1.0, 2.0], {'step': 3})
     """
     comm = resolve_comm(comm)
-    finish_running(comm)
-    finish_removals()
-    plan = _planned(state, path, comm, max_file_bytes, async_op)
+    wait_for_running_save(comm)
+    wait_for_removals()
+    plan = _plan_save(state, path, comm, max_file_bytes, async_op)
     if not async_op:
         _save_now(plan, comm, max_file_bytes)
         return None
-    sources, problem = attempt(lambda: [snapshot(t) for t in plan.sources])
-    gathered(comm, None, problem, LABEL)
-    return remember(
+    sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources])
+    gather_or_raise(comm, None, problem, SAVE_LABEL)
+    return register_save(
         Saving(
             comm,
             plan.folder,
-            write=lambda: write_share(plan, sources, comm.rank, max_file_bytes),
-            finish=lambda records: _commit(plan, records, shutil.rmtree),
+            write=lambda: write_rank_files(plan, sources, comm.rank, max_file_bytes),
+            finish=lambda records: _commit_save(plan, records, shutil.rmtree),
         )
     )
 
 
-def snapshot(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory."""
     copy = tensor.detach().to("cpu", copy=True)
     return copy.contiguous()
 
 
-def _planned(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: int, async_op: bool) -> SavePlan:
+def _plan_save(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: int, async_op: bool) -> SavePlan:
     def look() -> tuple[Path, Json, list[Leaf]]:
-        target = folders.absolute(path)
+        target = folders.absolute_path(path)
         if max_file_bytes < 1:
-            raise CheckpointError(f"max_file_bytes is at least 1, got {max_file_bytes}")
+            raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
         if comm.rank == comm.ranks[0]:
             target.parent.mkdir(parents=True, exist_ok=True)
-            folders.recover(target)
+            folders.recover_commit(target)
             folders.check_target(target)
-        flat = flatten(state)
-        return target, flat.tree, [leaf_of(name, t, comm) for name, t in flat.tensors.items()]
+        flat = flatten_state(state)
+        return target, flat.tree, [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
 
-    found, problem = attempt(look)
+    found, problem = run_or_describe_error(look)
     target, tree, leaves = found or (Path(), None, [])
     asked = [str(target), async_op, max_file_bytes, secrets.token_hex(8)]
-    tree, tensors, everyone = agreed(comm, tree, leaves, asked, problem, LABEL)
-    _check_same(comm, everyone)
-    tensors = [t if t.layout.pending is None else replace(t, layout=settled_layout(t.layout)) for t in tensors]
-    held = settled_locals(leaves, comm)
-    cuts, parts = assign(tensors, comm.rank)
+    tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
+    _check_same_save(comm, everyone)
+    tensors = [t if t.layout.pending is None else replace(t, layout=reduced_layout(t.layout)) for t in tensors]
+    held = reduce_pending(leaves, comm)
+    cuts, parts = assign_boxes(tensors, comm.rank)
     sources = [view_box(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
     return SavePlan(target, everyone[0][3], tree, tensors, cuts, parts, sources)
 
 
-def _check_same(comm: Comm, everyone: Sequence[Json]) -> None:
+def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
     for number, what in enumerate(("path", "async_op", "max_file_bytes")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
             if asked[number] != everyone[0][number]:
                 raise CheckpointError(
                     f"save: {what} is {everyone[0][number]!r} on rank {comm.ranks[0]} and {asked[number]!r} on rank "
-                    f"{rank}; give the same on every rank"
+                    f"{rank}; pass the same on every rank"
                 )
 
 
 def _save_now(plan: SavePlan, comm: Comm, max_file_bytes: int) -> None:
     try:
-        record, problem = attempt(lambda: write_share(plan, plan.sources, comm.rank, max_file_bytes))
+        record, problem = run_or_describe_error(lambda: write_rank_files(plan, plan.sources, comm.rank, max_file_bytes))
         first = comm.rank == comm.ranks[0]
-        records = gathered(comm, record, problem, LABEL, wanted=first)
-        _, problem = attempt(lambda: _commit(plan, records, remove_later)) if first else (None, None)
-        gathered(comm, None, problem, LABEL)
+        records = gather_or_raise(comm, record, problem, SAVE_LABEL, wanted=first)
+        _, problem = (
+            run_or_describe_error(lambda: _commit_save(plan, records, remove_in_background)) if first else (None, None)
+        )
+        gather_or_raise(comm, None, problem, SAVE_LABEL)
     except BaseException:
         shutil.rmtree(plan.folder, ignore_errors=True)
         raise
 
 
-def write_share(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_bytes: int) -> Json:
+def write_rank_files(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_bytes: int) -> Json:
     """Write this rank's boxes; return its files, and for each box where it is."""
     plan.folder.mkdir(exist_ok=True)
-    pieces = [_piece(plan, part, values) for part, values in zip(plan.parts, sources, strict=True)]
+    pieces = [_make_file_part(plan, part, values) for part, values in zip(plan.parts, sources, strict=True)]
     files, places = [], []
-    for number, chosen in enumerate(packed([(p.dtype.itemsize, p.nbytes) for p in pieces], max_file_bytes)):
+    for number, chosen in enumerate(pack_into_files([(p.dtype.itemsize, p.nbytes) for p in pieces], max_file_bytes)):
         written = write_file(plan.folder / f"rank{rank:05d}-{number:05d}.safetensors", [pieces[i] for i in chosen])
         files.append([written.name, written.bytes, written.data_start, written.header_sum])
         for i, (begin, sums) in zip(chosen, written.places, strict=True):
@@ -308,23 +310,23 @@ def write_share(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_b
     return {"files": files, "places": list(zip(*places, strict=True))}
 
 
-def _piece(plan: SavePlan, part: Part, values: Tensor) -> Piece:
+def _make_file_part(plan: SavePlan, part: BoxToWrite, values: Tensor) -> FilePart:
     tensor, cut = plan.tensors[part.tensor], plan.cuts[part.tensor].cut
     sizes, count = cut.extents[part.box]
-    return Piece(tensor.name + cut.labels[part.box], tensor.dtype, sizes, count * tensor.dtype.itemsize, values)
+    return FilePart(tensor.name + cut.labels[part.box], tensor.dtype, sizes, count * tensor.dtype.itemsize, values)
 
 
-def _commit(plan: SavePlan, records: Sequence[Json], remove: Callable[[Path], object]) -> None:
-    index = joined(plan, records)
+def _commit_save(plan: SavePlan, records: Sequence[Json], remove: Callable[[Path], object]) -> None:
+    index = join_records(plan, records)
     for file in index.files:
         size = (plan.folder / file.name).stat().st_size
         if size != file.bytes:
             raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
     folders.write_synced(plan.folder / INDEX_NAME, index.to_bytes())
-    folders.commit(plan.path, plan.token, remove)
+    folders.commit_checkpoint(plan.path, plan.token, remove)
 
 
-def joined(plan: SavePlan, records: Sequence[Json]) -> Index:
+def join_records(plan: SavePlan, records: Sequence[Json]) -> Index:
     """The index of what all ranks wrote."""
     counts = [len(c.cut) for c in plan.cuts]
     columns: list[tuple[list[Any], list[Any], list[Any]]] = [([None] * n, [None] * n, [None] * n) for n in counts]

@@ -38,7 +38,7 @@ class Leaf:
     tensor: Tensor
 
 
-def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
+def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
     """A tensor of any known class as a leaf."""
     if isinstance(tensor, ShardedTensor):
         layout, held, plain = tensor.sharding, tensor.local_parts, False
@@ -49,8 +49,8 @@ def leaf_of(name: str, tensor: Tensor, comm: Comm) -> Leaf:
         layout, held, plain = replicated_layout(tuple(tensor.shape), comm.ranks), (tensor,), True
     if layout.ranks != comm.ranks and (outside := sorted(set(layout.ranks) - set(comm.ranks))):
         raise CheckpointError(
-            f"{name}: it lies on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
-            "give a comm that holds all of them"
+            f"{name}: it is on ranks {outside[:8]}, which are not among the comm's ranks {list(comm.ranks)[:8]}; "
+            "pass a comm that includes all of them"
         )
     values = tuple(t.detach() if t.requires_grad else t for t in held)
     return Leaf(name, layout, dtype_of(tensor.dtype), values, plain, tensor)
@@ -73,7 +73,7 @@ def _dtensor_parts(tensor: Tensor, comm: Comm) -> tuple[Layout, tuple[Tensor, ..
 def _check_plain(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "on the meta device" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise CheckpointError(f"{name}: a tensor that is {kind} is not stored; make it a dense one first")
+        raise CheckpointError(f"{name}: a tensor that is {kind} cannot be stored; convert it to a dense tensor first")
 
 
 @cache
@@ -98,7 +98,7 @@ _MAX_DIGITS = 1000
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatState:
     """The leaves of a state by name, and its tree as JSON."""
 
     tensors: dict[str, Tensor]
@@ -106,11 +106,11 @@ class Flat:
     tree: Json
 
 
-def flatten(state: object) -> Flat:
+def flatten_state(state: object) -> FlatState:
     """Take a state apart.
 
     >>> import torch
-    >>> flat = flatten({"lr": 0.1, "w": torch.ones(2), "betas": (0.9, float("inf"))})
+    >>> flat = flatten_state({"lr": 0.1, "w": torch.ones(2), "betas": (0.9, float("inf"))})
     >>> list(flat.tensors), list(flat.values)
     (['w'], ['lr', 'betas.0', 'betas.1'])
     >>> flat.tree["dict"][0], flat.tree["dict"][1], flat.tree["dict"][2]
@@ -125,40 +125,40 @@ def flatten(state: object) -> Flat:
         if isinstance(value, Tensor):
             tensors[name] = value
             return {"tensor": name}
-        values[name] = _checked_scalar(name, value)
+        values[name] = _check_scalar(name, value)
         return _scalar_json(values[name])
 
-    tree = _encode(state, (), leaf)
-    return Flat(tensors, values, tree)
+    tree = _encode_node(state, (), leaf)
+    return FlatState(tensors, values, tree)
 
 
-def _encode(node: object, path: tuple[str, ...], leaf: Callable[[str, object], Json]) -> Json:
+def _encode_node(node: object, path: tuple[str, ...], leaf: Callable[[str, object], Json]) -> Json:
     if len(path) > MAX_DEPTH:
-        raise CheckpointError(f"the state is nested deeper than {MAX_DEPTH} levels, or holds itself, at {path[0]!r}")
+        raise CheckpointError(f"the state is nested deeper than {MAX_DEPTH} levels, or contains itself, at {path[0]!r}")
     if isinstance(node, Tensor):
         return leaf(".".join(path), node)
     if isinstance(node, Mapping):
         for key in node:
             if type(key) not in (str, int):
                 raise CheckpointError(f"{'.'.join(path)}: keys are strings or ints, got the {type(key).__name__} {key}")
-        return {"dict": [[key, _encode(value, (*path, str(key)), leaf)] for key, value in node.items()]}
+        return {"dict": [[key, _encode_node(value, (*path, str(key)), leaf)] for key, value in node.items()]}
     if isinstance(node, list | tuple):
-        items = [_encode(value, (*path, str(i)), leaf) for i, value in enumerate(node)]
+        items = [_encode_node(value, (*path, str(i)), leaf) for i, value in enumerate(node)]
         return items if isinstance(node, list) else {"tuple": items}
     return leaf(".".join(path), node)
 
 
-def _checked_scalar(name: str, value: object) -> Scalar:
+def _check_scalar(name: str, value: object) -> Scalar:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
         if abs(value) >= 10**_MAX_DIGITS:
-            raise CheckpointError(f"{name}: an int of more than {_MAX_DIGITS} digits is not stored")
+            raise CheckpointError(f"{name}: an int of more than {_MAX_DIGITS} digits cannot be stored")
         return int(value)
     if isinstance(value, float):
         return float(value)
     raise CheckpointError(
-        f"{name or 'the state'}: a checkpoint holds tensors, numbers, strings, bools and None in dicts, lists and "
+        f"{name or 'the state'}: a checkpoint stores tensors, numbers, strings, bools and None in dicts, lists and "
         f"tuples; got a {type(value).__name__}: convert it"
     )
 
@@ -167,26 +167,26 @@ def _scalar_json(value: Scalar) -> Json:
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def refill(state: Any, values: Mapping[str, Scalar]) -> Any:
-    """Put values in place of those of the same name: dicts and lists are changed, tuples made anew.
+def fill_state(state: Any, values: Mapping[str, Scalar]) -> Any:
+    """Put values in place of those of the same name: dicts and lists are changed in place, tuples are rebuilt.
 
-    >>> refill({"a": 1, "b": (2, 3)}, {"a": 7, "b.1": 9})
+    >>> fill_state({"a": 1, "b": (2, 3)}, {"a": 7, "b.1": 9})
     {'a': 7, 'b': (2, 9)}
     """
-    return _refill(state, (), values)
+    return _fill_node(state, (), values)
 
 
-def _refill(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> Any:
+def _fill_node(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> Any:
     if isinstance(node, Tensor):
         return node
     if isinstance(node, Mapping):
         for key, child in list(node.items()):
-            new = _refill(child, (*path, str(key)), values)
+            new = _fill_node(child, (*path, str(key)), values)
             if new is not child:
                 node[key] = new  # type: ignore[index]  # a state that cannot be changed says so itself
         return node
     if isinstance(node, list | tuple):
-        items = [_refill(child, (*path, str(i)), values) for i, child in enumerate(node)]
+        items = [_fill_node(child, (*path, str(i)), values) for i, child in enumerate(node)]
         if isinstance(node, list):
             node[:] = items
             return node
@@ -195,11 +195,11 @@ def _refill(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> A
     return values.get(".".join(path), node)
 
 
-def settled_layout(layout: Layout) -> Layout:
+def reduced_layout(layout: Layout) -> Layout:
     """A layout without a pending reduction: the same one, or rows over the same ranks.
 
     >>> from shardwise.geometry import Mesh, MeshSpec, Partial
-    >>> settled_layout(MeshSpec(Mesh.of(x=2), (Partial("sum"),)).layout((4, 2))).local_shapes(0)
+    >>> reduced_layout(MeshSpec(Mesh.of(x=2), (Partial("sum"),)).layout((4, 2))).local_shapes(0)
     ((2, 2),)
     """
     if layout.pending is None:
@@ -207,15 +207,17 @@ def settled_layout(layout: Layout) -> Layout:
     return ChunkSpec(0, layout.ranks).layout(layout.shape) if layout.ndim else single_rank_layout((), layout.ranks[0])
 
 
-def settled_locals(leaves: Sequence[Leaf], comm: Comm) -> dict[str, tuple[Tensor, ...]]:
+def reduce_pending(leaves: Sequence[Leaf], comm: Comm) -> dict[str, tuple[Tensor, ...]]:
     """Each leaf's local tensors in its settled layout; all ranks of those with a pending reduction take part."""
     held = {leaf.name: leaf.locals for leaf in leaves}
     pending = [leaf for leaf in leaves if leaf.layout.pending is not None]
-    moved = redistributed([as_sharded(leaf, comm) for leaf in pending], [settled_layout(e.layout) for e in pending])
+    moved = redistribute_by_comm(
+        [leaf_to_sharded(leaf, comm) for leaf in pending], [reduced_layout(e.layout) for e in pending]
+    )
     return held | {leaf.name: tensor.local_parts for leaf, tensor in zip(pending, moved, strict=True)}
 
 
-def redistributed(tensors: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[ShardedTensor]:
+def redistribute_by_comm(tensors: Sequence[ShardedTensor], layouts: Sequence[Layout]) -> list[ShardedTensor]:
     """The tensors in other layouts; those that share a comm share its exchanges."""
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -228,7 +230,7 @@ def redistributed(tensors: Sequence[ShardedTensor], layouts: Sequence[Layout]) -
     return [results[i] for i in range(len(tensors))]
 
 
-def as_sharded(leaf: Leaf, comm: Comm) -> ShardedTensor:
+def leaf_to_sharded(leaf: Leaf, comm: Comm) -> ShardedTensor:
     """A leaf as a ShardedTensor over the ranks that take part in its moves."""
     if isinstance(leaf.tensor, ShardedTensor):
         return leaf.tensor

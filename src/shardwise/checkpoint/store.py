@@ -1,7 +1,7 @@
 """The files of a checkpoint, mapped into memory when they are first needed.
 
 Bytes are only mapped, so reading a slice reads its pages and nothing else. A file is mapped after its length was
-compared with what the index says. Pages that have been read are let go of whenever they add up to the limit, and files
+compared with what the index says. Pages that have been read are released whenever they add up to the limit, and files
 beyond the first few hundred are unmapped again, so that a process may read a checkpoint of thousands of ranks.
 """
 
@@ -24,9 +24,9 @@ import numpy.typing as npt
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import open_file
-from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
-from shardwise.checkpoint.formats.dcp.folder import CRC, dcp_index
-from shardwise.checkpoint.formats.huggingface_index import file_index, folder_index
+from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute_path, find_checkpoint
+from shardwise.checkpoint.formats.dcp.folder import CRC, read_dcp_index
+from shardwise.checkpoint.formats.huggingface_index import read_file_index, read_folder_index
 from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
 
 DEFAULT_BUFFER_BYTES = 256 << 20
@@ -65,13 +65,13 @@ class Store:
         return found[1]
 
     def _map(self, number: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
-        with self.opened(number) as handle:
+        with self.open_data_file(number) as handle:
             mapped = mmap.mmap(handle, self.index.files[number].bytes, access=mmap.ACCESS_READ)
         return mapped, np.frombuffer(mapped, np.uint8)
 
     @contextmanager
-    def opened(self, number: int) -> Iterator[int]:
-        """A file that is open for reading, after a look at its length; what the system refuses is told by name."""
+    def open_data_file(self, number: int) -> Iterator[int]:
+        """A file that is open for reading, after a look at its length; system errors name the file."""
         file = self.index.files[number]
         path = self.folder / file.name
         try:
@@ -79,13 +79,13 @@ class Store:
                 size = os.fstat(opened.fileno()).st_size
                 if size != file.bytes:
                     raise CheckpointError(
-                        f"{path}: {size} bytes; the index says {file.bytes}: the file is truncated or not of this save"
+                        f"{path}: {size} bytes; the index says {file.bytes}: it is truncated or not from this save"
                     )
                 yield opened.fileno()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
-    def piece(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
+    def map_box(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
         """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
         carrier = CARRIERS[tensor.dtype.itemsize]
         sizes, count = tensor.cut.extents[number]
@@ -109,16 +109,16 @@ class Store:
 
     @property
     def fetches(self) -> bool:
-        """Whether pages can be brought in many at once."""
+        """Whether pages can be prefetched in bulk."""
         return self._fetches
 
     def touch(self, size: int) -> None:
-        """Say that this many mapped bytes have been read; pages are let go of at the limit."""
+        """Say that this many mapped bytes have been read; pages are released at the limit."""
         self._touched += size
         if self._touched >= self._limit // 2:
-            self.let_go()
+            self.release_pages()
 
-    def let_go(self) -> None:
+    def release_pages(self) -> None:
         """Drop the mapped pages from this process; the system may keep them."""
         self._touched = 0
         if sys.platform != "linux":
@@ -179,28 +179,28 @@ class Store:
 
 def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> Store:
     """The checkpoint at a path: a folder of shardwise, torch or Hugging Face, or one safetensors file."""
-    whole = resolve(absolute(path))
+    whole = find_checkpoint(absolute_path(path))
     if whole.is_file():
-        index, digest = file_index(whole)
+        index, digest = read_file_index(whole)
         return Store(whole.parent, index, digest, max_buffer_bytes)
     if (whole / INDEX_NAME).is_file():
-        data = read_limited(whole / INDEX_NAME)
+        data = read_index_bytes(whole / INDEX_NAME)
         return Store(whole, parse_index(data, str(whole / INDEX_NAME)), checksum(data), max_buffer_bytes)
     if (whole / DCP_NAME).is_file():
-        index, digest = dcp_index(whole, read_limited(whole / DCP_NAME))
+        index, digest = read_dcp_index(whole, read_index_bytes(whole / DCP_NAME))
         return Store(whole, index, digest, max_buffer_bytes)
     if (whole / HF_INDEX_NAME).is_file():
-        index, digest = folder_index(whole, read_limited(whole / HF_INDEX_NAME))
+        index, digest = read_folder_index(whole, read_index_bytes(whole / HF_INDEX_NAME))
         return Store(whole, index, digest, max_buffer_bytes)
     if (whole / HF_SINGLE_NAME).is_file():
-        index, digest = file_index(whole / HF_SINGLE_NAME)
+        index, digest = read_file_index(whole / HF_SINGLE_NAME)
         return Store(whole, index, digest, max_buffer_bytes)
     raise CheckpointError(
-        f"{whole}: no checkpoint: it holds no {INDEX_NAME}, {DCP_NAME}, {HF_INDEX_NAME} or {HF_SINGLE_NAME}"
+        f"{whole}: not a checkpoint: it contains no {INDEX_NAME}, {DCP_NAME}, {HF_INDEX_NAME} or {HF_SINGLE_NAME}"
     )
 
 
-def read_limited(path: Path) -> bytes:
+def read_index_bytes(path: Path) -> bytes:
     """The content of an index, unless it is absurdly long."""
     size = path.stat().st_size
     if size > MAX_INDEX_BYTES:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.safetensors_header import Entry, described, parse_header
-from shardwise.checkpoint.index import Cut, TensorEntry, stored_layout
+from shardwise.checkpoint.formats.safetensors_header import HeaderEntry, parse_header, safetensors_code_and_shape
+from shardwise.checkpoint.index import StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store
 
 
@@ -32,7 +32,7 @@ class Problem:
         return f"{self.file}: {tensor}{self.text}"
 
 
-def checked_bytes(store: Store) -> int:
+def count_checked_bytes(store: Store) -> int:
     """How many stored bytes have checksums, and are read by `find_problems`."""
     return sum(
         elements * entry.dtype.itemsize
@@ -43,15 +43,15 @@ def checked_bytes(store: Store) -> int:
 
 
 def find_problems(store: Store, on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[Problem]:
-    """Read everything and give all that is wrong; `on_bytes` is told how much has been read."""
-    headers: dict[int, dict[int, Entry] | None] = {}
+    """Read everything and yield all problems; `on_bytes` is called with how much has been read."""
+    headers: dict[int, dict[int, HeaderEntry] | None] = {}
     for number in range(len(store.index.files)):
         try:
-            headers[number] = _header(store, number)
+            headers[number] = _read_file_header(store, number)
         except CheckpointError as error:
             yield Problem(store.index.files[number].name, None, _without_path(error, store, number))
             headers[number] = None
-    layouts: dict[Cut, str | None] = {}
+    layouts: dict[StoredCut, str | None] = {}
     for entry in store.index.tensors.values():
         if entry.cut not in layouts:
             layouts[entry.cut] = _layout_problem(entry)
@@ -59,10 +59,10 @@ def find_problems(store: Store, on_bytes: Callable[[int], None] = lambda count: 
         if text is not None:
             yield Problem("the index", entry.name, text)
         for box in range(len(entry.cut)):
-            yield from _box_problems(store, entry, box, headers[entry.files[box]], on_bytes)
+            yield from _find_box_problems(store, entry, box, headers[entry.files[box]], on_bytes)
 
 
-def _header(store: Store, number: int) -> dict[int, Entry]:
+def _read_file_header(store: Store, number: int) -> dict[int, HeaderEntry]:
     """What the header of a file says, by first byte; nothing for files of a kind that has no such header."""
     file = store.index.files[number]
     data = store.data(number)
@@ -85,8 +85,8 @@ def _layout_problem(entry: TensorEntry) -> str | None:
     return None
 
 
-def _box_problems(
-    store: Store, entry: TensorEntry, box: int, header: dict[int, Entry] | None, on_bytes: Callable[[int], None]
+def _find_box_problems(
+    store: Store, entry: TensorEntry, box: int, header: dict[int, HeaderEntry] | None, on_bytes: Callable[[int], None]
 ) -> Iterator[Problem]:
     name, (sizes, elements) = store.index.files[entry.files[box]].name, entry.cut.extents[box]
     nbytes = elements * entry.dtype.itemsize
@@ -96,17 +96,19 @@ def _box_problems(
         return
     if header and elements and not _agrees(header.get(entry.begins[box]), entry, sizes):
         yield Problem(name, entry.name, f"the header has no {entry.dtype}{list(sizes)} at byte {entry.begins[box]}")
-    bad = list(_bad_blocks(store, entry, box, nbytes, on_bytes))
+    bad = list(_find_bad_blocks(store, entry, box, nbytes, on_bytes))
     if bad:
         text = f"{bad[0]}; {len(bad)} of {block_count(nbytes, store.index.block_bytes)} blocks of {entry.cut.box(box)}"
         yield Problem(name, entry.name, text)
 
 
-def _agrees(found: Entry | None, entry: TensorEntry, sizes: tuple[int, ...]) -> bool:
-    return found is not None and described(found.dtype, found.shape) == described(entry.dtype, sizes)
+def _agrees(found: HeaderEntry | None, entry: TensorEntry, sizes: tuple[int, ...]) -> bool:
+    return found is not None and safetensors_code_and_shape(found.dtype, found.shape) == safetensors_code_and_shape(
+        entry.dtype, sizes
+    )
 
 
-def _bad_blocks(
+def _find_bad_blocks(
     store: Store, entry: TensorEntry, box: int, nbytes: int, on_bytes: Callable[[int], None]
 ) -> Iterator[str]:
     step = store.index.block_bytes

@@ -1,11 +1,11 @@
 """The memory of a tensor on the host as NumPy sees it, also for element types that NumPy lacks.
 
-Which tensors lie together in a file, and how large a file may grow.
+Which tensors share a file, and how large a file may grow.
 
 Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
 
 Boxes are sorted by the width of their elements, widest first, so that each begins at a multiple of it. Tensors that do
-not lie in one run of host memory pass through a buffer of bounded size.
+not form one run of host memory pass through a buffer of bounded size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, blocks, checksum
-from shardwise.checkpoint.files import SyncedFile, naming
-from shardwise.checkpoint.formats.safetensors_header import described, header_bytes
+from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, checksum, split_into_blocks
+from shardwise.checkpoint.files import SyncedFile, add_path_to_error
+from shardwise.checkpoint.formats.safetensors_header import header_bytes, safetensors_code_and_shape
 from shardwise.checkpoint.store import CARRIERS
 from shardwise.geometry import DType
 
@@ -34,7 +34,7 @@ _OF_NUMPY = _FLOATS | _INTS | {torch.bool}
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor lie on the host as they are."""
+    """Whether the elements of a tensor are in host memory as they are."""
     return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -52,7 +52,7 @@ def as_array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def flat_bytes(tensor: Tensor) -> memoryview | None:
-    """The bytes of a tensor, if they lie on the host in one run.
+    """The bytes of a tensor, if they are contiguous in host memory.
 
     >>> flat_bytes(torch.ones(2, dtype=torch.int16)).tolist(), flat_bytes(torch.ones(2, 2)[:, 0])
     ([1, 0, 1, 0], None)
@@ -65,10 +65,12 @@ def flat_bytes(tensor: Tensor) -> memoryview | None:
 MAX_FILE_BYTES = 16 << 30
 
 
-def packed(sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: bool = True) -> list[list[int]]:
-    """The numbers of what lies in each file, from (width of an element, bytes) of each.
+def pack_into_files(
+    sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: bool = True
+) -> list[list[int]]:
+    """The numbers of what is in each file, from (width of an element, bytes) of each.
 
-    >>> packed([(2, 8), (4, 8), (4, 4)], 14)
+    >>> pack_into_files([(2, 8), (4, 8), (4, 4)], 14)
     [[1, 2], [0]]
     """
     files: list[list[int]] = []
@@ -85,7 +87,7 @@ def packed(sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: 
 STAGING_BYTES = 32 << 20
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """Something to store: the key in the file, the dtype, the sizes and their bytes, and the values."""
 
     key: str
@@ -96,7 +98,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class WrittenFile:
     """A file that was written: its name, length and header, and for each piece the first byte and the checksums."""
 
     name: str
@@ -106,28 +108,28 @@ class Written:
     places: list[tuple[int, str]]
 
 
-def write_file(path: Path, pieces: Sequence[Piece]) -> Written:
+def write_file(path: Path, pieces: Sequence[FilePart]) -> WrittenFile:
     """Write one file and make it last."""
-    entries = {p.key: (*described(p.dtype, p.sizes), p.nbytes) for p in pieces}
+    entries = {p.key: (*safetensors_code_and_shape(p.dtype, p.sizes), p.nbytes) for p in pieces}
     header = header_bytes(entries, len(pieces))
     places: list[tuple[int, str]] = []
     position = len(header)
     with Sink(path) as sink:
         sink.write(memoryview(header))
         for piece in pieces:
-            places.append((position, _write_piece(sink, piece)))
+            places.append((position, _write_file_part(sink, piece)))
             position += piece.nbytes
-    return Written(path.name, position, len(header), checksum(header), places)
+    return WrittenFile(path.name, position, len(header), checksum(header), places)
 
 
-def _write_piece(sink: Sink, piece: Piece) -> str:
+def _write_file_part(sink: Sink, piece: FilePart) -> str:
     """Append the bytes of a piece, and return the checksums of its blocks; each is hashed right before it is copied."""
     data = flat_bytes(piece.values)
     if data is not None and 0 < len(data) <= BLOCK_BYTES:
         sink.write(data)
         return checksum(data)
     sums = BlockSums()
-    for part in host_bytes(piece.values):
+    for part in iterate_host_bytes(piece.values):
         sums.update(part)
         sink.write(part)
     return sums.text()
@@ -153,29 +155,29 @@ class Sink(SyncedFile):
         self._put(memoryview(data))
 
     def _put(self, data: memoryview) -> None:
-        with naming(self._path):
+        with add_path_to_error(self._path):
             while len(data):
                 data = data[os.write(self._handle, data[: 1 << 30]) :]
 
 
-def host_bytes(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order, in parts of at most a block where they lie ready in memory."""
+def iterate_host_bytes(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, in parts of at most a block where they are ready in memory."""
     if values.numel() == 0:
         return
     data = flat_bytes(values)
     if data is not None:
-        yield from blocks(data)
+        yield from split_into_blocks(data)
         return
-    for part in _staged(values):
-        yield from host_bytes(part.resolve_conj().resolve_neg().to("cpu").contiguous())
+    for part in _split_for_staging(values):
+        yield from iterate_host_bytes(part.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
-def _staged(values: Tensor) -> Iterator[Tensor]:
+def _split_for_staging(values: Tensor) -> Iterator[Tensor]:
     """A tensor in row-major parts of at most the staging size."""
     if values.nbytes <= STAGING_BYTES:
         yield values
         return
     dim = next(d for d, size in enumerate(values.shape) if size > 1)
     half = values.shape[dim] // 2
-    yield from _staged(values.narrow(dim, 0, half))
-    yield from _staged(values.narrow(dim, half, values.shape[dim] - half))
+    yield from _split_for_staging(values.narrow(dim, 0, half))
+    yield from _split_for_staging(values.narrow(dim, half, values.shape[dim] - half))

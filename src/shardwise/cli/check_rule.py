@@ -4,9 +4,9 @@ f32[8,6]          a tensor
 i64[5]<8          a tensor of integers from 0 to 7
 1  0.5  true  none  "mean"
 [1, 2]  [f32[4], f32[4]]
-keepdim=true      an argument given by name
+keepdim=true      a keyword argument
 
-`shardwise check-rule`: is the rule of an operator right?
+`shardwise check-rule`: is the rule of an operator correct?
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def parse_samples(text: str) -> Samples:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     while scanner.rest:
-        name = _name(scanner)
+        name = _parse_argument_name(scanner)
         if name is not None:
-            kwargs[name] = _value(scanner)
+            kwargs[name] = _parse_value(scanner)
         elif kwargs:
             scanner.fail("an argument without a name after one with a name")
         else:
-            args.append(_value(scanner))
+            args.append(_parse_value(scanner))
         if scanner.rest:
             scanner.expect(",", "between arguments")
     return Samples(tuple(args), kwargs)
 
 
-def _name(scanner: Scanner) -> str | None:
-    """The name of an argument given by name, read with its sign; None if there is none."""
+def _parse_argument_name(scanner: Scanner) -> str | None:
+    """The name of a keyword argument, read with its sign; None if there is none."""
     word = scanner.peek_word()
     if not word or not scanner.rest[len(word) :].lstrip().startswith("="):
         return None
@@ -80,25 +80,25 @@ def _name(scanner: Scanner) -> str | None:
     return word
 
 
-def _value(scanner: Scanner) -> Any:
+def _parse_value(scanner: Scanner) -> Any:
     if scanner.take("["):
-        return scanner.items(lambda: _value(scanner), "]", "in a list")
+        return scanner.items(lambda: _parse_value(scanner), "]", "in a list")
     for pattern in (NUMBER, TEXT):
         found = pattern.match(scanner.rest)
         if found is not None:
             scanner.take(found.group())
-            return _number(found.group()) if pattern is NUMBER else found.group(1) or found.group(2) or ""
+            return _parse_number(found.group()) if pattern is NUMBER else found.group(1) or found.group(2) or ""
     word = scanner.peek_word()
     if word in WORDS and scanner.take(word):
         return WORDS[word]
-    return _tensor(scanner)
+    return _parse_tensor_sample(scanner)
 
 
-def _number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     return int(text) if text.lstrip("+-").isdigit() else float(text)
 
 
-def _tensor(scanner: Scanner) -> Sample:
+def _parse_tensor_sample(scanner: Scanner) -> Sample:
     at = scanner.at
     dtype = scanner.word()
     with scanner.errors_at(at):
@@ -119,7 +119,7 @@ Complete = Annotated[bool, typer.Option("--complete", help="Fail for missing str
 def check_rule(op: Operator, sample: SampleText, as_json: AsJson = False, complete: Complete = False) -> None:
     """Check the sharding rule of an operator against the operator itself, gradients included.
 
-    Exit status 0: every strategy is right; 1: some are wrong; 2: the check could not be made.
+    Exit status 0: every strategy is correct; 1: some are wrong; 2: the check could not run.
 
     \b
     Example:
@@ -127,21 +127,23 @@ def check_rule(op: Operator, sample: SampleText, as_json: AsJson = False, comple
     """
     asked = parse_samples(sample)
     with redirect_stdout(sys.stderr):  # a module of the user's may print while it is loaded
-        checked = checked_rule(find_operator(op), asked)
+        checked = run_rule_check(find_operator(op), asked)
     if as_json:
-        print_json(to_json(checked))
+        print_json(rule_check_to_json(checked))
     else:
         print(checked)
     if not checked.ok or (complete and checked.missing):
         raise typer.Exit(NO)
 
 
-def checked_rule(target: Any, asked: Samples) -> Any:
+def run_rule_check(target: Any, asked: Samples) -> Any:
     """The result of trying the rule of an operator on sample arguments."""
     from shardwise.ops.discovery.check import check_sharding  # loads torch
 
     try:
-        return check_sharding(target, *map(_made, asked.args), **{k: _made(v) for k, v in asked.kwargs.items()})
+        return check_sharding(
+            target, *map(_make_argument, asked.args), **{k: _make_argument(v) for k, v in asked.kwargs.items()}
+        )
     except ValueError as error:
         raise LayoutError(str(error)) from error
 
@@ -166,10 +168,10 @@ def find_operator(name: str) -> Any:
     return found
 
 
-def _made(value: Any) -> Any:
+def _make_argument(value: Any) -> Any:
     """A sample as an argument: tensors are made, integers in them counted up to the limit."""
     if isinstance(value, list):
-        return [_made(v) for v in value]
+        return [_make_argument(v) for v in value]
     if not isinstance(value, Sample):
         return value
     import torch
@@ -181,12 +183,18 @@ def _made(value: Any) -> Any:
     return numbers.reshape(value.shape).to(dtype)
 
 
-def to_json(checked: Any) -> dict[str, Any]:
+def rule_check_to_json(checked: Any) -> dict[str, Any]:
     """A check's result as plain data."""
     from shardwise.ops.discovery.auto_rule import format_strategy
 
     wrong = [
-        {"strategy": format_strategy(w.strategy), "ranks": w.ranks, "cut": w.cut, "problem": w.problem, "error": w.error}
+        {
+            "strategy": format_strategy(w.strategy),
+            "ranks": w.ranks,
+            "cut": w.cut,
+            "problem": w.problem,
+            "error": w.error,
+        }
         for w in checked.wrong
     ]
     return {

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute, resolve
-from shardwise.checkpoint.index import INDEX_NAME, Cut, TensorEntry, stored_layout
+from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute_path, find_checkpoint
+from shardwise.checkpoint.index import INDEX_NAME, StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store, open_store
 from shardwise.geometry import Layout, LayoutError, format_layout
 
@@ -33,7 +33,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that a command looks into."""
 
     path: str
@@ -41,64 +41,64 @@ class Opened:
     store: Store
 
 
-def open_checkpoint(path: str) -> Opened:
+def open_checkpoint(path: str) -> OpenedCheckpoint:
     """The checkpoint at a path; an error says what was found there and what was expected."""
-    return Opened(path, find_format(path), open_store(path))
+    return OpenedCheckpoint(path, find_format(path), open_store(path))
 
 
 def find_format(path: str) -> str:
     """The format of the checkpoint at a path, by the names of its files."""
-    whole = absolute(path)
+    whole = absolute_path(path)
     try:
-        place = resolve(whole)
+        place = find_checkpoint(whole)
     except CheckpointError:
-        raise CheckpointError(_nothing_at(path, whole)) from None
-    if place.is_dir() and format_of(place) is None:
-        raise CheckpointError(_something_else(path, place))
+        raise CheckpointError(_explain_missing(path, whole)) from None
+    if place.is_dir() and detect_format(place) is None:
+        raise CheckpointError(_explain_other_folder(path, place))
     if place.is_file() and place.suffix != ".safetensors":
-        raise CheckpointError(_other_file(path, place))
-    return format_of(place) or "safetensors file"
+        raise CheckpointError(_explain_other_file(path, place))
+    return detect_format(place) or "safetensors file"
 
 
-def format_of(folder: Path) -> str | None:
-    """The format of a folder by the files in it, or None if it is no checkpoint."""
+def detect_format(folder: Path) -> str | None:
+    """The format of a folder by the files in it, or None if it is not a checkpoint."""
     return next((kind for name, kind in FORMATS.items() if (folder / name).is_file()), None)
 
 
-def _nothing_at(path: str, whole: Path) -> str:
+def _explain_missing(path: str, whole: Path) -> str:
     if whole.is_dir():
         return f"{path}: an empty folder; expected {EXPECTED}"
-    beside = _checkpoints_in(whole.parent)
+    beside = _list_checkpoints(whole.parent)
     near = difflib.get_close_matches(whole.name, beside, n=2, cutoff=0.4)
     hint = f"; near: {', '.join(os.path.join(os.path.dirname(path), name) for name in near)}" if near else ""
-    return f"{path}: nothing is there{hint}; expected {EXPECTED}"
+    return f"{path}: no such file or folder{hint}; expected {EXPECTED}"
 
 
-def _something_else(path: str, place: Path) -> str:
+def _explain_other_folder(path: str, place: Path) -> str:
     names = sorted(e.name + ("/" if e.is_dir() else "") for e in place.iterdir())
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    inside = _checkpoints_in(place)
+    inside = _list_checkpoints(place)
     hint = f"; inside are {', '.join(os.path.join(path, name) for name in inside[:_SHOWN])}" if inside else ""
-    return f"{path}: a folder with {', '.join(names[:_SHOWN])}{more}, no checkpoint{hint}; expected {EXPECTED}"
+    return f"{path}: a folder with {', '.join(names[:_SHOWN])}{more}, not a checkpoint{hint}; expected {EXPECTED}"
 
 
-def _other_file(path: str, place: Path) -> str:
-    if format_of(place.parent) is not None:
-        return f"{path}: a file of a checkpoint; give its folder, {os.path.dirname(path) or '.'}"
-    return f"{path}: a file of {place.stat().st_size} bytes, no checkpoint; expected {EXPECTED}"
+def _explain_other_file(path: str, place: Path) -> str:
+    if detect_format(place.parent) is not None:
+        return f"{path}: a file of a checkpoint; pass its folder, {os.path.dirname(path) or '.'}"
+    return f"{path}: a file of {place.stat().st_size} bytes, not a checkpoint; expected {EXPECTED}"
 
 
-def _checkpoints_in(folder: Path) -> list[str]:
+def _list_checkpoints(folder: Path) -> list[str]:
     """The names of the checkpoints in a folder."""
     if not folder.is_dir():
         return []
-    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".") and e.is_dir() and format_of(e))
+    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".") and e.is_dir() and detect_format(e))
 
 
-def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def filter_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """The names that fit one of the patterns; all of them where there is no pattern.
 
-    >>> matching(["a.weight", "a.bias", "b.bias"], ["a.*", "*.weight"])
+    >>> filter_names(["a.weight", "a.bias", "b.bias"], ["a.*", "*.weight"])
     ['a.weight', 'a.bias']
     """
     wanted = list(patterns)
@@ -106,10 +106,10 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Known:
+class _KnownCut:
     """What is known of a cut; it is kept with its cut, so that the id of this is not used again."""
 
-    cut: Cut
+    cut: StoredCut
     layout: Layout | None
     rule: str
     elements: Mapping[int, int]
@@ -127,7 +127,7 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     return []
 
 
-Names = Annotated[
+NamePatterns = Annotated[
     list[str] | None,
     typer.Option(
         "--name",
@@ -138,11 +138,11 @@ Names = Annotated[
 ]
 
 
-class Layouts:
+class StoredLayouts:
     """The layouts of stored tensors, worked out once for all that are cut alike."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownCut] = {}
 
     def layout(self, entry: TensorEntry) -> Layout | None:
         """The layout a tensor was saved with; None where the format has no layouts, or it is damaged."""
@@ -156,22 +156,22 @@ class Layouts:
         """How many elements each rank held, as far as that is known."""
         return {} if entry.cut.spec is None else self._look(entry).elements
 
-    def _look(self, entry: TensorEntry) -> _Known:
+    def _look(self, entry: TensorEntry) -> _KnownCut:
         if id(entry.cut) not in self._known:
-            self._known[id(entry.cut)] = _known(entry)
+            self._known[id(entry.cut)] = _describe_cut(entry)
         return self._known[id(entry.cut)]
 
 
-def _known(entry: TensorEntry) -> _Known:
+def _describe_cut(entry: TensorEntry) -> _KnownCut:
     try:
         layout = stored_layout(entry)
     except CheckpointError:
-        return _Known(entry.cut, None, "damaged", {})
-    return _Known(entry.cut, layout, rule_of(layout), layout.elements_per_rank())
+        return _KnownCut(entry.cut, None, "damaged", {})
+    return _KnownCut(entry.cut, layout, rule_of(layout), layout.elements_per_rank())
 
 
 def rule_of(layout: Layout) -> str:
-    """How a layout cuts, in the notation; a tensor that lies whole on rank 0 has the rule "@ 0".
+    """How a layout cuts, in the notation; a tensor that is whole on rank 0 has the rule "@ 0".
 
     >>> from shardwise.geometry import ChunkSpec
     >>> rule_of(ChunkSpec(0, 4).layout((8, 2)))

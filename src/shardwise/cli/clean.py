@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import absolute, left_beside, recover, resolve
+from shardwise.checkpoint.folders import absolute_path, find_checkpoint, list_leftovers, recover_commit
 from shardwise.checkpoint.store import open_store
-from shardwise.cli.checkpoints import format_of
+from shardwise.cli.checkpoints import detect_format
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, counted, print_json, table_lines
+from shardwise.cli.output import AsJson, format_count, print_json, table_lines
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -39,16 +39,16 @@ class Leftover:
 
 
 PathText = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder that holds several checkpoints.")
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder that contains several checkpoints.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list; change nothing.")]
 
 
 def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Remove what killed saves and reshards left beside a checkpoint; a commit that was cut short is completed first.
+    """Remove what killed saves and reshards left next to a checkpoint; an interrupted commit is completed first.
 
-    Not to be used while a save or a reshard to this path is under way.
+    Do not use it while a save or a reshard to this path is running.
     Exit status 0: done; 1: you said no; 2: there is nothing at PATH.
 
     \b
@@ -61,36 +61,36 @@ def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: As
     found = [left for target in targets for left in find_leftovers(target)]
     doomed = [left for left in found if left.kept is None]
     if not as_json:
-        print_lines(to_lines(found, unfinished), sys.stdout)
-    agreed = not dry_run and (yes or not (doomed or unfinished) or asked(doomed, unfinished))
+        print_lines(leftovers_to_lines(found, unfinished), sys.stdout)
+    agreed = not dry_run and (yes or not (doomed or unfinished) or confirm_removal(doomed, unfinished))
     if agreed:
-        carry_out(doomed, unfinished)
+        remove_leftovers(doomed, unfinished)
     if as_json:
-        print_json(to_json(path, found, unfinished, agreed))
+        print_json(leftovers_to_json(path, found, unfinished, agreed))
     elif agreed and (doomed or unfinished):
-        print(f"removed {_counted(doomed)}")
+        print(f"removed {_format_folders(doomed)}")
     if not agreed and not dry_run:
         print("nothing was changed", file=sys.stderr)
         raise typer.Exit(NO)
 
 
 def find_targets(path: str) -> list[Path]:
-    """The checkpoints to clean up after: the one of this name, or all whose leftovers lie in this folder."""
-    whole = absolute(path)
+    """The checkpoints to clean up after: the one of this name, or all whose leftovers are in this folder."""
+    whole = absolute_path(path)
     if whole.is_file():
-        raise CheckpointError(f"{path}: a file; give the folder of a checkpoint, or one that holds checkpoints")
-    if whole.is_dir() and format_of(whole) is None and not left_beside(whole):
+        raise CheckpointError(f"{path}: a file; pass the folder of a checkpoint, or one that contains checkpoints")
+    if whole.is_dir() and detect_format(whole) is None and not list_leftovers(whole):
         names = {found["checkpoint"] for entry in whole.iterdir() if (found := _NAME.fullmatch(entry.name))}
         return [whole / name for name in sorted(names)]
-    if not whole.exists() and not left_beside(whole) and not is_unfinished(whole):
-        raise CheckpointError(f"{path}: nothing is there, and nothing was left beside it; give a checkpoint's folder")
+    if not whole.exists() and not list_leftovers(whole) and not is_unfinished(whole):
+        raise CheckpointError(f"{path}: no such file or folder, and nothing left beside it; pass a checkpoint's folder")
     return [whole]
 
 
 def is_unfinished(target: Path) -> bool:
     """Whether a save was killed between the two renames of its commit."""
     try:
-        return resolve(target) != target
+        return find_checkpoint(target) != target
     except CheckpointError:
         return False
 
@@ -98,7 +98,7 @@ def is_unfinished(target: Path) -> bool:
 def find_leftovers(target: Path) -> list[Leftover]:
     """What was left of saves to a checkpoint; a complete one stays where there is no other."""
     needed = not _is_loadable(target)
-    return [_described(folder, target, needed and _is_loadable(folder)) for folder in left_beside(target)]
+    return [_describe_leftover(folder, target, needed and _is_loadable(folder)) for folder in list_leftovers(target)]
 
 
 def _is_loadable(path: Path) -> bool:
@@ -109,10 +109,10 @@ def _is_loadable(path: Path) -> bool:
     return True
 
 
-def _described(folder: Path, target: Path, needed: bool) -> Leftover:
+def _describe_leftover(folder: Path, target: Path, needed: bool) -> Leftover:
     stats = [entry.lstat() for entry in (folder, *folder.rglob("*"))]
     found = _NAME.fullmatch(folder.name)
-    reason = f"it is a complete checkpoint and {target.name} is none: rename it, or remove it by hand"
+    reason = f"it is a complete checkpoint and {target.name} is not: rename it, or remove it by hand"
     return Leftover(
         path=folder,
         checkpoint=target,
@@ -123,29 +123,29 @@ def _described(folder: Path, target: Path, needed: bool) -> Leftover:
     )
 
 
-def asked(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> bool:
+def confirm_removal(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> bool:
     """Ask on the error stream, so that standard output holds the result only."""
     finish = f"complete {', '.join(p.name for p in unfinished)} and " if unfinished else ""
     try:
-        return typer.confirm(f"{finish}remove {_counted(doomed)}?", err=True)
+        return typer.confirm(f"{finish}remove {_format_folders(doomed)}?", err=True)
     except typer.Abort:
-        raise CheckpointError("nothing was changed: there was no answer; give --yes to remove without asking") from None
+        raise CheckpointError("nothing was changed: there was no answer; pass --yes to remove without asking") from None
 
 
-def carry_out(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> None:
+def remove_leftovers(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> None:
     """Complete what was cut short, then remove."""
     for target in unfinished:
-        recover(target)
+        recover_commit(target)
     for left in doomed:
         shutil.rmtree(left.path)
 
 
-def _counted(found: Sequence[Leftover]) -> str:
+def _format_folders(found: Sequence[Leftover]) -> str:
     total = format_bytes(sum(left.bytes for left in found))
-    return f"{counted(len(found), 'folder')} of {total}"
+    return f"{format_count(len(found), 'folder')} of {total}"
 
 
-def to_lines(found: Sequence[Leftover], unfinished: Sequence[Path]) -> list[Line]:
+def leftovers_to_lines(found: Sequence[Leftover], unfinished: Sequence[Path]) -> list[Line]:
     """What was found, as text."""
     lines = [line(f"{target}: killed while it was committed; this is completed first") for target in unfinished]
     if not found:
@@ -162,10 +162,10 @@ def format_age(seconds: float) -> str:
     ('2 hours ago', '1 minute ago', '0 seconds ago')
     """
     unit, length = next(((u, n) for u, n in _UNITS if seconds >= n), ("second", 1))
-    return f"{counted(int(seconds // length), unit)} ago"
+    return f"{format_count(int(seconds // length), unit)} ago"
 
 
-def to_json(path: str, found: Sequence[Leftover], unfinished: Sequence[Path], done: bool) -> dict[str, Any]:
+def leftovers_to_json(path: str, found: Sequence[Leftover], unfinished: Sequence[Path], done: bool) -> dict[str, Any]:
     """What was found and done, as plain data."""
     entries = [
         {

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.checksums import block_count
-from shardwise.checkpoint.compare import Difference, Stored, Tolerance, compare_stored
+from shardwise.checkpoint.compare import ComparedTensor, Difference, Tolerance, compare_stored
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.tree import Scalar
-from shardwise.cli.checkpoints import Layouts, Names, Opened, matching, open_checkpoint
+from shardwise.cli.checkpoints import NamePatterns, OpenedCheckpoint, StoredLayouts, filter_names, open_checkpoint
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, byte_progress, counted, print_json, printable, shortened
+from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
 from shardwise.view import line, print_lines
 
 SHOWN = 50
@@ -40,7 +40,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """What is no tensor and differs; `compared` is the number of names looked at, None where a format has no values."""
+    """Non-tensors that differ; `compared` is the number of names looked at, None where a format has no values."""
 
     compared: int | None = None
     only_a: Mapping[str, Scalar] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Comparison:
         return [t for t in self.tensors if not t.same]
 
     def same(self, with_layouts: bool) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not any((self.only_a, self.only_b, self.different, self.values)) and not (with_layouts and self.layouts)
 
 
@@ -82,7 +82,7 @@ Limit = Annotated[int, typer.Option(min=0, metavar="N", help="Show at most N dif
 def diff(
     a: PathA,
     b: PathB,
-    name: Names = None,
+    name: NamePatterns = None,
     atol: Atol = 0.0,
     rtol: Rtol = 0.0,
     layouts: WithLayouts = False,
@@ -102,45 +102,52 @@ def diff(
     found = compare(first, second, name or [], Tolerance(atol, rtol))
     same = found.same(layouts)
     if as_json:
-        print_json(to_json(first, second, found, same))
+        print_json(comparison_to_json(first, second, found, same))
     else:
-        texts = [shortened(text) for text in to_texts(found)]
+        texts = [shorten_title(text) for text in comparison_to_texts(found)]
         hidden = len(texts) - limit if limit else 0
         more = [f"and {hidden} more; --limit 0 shows all"] if hidden > 0 else []
-        shown = [*texts[: limit or None], *more, verdict(found, same, layouts)]
-        print_lines([line(printable(text)) for text in shown], sys.stdout)
+        shown = [*texts[: limit or None], *more, format_answer(found, same, layouts)]
+        print_lines([line(escape_for_terminal(text)) for text in shown], sys.stdout)
     if not same:
         raise typer.Exit(NO)
 
 
-def compare(first: Opened, second: Opened, patterns: Sequence[str], tolerance: Tolerance) -> Comparison:
-    """Compare two checkpoints; what is read is told by a progress bar."""
+def compare(
+    first: OpenedCheckpoint, second: OpenedCheckpoint, patterns: Sequence[str], tolerance: Tolerance
+) -> Comparison:
+    """Compare two checkpoints; a progress bar shows what has been read."""
     sides = [_tensors_of(found, patterns) for found in (first, second)]
     both = [name for name in sides[0] if name in sides[1]]
     pairs = [(name, sides[0][name], sides[1][name]) for name in both]
     total = sum(a.nbytes for _, a, b in pairs if a.shape == b.shape)
     with byte_progress("comparing", total) as advance:
         tensors = [
-            TensorDiff(name, a, b, _compared(Stored(first.store, a), Stored(second.store, b), tolerance, advance))
+            TensorDiff(
+                name,
+                a,
+                b,
+                _compare_tensor(ComparedTensor(first.store, a), ComparedTensor(second.store, b), tolerance, advance),
+            )
             for name, a, b in pairs
         ]
     only_a, only_b = ([n for n in one if n not in other] for one, other in (sides, sides[::-1]))
     values = _value_differences(first, second, patterns, tolerance)
     if patterns and not any(sides) and not values.compared:
         raise CheckpointError(f"neither {first.path} nor {second.path} has anything called {' or '.join(patterns)}")
-    opaque = sorted({name for found in (first, second) for name in matching(found.store.index.opaque, patterns)})
+    opaque = sorted({name for found in (first, second) for name in filter_names(found.store.index.opaque, patterns)})
     return Comparison(only_a, only_b, tensors, _layout_differences(pairs), values, opaque)
 
 
-def _tensors_of(found: Opened, patterns: Sequence[str]) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint by the names that its state gives them."""
+def _tensors_of(found: OpenedCheckpoint, patterns: Sequence[str]) -> dict[str, TensorEntry]:
+    """The tensors of a checkpoint by their names in its state."""
     index = found.store.index
     named = stored_names(index)
     own = {stored: name for name, stored in named.items()}  # the last name of each is that of the tree
-    return {name: index.tensors[named[name]] for name in matching(own.values(), patterns)}
+    return {name: index.tensors[named[name]] for name in filter_names(own.values(), patterns)}
 
 
-def _compared(a: Stored, b: Stored, tolerance: Tolerance, advance: Any) -> Difference | None:
+def _compare_tensor(a: ComparedTensor, b: ComparedTensor, tolerance: Tolerance, advance: Any) -> Difference | None:
     """The difference between the values of two tensors; damaged bytes are an error, never a difference."""
     if a.entry.shape != b.entry.shape:
         return None
@@ -154,7 +161,7 @@ def _compared(a: Stored, b: Stored, tolerance: Tolerance, advance: Any) -> Diffe
 
 
 def _layout_differences(pairs: Sequence[tuple[str, TensorEntry, TensorEntry]]) -> dict[str, tuple[str, str]]:
-    layouts = Layouts()
+    layouts = StoredLayouts()
     known: dict[tuple[int, int], bool] = {}
     found: dict[str, tuple[str, str]] = {}
     for name, a, b in pairs:
@@ -166,12 +173,14 @@ def _layout_differences(pairs: Sequence[tuple[str, TensorEntry, TensorEntry]]) -
     return found
 
 
-def _value_differences(first: Opened, second: Opened, patterns: Sequence[str], tolerance: Tolerance) -> ValueDiff:
-    """What differs beside the tensors; formats that cannot hold values are not compared."""
+def _value_differences(
+    first: OpenedCheckpoint, second: OpenedCheckpoint, patterns: Sequence[str], tolerance: Tolerance
+) -> ValueDiff:
+    """What differs besides the tensors; formats that cannot store values are not compared."""
     if first.format in WITHOUT_VALUES or second.format in WITHOUT_VALUES:
         return ValueDiff()
     stored = [stored_values(found.store.index) for found in (first, second)]
-    a, b = ({name: values[name] for name in matching(values, patterns)} for values in stored)
+    a, b = ({name: values[name] for name in filter_names(values, patterns)} for values in stored)
     return ValueDiff(
         compared=len({*a, *b}),
         only_a={name: value for name, value in a.items() if name not in b},
@@ -194,7 +203,7 @@ def same_value(a: Scalar, b: Scalar, tolerance: Tolerance) -> bool:
     return a == b
 
 
-def to_texts(found: Comparison) -> list[str]:
+def comparison_to_texts(found: Comparison) -> list[str]:
     """A line for each difference; tensors whose layouts differ alike share one."""
     lines = [f"only in A: tensor {name}" for name in found.only_a]
     lines += [f"only in B: tensor {name}" for name in found.only_b]
@@ -207,7 +216,7 @@ def to_texts(found: Comparison) -> list[str]:
     for name, rules in found.layouts.items():
         groups.setdefault(rules, []).append(name)
     for (a, b), names in groups.items():
-        more = f" and {counted(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
+        more = f" and {format_count(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
         lines.append(f"{names[0]}{more}: layout {a} in A, {b} in B")
     return lines
 
@@ -223,7 +232,7 @@ def _tensor_texts(tensor: TensorDiff) -> list[str]:
     return [*lines, f"{share}, by at most {values.max_abs:.6g}, relative {values.max_rel:.6g}"]
 
 
-def verdict(found: Comparison, same: bool, with_layouts: bool) -> str:
+def format_answer(found: Comparison, same: bool, with_layouts: bool) -> str:
     """The answer in one line."""
     notes = "" if found.values.compared is not None else "; values are not compared: one of the formats has none"
     if found.opaque:
@@ -231,19 +240,21 @@ def verdict(found: Comparison, same: bool, with_layouts: bool) -> str:
     if found.layouts and not with_layouts:
         notes += f"; {len(found.layouts)} of other layout (--layouts counts them)"
     if same:
-        values = f", {counted(found.values.compared, 'value')}" if found.values.compared else ""
-        return f"the same: {counted(len(found.tensors), 'tensor')}{values}{notes}"
+        values = f", {format_count(found.values.compared, 'value')}" if found.values.compared else ""
+        return f"the same: {format_count(len(found.tensors), 'tensor')}{values}{notes}"
     counts = [
-        (len(found.different), f"{len(found.different)} of {counted(len(found.tensors), 'tensor')} in both"),
-        (len(found.only_a), f"{counted(len(found.only_a), 'tensor')} only in A"),
-        (len(found.only_b), f"{counted(len(found.only_b), 'tensor')} only in B"),
-        (len(found.values), counted(len(found.values), "value")),
-        (len(found.layouts) if with_layouts else 0, counted(len(found.layouts), "layout")),
+        (len(found.different), f"{len(found.different)} of {format_count(len(found.tensors), 'tensor')} in both"),
+        (len(found.only_a), f"{format_count(len(found.only_a), 'tensor')} only in A"),
+        (len(found.only_b), f"{format_count(len(found.only_b), 'tensor')} only in B"),
+        (len(found.values), format_count(len(found.values), "value")),
+        (len(found.layouts) if with_layouts else 0, format_count(len(found.layouts), "layout")),
     ]
     return f"different: {', '.join(text for count, text in counts if count)}{notes}"
 
 
-def to_json(first: Opened, second: Opened, found: Comparison, same: bool) -> dict[str, Any]:
+def comparison_to_json(
+    first: OpenedCheckpoint, second: OpenedCheckpoint, found: Comparison, same: bool
+) -> dict[str, Any]:
     """The comparison as plain data."""
     return {
         "a": {"path": first.path, "format": first.format},

@@ -1,6 +1,6 @@
 """How does a command end? With an exit status; an error is one red line, without a traceback.
 
-0: done, or yes. 1: the answer is no (different, broken, wrong). 2: what was asked makes no sense or cannot be read.
+0: done, or yes. 1: the answer is no (different, broken, wrong). 2: the request is invalid or cannot be read.
 130: interrupted. 141: the reader of the output went away.
 """
 
@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.geometry import LayoutError, NotationError
-from shardwise.view.lines import fitting, wants_colour
+from shardwise.view.lines import replace_unencodable, wants_colour
 
 BEFORE, AROUND = 50, 76
 NO, UNUSABLE, INTERRUPTED, NO_READER = 1, 2, 130, 141
@@ -34,14 +34,14 @@ class Commands(TyperGroup):
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            _forget_output()
+            _discard_output()
             raise typer.Exit(NO_READER) from None
         except (LayoutError, CheckpointError, OSError) as error:
             print_error(error)
             raise typer.Exit(UNUSABLE) from error
 
 
-def _forget_output() -> None:
+def _discard_output() -> None:
     """Let what is still to be written go nowhere, or Python complains when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -49,7 +49,7 @@ def _forget_output() -> None:
 
 
 def message_of(error: Exception) -> str:
-    """What to tell; an error of the system without its number.
+    """The message to print; an error of the system without its number.
 
     >>> message_of(PermissionError(13, "Permission denied", "runs/ckpt"))
     'runs/ckpt: Permission denied'
@@ -66,7 +66,7 @@ def print_error(error: Exception) -> None:
         rest = pointer_lines(error.text, error.position)
     red, normal = ("\x1b[31m", "\x1b[0m") if wants_colour(sys.stderr) else ("", "")
     text = "\n".join([f"{red}error: {first}{normal}", *rest])
-    print(fitting(text, sys.stderr.encoding), file=sys.stderr)
+    print(replace_unencodable(text, sys.stderr.encoding), file=sys.stderr)
 
 
 def pointer_lines(text: str, position: int) -> list[str]:

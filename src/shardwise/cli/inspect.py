@@ -1,6 +1,6 @@
-"""How evenly is a checkpoint spread? Bytes that each rank held and wrote, and what lies in each file.
+"""How evenly is a checkpoint spread? Bytes that each rank held and wrote, and what is in each file.
 
-`shardwise inspect`: what a checkpoint holds, how it is spread, and whether it is whole.
+`shardwise inspect`: what is in a checkpoint, how it is spread, and whether it is intact.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ import typer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_values
-from shardwise.checkpoint.verify import Problem, checked_bytes, find_problems
-from shardwise.cli.checkpoints import OWN_FORMAT, Layouts, Names, Opened, find_format, matching, open_checkpoint
+from shardwise.checkpoint.verify import Problem, count_checked_bytes, find_problems
+from shardwise.cli.checkpoints import (
+    OWN_FORMAT,
+    NamePatterns,
+    OpenedCheckpoint,
+    StoredLayouts,
+    filter_names,
+    find_format,
+    open_checkpoint,
+)
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, byte_progress, counted, print_json, printable, table_lines
+from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, table_lines
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -27,8 +35,8 @@ _WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors|__(\d{1,9})_\d+\.distcp")
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Bytes by rank, as far as the format tells, and the number of tensors in each file."""
+class CheckpointBalance:
+    """Bytes by rank, as far as the format records it, and the number of tensors in each file."""
 
     held: Mapping[int, int]
     written: Mapping[int, int]
@@ -39,8 +47,8 @@ class Balance:
         return sorted({*self.held, *self.written})
 
 
-def balance_of(found: Opened, layouts: Layouts) -> Balance:
-    """How a checkpoint is spread; only the format of shardwise tells who held copies of what."""
+def measure_balance(found: OpenedCheckpoint, layouts: StoredLayouts) -> CheckpointBalance:
+    """How a checkpoint is spread; only the shardwise format records who held copies of what."""
     index = found.store.index
     held: dict[int, int] = {}
     in_file = [0] * len(index.files)
@@ -58,11 +66,11 @@ def balance_of(found: Opened, layouts: Layouts) -> Balance:
         writer = writer_of(file.name)
         if writer is not None:
             written[writer] = written.get(writer, 0) + nbytes
-    return Balance(held, written, tensors)
+    return CheckpointBalance(held, written, tensors)
 
 
 def writer_of(name: str) -> int | None:
-    """The rank that wrote a file, if its name tells.
+    """The rank that wrote a file, if its name says so.
 
     >>> writer_of("rank00003-00000.safetensors"), writer_of("__2_0.distcp"), writer_of("model.safetensors")
     (3, 2, None)
@@ -71,14 +79,14 @@ def writer_of(name: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def spread(counts: Mapping[int, int], what: str) -> str:
+def format_spread(counts: Mapping[int, int], what: str) -> str:
     """The range and the mean of some numbers of bytes.
 
-    >>> spread({0: 90, 1: 110}, "rank")
+    >>> format_spread({0: 90, 1: 110}, "rank")
     '2 ranks, 90 B to 110 B each, mean 100 B'
     """
     low, high, mean = min(counts.values()), max(counts.values()), sum(counts.values()) / len(counts)
-    who = counted(len(counts), what)
+    who = format_count(len(counts), what)
     if low == high:
         return f"{who}, {format_bytes(low)}{' each' * (len(counts) != 1)}"
     return f"{who}, {format_bytes(low)} to {format_bytes(high)} each, mean {format_bytes(mean)}"
@@ -104,7 +112,7 @@ Verify = Annotated[bool, typer.Option("--verify", help="Read every byte and chec
 
 def inspect(
     path: PathText,
-    name: Names = None,
+    name: NamePatterns = None,
     sort: Sort = Order.stored,
     limit: Limit = None,
     verify: Verify = False,
@@ -129,12 +137,14 @@ def inspect(
             raise
         report_unreadable(path, kind, str(error), as_json)
         raise typer.Exit(NO) from error
-    entries = chosen_entries(found, name or [], sort)
-    problems = verified(found) if verify else None
+    entries = select_entries(found, name or [], sort)
+    problems = verify_with_progress(found) if verify else None
     if as_json:
-        print_json(to_json(found, entries[: limit or None], problems))
+        print_json(checkpoint_to_json(found, entries[: limit or None], problems))
     else:
-        print_lines(to_lines(found, entries, SHOWN_TENSORS if limit is None else limit, problems), sys.stdout)
+        print_lines(
+            checkpoint_to_lines(found, entries, SHOWN_TENSORS if limit is None else limit, problems), sys.stdout
+        )
     if problems:
         raise typer.Exit(NO)
 
@@ -149,10 +159,10 @@ def report_unreadable(path: str, kind: str, text: str, as_json: bool) -> None:
         print_lines([line("broken: 1 problem"), line(f"  {text}")], sys.stdout)
 
 
-def chosen_entries(found: Opened, patterns: Sequence[str], order: Order) -> list[TensorEntry]:
-    """The tensors whose names fit, in the order asked for."""
+def select_entries(found: OpenedCheckpoint, patterns: Sequence[str], order: Order) -> list[TensorEntry]:
+    """The tensors whose names match, in the requested order."""
     tensors = found.store.index.tensors
-    names = matching(tensors, patterns)
+    names = filter_names(tensors, patterns)
     if patterns and not names:
         raise CheckpointError(f"{found.path}: no tensor is called {' or '.join(patterns)}; it has {list(tensors)[:4]}")
     keys: dict[Order, Callable[[TensorEntry], Any]] = {
@@ -163,16 +173,18 @@ def chosen_entries(found: Opened, patterns: Sequence[str], order: Order) -> list
     return sorted((tensors[n] for n in names), key=keys[order])
 
 
-def verified(found: Opened) -> list[Problem]:
+def verify_with_progress(found: OpenedCheckpoint) -> list[Problem]:
     """Everything that is wrong, found with a progress bar."""
-    with byte_progress("verifying", checked_bytes(found.store)) as advance:
+    with byte_progress("verifying", count_checked_bytes(found.store)) as advance:
         return list(find_problems(found.store, advance))
 
 
-def to_json(found: Opened, entries: Sequence[TensorEntry], problems: Sequence[Problem] | None) -> dict[str, Any]:
+def checkpoint_to_json(
+    found: OpenedCheckpoint, entries: Sequence[TensorEntry], problems: Sequence[Problem] | None
+) -> dict[str, Any]:
     """All that is known, as plain data."""
-    index, layouts = found.store.index, Layouts()
-    balance = balance_of(found, layouts)
+    index, layouts = found.store.index, StoredLayouts()
+    balance = measure_balance(found, layouts)
     tensors = [
         {
             "name": e.name,
@@ -197,51 +209,51 @@ def to_json(found: Opened, entries: Sequence[TensorEntry], problems: Sequence[Pr
             for r in balance.ranks
         ],
         "files": [{"name": f.name, "bytes": f.bytes} for f in index.files],
-        "verified": None if problems is None else _verified_json(found, problems),
+        "verified": None if problems is None else _verification_to_json(found, problems),
     }
 
 
-def _verified_json(found: Opened, problems: Sequence[Problem]) -> dict[str, Any]:
+def _verification_to_json(found: OpenedCheckpoint, problems: Sequence[Problem]) -> dict[str, Any]:
     return {
         "ok": not problems,
-        "checked_bytes": checked_bytes(found.store),
+        "checked_bytes": count_checked_bytes(found.store),
         "problems": [{"file": p.file, "tensor": p.tensor, "problem": p.text} for p in problems],
     }
 
 
-def to_lines(
-    found: Opened, entries: Sequence[TensorEntry], limit: int, problems: Sequence[Problem] | None
+def checkpoint_to_lines(
+    found: OpenedCheckpoint, entries: Sequence[TensorEntry], limit: int, problems: Sequence[Problem] | None
 ) -> list[Line]:
     """All that is known, as text."""
-    layouts = Layouts()
-    balance = balance_of(found, layouts)
+    layouts = StoredLayouts()
+    balance = measure_balance(found, layouts)
     lines = [*_summary(found, balance), line(), *_tensor_lines(entries, layouts, limit)]
     lines += [*_rank_lines(balance), *_file_lines(found, balance), *_value_lines(found)]
     return lines if problems is None else [*lines, line(), *_problem_lines(found, problems)]
 
 
-def _summary(found: Opened, balance: Balance) -> list[Line]:
+def _summary(found: OpenedCheckpoint, balance: CheckpointBalance) -> list[Line]:
     index = found.store.index
     total = format_bytes(sum(e.nbytes for e in index.tensors.values()))
     rows = [
         ("checkpoint", found.path),
         ("format", found.format),
-        ("tensors", f"{len(index.tensors)}, {total} in {counted(len(index.files), 'file')}"),
+        ("tensors", f"{len(index.tensors)}, {total} in {format_count(len(index.files), 'file')}"),
         ("values", str(len(stored_values(index))) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
     ]
-    rows += [("held", spread(balance.held, "rank"))] if balance.held else []
-    rows += [("written", spread(balance.written, "rank"))] if balance.written else []
+    rows += [("held", format_spread(balance.held, "rank"))] if balance.held else []
+    rows += [("written", format_spread(balance.written, "rank"))] if balance.written else []
     return [line(f"{name:<10}  {value}") for name, value in rows]
 
 
-def _tensor_lines(entries: Sequence[TensorEntry], layouts: Layouts, limit: int) -> list[Line]:
+def _tensor_lines(entries: Sequence[TensorEntry], layouts: StoredLayouts, limit: int) -> list[Line]:
     shown = entries[: limit or None]
     rows = [
         (
-            cut_off(e.name, LONGEST_NAME),
+            truncate_text(e.name, LONGEST_NAME),
             e.dtype.name,
             str(e.shape),
-            cut_off(layouts.notation(e) or "whole"),
+            truncate_text(layouts.notation(e) or "whole"),
             format_bytes(e.nbytes),
         )
         for e in shown
@@ -251,40 +263,40 @@ def _tensor_lines(entries: Sequence[TensorEntry], layouts: Layouts, limit: int) 
     return [*table_lines(("tensor", "dtype", "shape", "layout", "bytes"), rows, left=4), *more] if rows else []
 
 
-def cut_off(text: str, longest: int = LONGEST_CELL) -> str:
+def truncate_text(text: str, longest: int = LONGEST_CELL) -> str:
     """A text short enough for a column."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _some(rows: Sequence[tuple[str, ...]], what: str) -> tuple[Sequence[tuple[str, ...]], list[Line]]:
+def _limit_rows(rows: Sequence[tuple[str, ...]], what: str) -> tuple[Sequence[tuple[str, ...]], list[Line]]:
     """The first rows, and a line that says how many were left out."""
     hidden = len(rows) - SHOWN_ROWS
     return rows[:SHOWN_ROWS], [line(f"and {hidden} more {what}; --json lists all")] if hidden > 0 else []
 
 
-def _rank_lines(balance: Balance) -> list[Line]:
+def _rank_lines(balance: CheckpointBalance) -> list[Line]:
     both = [(balance.held.get(r), balance.written.get(r)) for r in balance.ranks]
     texts = [tuple("-" if n is None else format_bytes(n) for n in pair) for pair in both]
-    rows, more = _some([(str(r), *text) for r, text in zip(balance.ranks, texts, strict=True)], "ranks")
+    rows, more = _limit_rows([(str(r), *text) for r, text in zip(balance.ranks, texts, strict=True)], "ranks")
     return [line(), *table_lines(("rank", "held", "written"), rows, left=0), *more] if rows else []
 
 
-def _file_lines(found: Opened, balance: Balance) -> list[Line]:
+def _file_lines(found: OpenedCheckpoint, balance: CheckpointBalance) -> list[Line]:
     files = found.store.index.files
     counts = zip(files, balance.tensors_by_file, strict=True)
-    rows, more = _some([(f.name, format_bytes(f.bytes), str(count)) for f, count in counts], "files")
+    rows, more = _limit_rows([(f.name, format_bytes(f.bytes), str(count)) for f, count in counts], "files")
     return [line(), *table_lines(("file", "bytes", "tensors"), rows), *more] if rows else []
 
 
-def _value_lines(found: Opened) -> list[Line]:
+def _value_lines(found: OpenedCheckpoint) -> list[Line]:
     index = found.store.index
-    values = [(name, cut_off(repr(value))) for name, value in stored_values(index).items()]
-    rows, more = _some([*values, *((name, "(not plain data: not read)") for name in index.opaque)], "values")
+    values = [(name, truncate_text(repr(value))) for name, value in stored_values(index).items()]
+    rows, more = _limit_rows([*values, *((name, "(not plain data: not read)") for name in index.opaque)], "values")
     return [line(), *table_lines(("value", ""), rows, left=2), *more] if rows else []
 
 
-def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
-    checked = checked_bytes(found.store)
+def _problem_lines(found: OpenedCheckpoint, problems: Sequence[Problem]) -> list[Line]:
+    checked = count_checked_bytes(found.store)
     if not problems:
         rest = sum(e.nbytes for e in found.store.index.tensors.values()) - checked
         what = f"{format_bytes(checked)} have the right checksums" if checked else "it stores no checksums of its bytes"
@@ -292,5 +304,5 @@ def _problem_lines(found: Opened, problems: Sequence[Problem]) -> list[Line]:
         return [line(f"verified: lengths, headers and places are right; {what}{also}")]
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [f"and {hidden} more; --json lists all"] if hidden > 0 else []
-    shown = [f"  {printable(str(problem))}" for problem in problems[:SHOWN_PROBLEMS]]
-    return [line(text) for text in (f"broken: {counted(len(problems), 'problem')}", *shown, *more)]
+    shown = [f"  {escape_for_terminal(str(problem))}" for problem in problems[:SHOWN_PROBLEMS]]
+    return [line(text) for text in (f"broken: {format_count(len(problems), 'problem')}", *shown, *more)]

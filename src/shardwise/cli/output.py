@@ -52,10 +52,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * factor:.1f} {unit}"
 
 
-def counted(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """A number of things.
 
-    >>> counted(1, "rank"), counted(2, "file")
+    >>> format_count(1, "rank"), format_count(2, "file")
     ('1 rank', '2 files')
     """
     return f"{count} {what}{'s' * (count != 1)}"
@@ -66,7 +66,7 @@ def terminal_width() -> int:
     return min(160, max(40, shutil.get_terminal_size().columns))
 
 
-def shortened(text: str) -> str:
+def shorten_title(text: str) -> str:
     """A title that stays readable: a layout of a thousand pieces is cut off."""
     return text if len(text) <= LONGEST_TITLE else f"{text[:LONGEST_TITLE]}…"
 
@@ -80,22 +80,22 @@ def print_json(data: Any) -> None:
     >>> print_json({"step": 3, "loss": float("nan")})
     {"step": 3, "loss": {"float": "nan"}}
     """
-    print(json.dumps(_finite(data), allow_nan=False))
+    print(json.dumps(_replace_nonfinite(data), allow_nan=False))
 
 
-def _finite(data: Any) -> Any:
-    """The same with floats that JSON has no way to write as in the index of a checkpoint."""
+def _replace_nonfinite(data: Any) -> Any:
+    """The same, with floats that JSON cannot express written as in the index of a checkpoint."""
     if isinstance(data, float) and not math.isfinite(data):
         return {"float": str(data)}
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
+        return {key: _replace_nonfinite(value) for key, value in data.items()}
+    return [_replace_nonfinite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def printable(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """A text from a file, fit for a terminal: what could steer it is written as an escape.
 
-    >>> print(printable("model.w"), printable("red\\x1b[31m"))
+    >>> print(escape_for_terminal("model.w"), escape_for_terminal("red\\x1b[31m"))
     model.w red\\x1b[31m
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -110,7 +110,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
     w        96 B
     norm.b    8 B
     """
-    texts = [[printable(cell) for cell in row] for row in (header, *rows)]
+    texts = [[escape_for_terminal(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     cells = [
         [f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
@@ -121,7 +121,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
 
 @contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of `total` bytes is done; the function it gives is told of each part.
+    """Show how much of `total` bytes is done; the function it yields is called for each part.
 
     >>> with byte_progress("reading", 100) as advance:
     ...     advance(60)
@@ -133,15 +133,15 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         done += count
         show(done, total)
 
-    with shown_progress(title, total) as show:
+    with total_progress(title, total) as show:
         yield advance
 
 
 @contextmanager
-def shown_progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show how much is done; the function it gives is told the bytes done and the bytes in all.
+def total_progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show how much is done; the function it yields is called with the bytes done and the total bytes.
 
-    >>> with shown_progress("writing") as show:
+    >>> with total_progress("writing") as show:
     ...     show(60, 100)
     """
     if not sys.stderr.isatty() or total == 0:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shortened
+from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shorten_title
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer import Topology, Transfer, plan_transfer
@@ -19,9 +19,9 @@ from shardwise.view import Line, draw_table, line, print_lines
 SHOWN_EDGES = 16
 
 SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its layout, in the notation.")]
-TargetText = Annotated[str, typer.Argument(metavar="DST", help="The layout wanted; dtype and shape may be left out.")]
+TargetText = Annotated[str, typer.Argument(metavar="DST", help="The target layout; dtype and shape may be omitted.")]
 RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
-Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes a rank has in flight, such as 64MB.")]
+Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum bytes a rank has in flight, such as 64MB.")]
 
 
 def plan(
@@ -51,12 +51,12 @@ def plan_between(
     if source.dtype != target.dtype:
         raise LayoutError(
             f"a transfer keeps the dtype, but the source is {source.dtype} and the destination {target.dtype}; "
-            "leave dtype and shape out of the destination to take those of the source"
+            "omit dtype and shape in the destination to use those of the source"
         )
     if source.shape != target.shape:
         raise LayoutError(
             f"a transfer keeps the shape, but the source has {source.shape} and the destination {target.shape}; "
-            "leave dtype and shape out of the destination to take those of the source"
+            "omit dtype and shape in the destination to use those of the source"
         )
     return plan_transfer(
         source.layout,
@@ -70,8 +70,8 @@ def plan_between(
 def plan_lines(source: TensorType, target: TensorType, transfer: Transfer, topology: Topology) -> list[Line]:
     """The figures of a transfer, its edges, and what it does in words."""
     rows = [
-        ("from", shortened(str(source))),
-        ("to", shortened(str(target))),
+        ("from", shorten_title(str(source))),
+        ("to", shorten_title(str(target))),
         ("moved", f"{format_bytes(transfer.moved_bytes)}, lower bound {format_bytes(transfer.lower_bound_bytes)}"),
         ("copied locally", format_bytes(transfer.copied_bytes)),
         ("rounds", _rounds(transfer)),

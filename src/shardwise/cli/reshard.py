@@ -1,4 +1,4 @@
-"""`shardwise reshard`: write a checkpoint anew in another layout, for other ranks, or in another format."""
+"""`shardwise reshard`: rewrite a checkpoint in another layout, for other ranks, or in another format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardwise.checkpoint.resharding.run import ReshardReport, reshard
 from shardwise.cli.errors import INTERRUPTED
 from shardwise.cli.output import (
     AsJson,
-    counted,
+    escape_for_terminal,
+    format_count,
     format_seconds,
     parse_bytes,
     print_json,
-    printable,
-    shortened,
-    shown_progress,
+    shorten_title,
+    total_progress,
 )
 from shardwise.geometry import LayoutError
 from shardwise.transfer.report import format_bytes
@@ -37,7 +37,7 @@ class FormatName(StrEnum):
     hf = "hf"
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch or Hugging Face.")]
+SourcePath = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch or Hugging Face.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan by pattern: .toml, .json, .yaml.")
@@ -50,14 +50,14 @@ Ranks = Annotated[int | None, typer.Option(min=1, metavar="N", help="The number 
 AsFormat = Annotated[FormatName, typer.Option("--format", help="dcp: torch.distributed.checkpoint; hf: Hugging Face.")]
 Workers = Annotated[int | None, typer.Option(min=1, metavar="W", help="Processes to copy with; by size and cores.")]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory that all processes together may use.")]
-MaxFile = Annotated[str | None, typer.Option("--max-file", metavar="SIZE", help="The most bytes of tensors in a file.")]
+MaxFile = Annotated[str | None, typer.Option("--max-file", metavar="SIZE", help="Maximum bytes of tensors per file.")]
 Unchecked = Annotated[bool, typer.Option("--no-verify", help="Do not check the checksums of the source.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint DST when all is written.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Do not take up a run that was stopped; start anew.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint DST once all is written.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Do not resume a run that was stopped; start over.")]
 
 
 def command(
-    src: Source,
+    src: SourcePath,
     dst: Destination,
     plan: PlanFile = None,
     layout: LayoutText = None,
@@ -71,10 +71,10 @@ def command(
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint anew in another layout, for another number of ranks, or in another format.
+    """Rewrite a checkpoint in another layout, for another number of ranks, or in another format.
 
     Tensors that --plan does not name are replicated; without --plan and --layout they keep their layouts. A run that
-    was stopped or killed is taken up by the same command.
+    was stopped or killed is resumed by the same command.
 
     \b
     Examples:
@@ -83,7 +83,7 @@ def command(
       shardwise reshard runs/step-1000 runs/model --format hf
     """
     options: dict[str, Any] = {
-        "plan": None if plan is None else read_plan(plan),
+        "plan": None if plan is None else load_plan_file(plan),
         "layout": layout,
         "ranks": ranks,
         "format": format.value,
@@ -95,10 +95,10 @@ def command(
         "resume": not restart,
     }
     try:
-        with shown_progress("resharding") as progress:
+        with total_progress("resharding") as progress:
             report = reshard(src, dst, progress=progress, **options)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here, `shardwise clean` removes it", file=sys.stderr)
+        print("interrupted: the same command continues from here, `shardwise clean` removes it", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except (LayoutError, CheckpointError):
         raise
@@ -110,7 +110,7 @@ def command(
         print_lines(report_lines(report), sys.stdout)
 
 
-def read_plan(path: Path) -> Any:
+def load_plan_file(path: Path) -> Any:
     """The plan in a file; what is wrong with it is an error like any other."""
     from shardwise.nn import load_plan  # loads torch
 
@@ -127,24 +127,26 @@ def report_json(report: ReshardReport) -> dict[str, Any]:
 
 def report_lines(report: ReshardReport) -> list[Line]:
     """What was done, in words."""
-    where = f" for {counted(len(report.ranks), 'rank')}" if report.ranks else ""
+    where = f" for {format_count(len(report.ranks), 'rank')}" if report.ranks else ""
     rate = format_bytes((report.bytes - report.kept_bytes) / max(report.seconds, 1e-9))
     lines = [
-        f"wrote {report.path} ({report.format}): {counted(report.tensors, 'tensor')}, {format_bytes(report.bytes)} in "
-        f"{counted(report.files, 'file')}{where}",
-        f"{format_seconds(report.seconds)}, {rate}/s, {counted(report.workers, 'worker')}",
+        f"wrote {report.path} ({report.format}): {format_count(report.tensors, 'tensor')}, {format_bytes(report.bytes)} in "
+        f"{format_count(report.files, 'file')}{where}",
+        f"{format_seconds(report.seconds)}, {rate}/s, {format_count(report.workers, 'worker')}",
     ]
     if report.kept_bytes:
-        lines.append(f"{format_bytes(report.kept_bytes)} were there from a run that was stopped")
+        lines.append(f"{format_bytes(report.kept_bytes)} were kept from a run that was stopped")
     if report.unfit:
-        lines.append(f"in copies along axes that cut a dim they lack, or that do not fit: {_some(report.unfit)}")
+        lines.append(
+            f"replicated along axes that split a dim they lack, or that do not fit: {_list_some_names(report.unfit)}"
+        )
     if report.left_out:
         lines.append(
-            f"left out, since the format has no place for them or they cannot be read: {_some(report.left_out)}"
+            f"left out, since the format has no place for them or they cannot be read: {_list_some_names(report.left_out)}"
         )
     return [line(text) for text in lines]
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _list_some_names(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(printable(shortened(name)) for name in names[:_LISTED]) + more
+    return ", ".join(escape_for_terminal(shorten_title(name)) for name in names[:_LISTED]) + more

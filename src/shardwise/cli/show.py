@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.output import AsJson, print_json, shortened, terminal_width
+from shardwise.cli.output import AsJson, print_json, shorten_title, terminal_width
 from shardwise.geometry import TensorType, layout_to_json, parse_layout
 from shardwise.view import Line, draw_layout, draw_ranks, line, print_lines
 
@@ -30,7 +30,7 @@ def show(layout: LayoutText, as_json: AsJson = False) -> None:
 
 def tensor_lines(tensor: TensorType, width: int) -> list[Line]:
     """A tensor's notation, the picture of its layout, and what each rank holds."""
-    title = line(shortened(str(tensor)))
+    title = line(shorten_title(str(tensor)))
     return [title, line(), *draw_layout(tensor.layout, width), line(), *draw_ranks(tensor)]
 
 

@@ -1,8 +1,8 @@
-"""Do all ranks mean the same? One small exchange of digests; texts only when they differ.
+"""Do all ranks pass the same arguments? One small exchange of digests; full strings only when they differ.
 
 1. The fields are written as one canonical text and hashed; the 16-byte digests are gathered.
 2. Equal digests: done. The number of fields does not matter, so ranks may even pass different ones.
-3. Else the texts are gathered, and every rank raises the same error: which field, and who has which value.
+3. Otherwise the strings are gathered, and every rank raises the same error: which field, and who has which value.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LONGEST = 200
 def agree(
     comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "arguments", problem: str | None = None
 ) -> None:
-    """Raise `DisagreementError` on every rank unless all ranks of the comm give equal fields and have no problem.
+    """Raise `DisagreementError` on every rank unless all ranks of the comm pass equal fields and have no problem.
 
-    Values are compared by their text, so give values whose `repr` is the same on every rank. `problem` is what this
+    Values are compared by their text, so pass values whose `repr` is the same on every rank. `problem` is what this
     rank alone found wrong with its arguments: it is raised on all ranks, with the number of the rank.
 
     >>> from shardwise.comm import run_local
@@ -35,7 +35,7 @@ def agree(
     ...     run_local(body, 3)
     ... except DisagreementError as error:
     ...     print(error)
-    'shard': the ranks give different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; give the same on every rank
+    'shard': the ranks pass different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; pass the same on every rank
     """
     texts = {name: _field_text(value) for name, value in fields.items()}
     if problem is not None:
@@ -52,7 +52,7 @@ def agree(
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     parts = [part for name in names if (part := _describe_difference(name, by_rank))]
     raise DisagreementError(
-        f"{label!r}: the ranks give different {what}: {'; '.join(parts)}; give the same on every rank"
+        f"{label!r}: the ranks pass different {what}: {'; '.join(parts)}; pass the same on every rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which comm a call uses when none is given."""
+"""Which comm a call uses when none is passed."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ class TransportError(Exception):
 
 
 def to_transport_error(error: BaseException, suspects: Iterable[int]) -> TransportError:
-    """Turn what torch raised into an accident; that a wait was too long is told by its text alone."""
+    """Turn what torch raised into an accident; only the text says that a wait was too long."""
     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return TransportError(reason, suspects, timed_out="timed out" in reason.lower())
 
 
 def report_exception(rank: int, error: BaseException) -> None:
-    """Tell the world that this rank raised, so that the others can say so."""
+    """Record for all ranks that this rank raised, so that the others can say so."""
     _write_note(f"{_PREFIX}/rank/{rank}", FaultNote(0, "", f"{type(error).__name__}: {error}"[:500]))
 
 
@@ -67,7 +67,7 @@ class FaultLog:
         self._key, self._rank = f"{_PREFIX}/{group}/{instance}", rank
 
     def note_wait(self, number: int, label: str, awaited: tuple[int, ...]) -> None:
-        """Tell the others for whom this rank waits; an empty number of ranks takes it back."""
+        """Record for the others which ranks this rank waits for; an empty list withdraws it."""
         _write_note(f"{self._key}/waits/{self._rank}", FaultNote(number, label, "", awaited))
 
     def explain(self, accident: TransportError, *, number: int, label: str, grace: float) -> CommError:
@@ -135,7 +135,7 @@ def _write_note(key: str, note: FaultNote) -> None:
     try:
         store.set(key, json.dumps(asdict(note)))
     except RuntimeError:
-        return  # the store's host is gone; the error we are about to raise still tells what this rank saw
+        return  # the store's host is gone; the error we are about to raise still says what this rank saw
 
 
 def _read_note(key: str) -> FaultNote | None:
@@ -154,7 +154,7 @@ _PERIOD = 0.2
 
 
 class PendingCalls:
-    """The calls of one comm that have begun and not ended; `awaited` tells for whom the transport waits now."""
+    """The calls of one comm that have begun and not ended; `awaited` lists the ranks now waited for."""
 
     def __init__(self, board: FaultLog, awaited: Callable[[], tuple[int, ...]]) -> None:
         self._board, self._awaited = board, awaited
@@ -180,7 +180,7 @@ class PendingCalls:
             if now - since > _LONG and number not in self._noted and (ranks := self._awaited()):
                 self._noted.add(number)
                 self._board.note_wait(number, label, ranks)
-                if number not in self._begun:  # it ended while the note was on its way
+                if number not in self._begun:  # it ended while the note was in transit
                     self._board.note_wait(number, "", ())
 
 

@@ -72,14 +72,14 @@ def check_edges(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: s
     if unknown:
         raise ValueError(
             f"{label!r}: rank {group.rank} {what} {name_ranks(unknown)}, not in this comm "
-            f"({name_ranks(group.ranks)}); use the comm that holds them"
+            f"({name_ranks(group.ranks)}); use a comm that includes them"
         )
     views = {rank: nonempty_bytes(tensors, label=label) for rank, tensors in given.items()}
     return {rank: tensors for rank, tensors in views.items() if tensors}
 
 
 def check_edge(src: int, dst: int, sent: Sequence[int], wanted: Sequence[int], *, label: str) -> str | None:
-    """Return what is wrong with one edge of an exchange given the bytes of its tensors on both sides.
+    """Return what is wrong with one edge of an exchange, from the bytes of its tensors on both sides.
 
     >>> check_edge(0, 1, [8], [8], label="move")
     >>> check_edge(0, 1, [8], [8, 4], label="move")
@@ -106,7 +106,7 @@ def check_gather(out: Tensor, tensor: Tensor, world_size: int, *, label: str) ->
     if out.dtype != tensor.dtype or out.numel() != world_size * tensor.numel():
         raise ValueError(
             f"{label!r}: {world_size} ranks with {tensor.numel()} elements of {tensor.dtype} each do not fill "
-            f"an output of {out.numel()} elements of {out.dtype}; give {world_size * tensor.numel()} of {tensor.dtype}"
+            f"an output of {out.numel()} elements of {out.dtype}; pass {world_size * tensor.numel()} of {tensor.dtype}"
         )
 
 
@@ -114,8 +114,8 @@ def check_scatter(out: Tensor, tensor: Tensor, world_size: int, *, label: str) -
     """Refuse an input that is not `world_size` times the output."""
     if out.dtype != tensor.dtype or tensor.numel() != world_size * out.numel():
         raise ValueError(
-            f"{label!r}: an input of {tensor.numel()} elements of {tensor.dtype} does not cut into "
-            f"{world_size} outputs of {out.numel()} elements of {out.dtype}; give {world_size * out.numel()}"
+            f"{label!r}: an input of {tensor.numel()} elements of {tensor.dtype} does not split into "
+            f"{world_size} outputs of {out.numel()} elements of {out.dtype}; pass {world_size * out.numel()}"
         )
 
 
@@ -134,7 +134,7 @@ def check_subset(group: RankGroup, ranks: Sequence[int]) -> tuple[int, ...]:
     if len(set(wanted)) != len(wanted) or not set(wanted) <= set(group.ranks):
         raise ValueError(
             f"subset of {name_ranks(ranks)} of a comm over {name_ranks(group.ranks)}: "
-            "give each rank once, and only ranks of the comm"
+            "pass each rank once, and only ranks of the comm"
         )
     if group.rank not in wanted:
         raise ValueError(
@@ -156,7 +156,7 @@ def accumulate_run(total: Tensor, other: Tensor, op: ReduceOp) -> None:
 
 
 def finish_average(total: Tensor, op: ReduceOp, count: int) -> None:
-    """Turn a sum into an average where one is asked for."""
+    """Turn a sum into an average where one is requested."""
     if op == "avg":
         total.div_(count)
 

@@ -32,7 +32,7 @@ from shardwise.comm.transports.worker import LOOPBACK, WorkerReply, WorkerTask, 
 
 T = TypeVar("T")
 _STOP_GRACE_SECONDS = 5.0
-_AFTERMATH = 10.0  # what the other ranks get to tell how they ended, once one has failed
+_AFTERMATH = 10.0  # how long the other ranks have to report how they ended, once one has failed
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,9 +41,9 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
 
     Inside, torch.distributed is initialised and `default_comm()` is the world. `fn` must be importable (a function of
     a module, and in a script started under `if __name__ == "__main__"`). If a rank raises, the others are stopped and
-    its exception is raised here with a note that holds its rank and traceback.
+    its exception is raised here with a note that has its rank and traceback.
 
-    Under torchrun the world is already given: `fn` runs in this process only and the list holds its one result.
+    Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
     """
     if all(name in os.environ for name in _TORCHRUN):
         return [_run_in_given_world(fn, args)]
@@ -93,7 +93,7 @@ class LocalWorld:
 
     def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         if nprocs < 1:
-            raise ValueError(f"a world of {nprocs} processes: give at least 1")
+            raise ValueError(f"a world of {nprocs} processes: pass at least 1")
         self._size, self._timeout = nprocs, timeout
         self._store: TCPStore | None = None
         self._ranks: list[tuple[SpawnProcess, Connection]] = []
@@ -114,7 +114,7 @@ class LocalWorld:
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, limit: float | None = None, last: bool = False
     ) -> list[Outcome]:
-        """Call `fn(*args)` on every rank and return how each ended; a world that lost a rank starts anew next time."""
+        """Call `fn(*args)` on every rank and return how each ended; a world that lost a rank is restarted next time."""
         task = _pickle_task(WorkerTask(fn, args, last))
         if not self._ranks:
             self._start()
@@ -123,7 +123,7 @@ class LocalWorld:
         outcomes = self._collect(limit)
         if len(outcomes) < self._size or any(_is_lost(outcome) for outcome in outcomes.values()):
             self._stop()
-        missing = CommError("stopped: it had not ended when its world was given up")
+        missing = CommError("stopped: it had not ended when its world was shut down")
         return [outcomes.get(rank, Outcome(rank, error=missing)) for rank in range(self._size)]
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """How threads of one process complete a collective together.
 
-1. Each rank posts its call (`Hub.post`) under the next sequence number and goes on.
-2. The last rank to post compares all calls. If they differ, the meeting has failed and every rank is told which two
+1. Each rank posts its call (`Hub.post`) under the next sequence number and continues.
+2. The last rank to post compares all calls. If they differ, the meeting has failed and every rank learns which two
    calls were made; else they become jobs: independent copies or reductions.
 3. `Hub.finish`, called by whoever waits, takes jobs that nobody has taken until none is left, then waits for the
-   others. A rank that posted and went on is therefore never waited for.
+   others. So a rank that posted and continued is never waited for.
 4. A rank that raises or returns early is recorded in the room that all hubs of the world share; waiting ranks wake.
 
 All ranks in one process: a comm whose ranks are threads and whose exchanges are copies in memory.
@@ -32,7 +32,7 @@ RendezvousJob = Callable[[], None]
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What one rank asks for; calls of one meeting must agree in all but the payload."""
+    """What one rank requests; calls of one meeting must agree in all but the payload."""
 
     kind: str
     label: str
@@ -89,7 +89,9 @@ class RendezvousHub:
         with self.room.changed:
             return self._children.setdefault(ranks, RendezvousHub(ranks, self.room))
 
-    def post(self, rank: int, call: CollectiveCall, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]) -> Rendezvous:
+    def post(
+        self, rank: int, call: CollectiveCall, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]
+    ) -> Rendezvous:
         """Add one rank's call to its next meeting; the last one turns the calls into jobs."""
         with self.room.changed:
             number = self._posted[rank]
@@ -191,7 +193,9 @@ class LocalComm:
 
     process_group = None
 
-    def __init__(self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT):
+    def __init__(
+        self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT
+    ):
         self.rank, self.ranks, self._hub = rank, hub.ranks, hub
         self.device, self.timeout = torch.device(device), timeout
 
@@ -225,14 +229,14 @@ class LocalComm:
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
-        payload = (tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label))
+        payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
         return self._start("all_gather", label, _describe_tensor(tensor), payload, _plan_gather)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
         tensors.check_op(op, tensor.dtype, label=label)
         tensors.check_scatter(out, tensor, self.world_size, label=label)
-        payload = (tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label))
+        payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
         return self._start(
             "reduce_scatter", label, f"{op} of {_describe_tensor(out)}", payload, partial(_plan_reduce_scatter, op=op)
         )

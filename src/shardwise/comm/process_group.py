@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.faults import TransportError, FaultLog, PendingCalls
+from shardwise.comm.faults import FaultLog, PendingCalls, TransportError
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
@@ -36,7 +36,7 @@ _comms_made: Counter[str] = Counter()
 
 
 class ProcessGroupComm:
-    """The comm of a torch process group, the default one if none is given; see `Comm` for the methods.
+    """The comm of a torch process group, the default one if none is passed; see `Comm` for the methods.
 
     `device` is where tensors normally live: by default the current GPU for a group with nccl, else the CPU.
     `shared_memory=False` keeps to the group's own backend even if all ranks share a host.
@@ -105,7 +105,7 @@ class ProcessGroupComm:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
         tensors.check_op(op, tensor.dtype, label=label)
         tensors.check_scatter(out, tensor, self.world_size, label=label)
-        part, whole = tensors.flatten_contiguous(out, label=label), tensors.flat(tensor, label=label)
+        part, whole = tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label)
         return self._start(label, lambda e, s: e.reduce_scatter_into(s.write(part), s.read(whole), op, label=label))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:

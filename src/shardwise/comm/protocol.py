@@ -1,4 +1,4 @@
-"""What can go wrong between ranks: a transport that failed, or ranks that asked for different things.
+"""What can go wrong between ranks: a transport that failed, or ranks that made different requests.
 
 The one small interface through which bytes leave a process.
 
@@ -54,7 +54,7 @@ DEFAULT_TIMEOUT = 300.0
 
 @runtime_checkable
 class Work(Protocol):
-    """A started operation; `wait()` completes it, once or as often as asked."""
+    """A started operation; `wait()` completes it; it may be called repeatedly."""
 
     def wait(self) -> None:
         """Return when the results are in place and the sources are free again; raise `CommError` if it failed."""

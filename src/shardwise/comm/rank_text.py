@@ -1,4 +1,4 @@
-"""How are many ranks told of in a short text? Runs are folded, equal texts are told once, long lists are cut."""
+"""How are many ranks described in a short message? Runs are folded, equal parts appear once, long lists are cut."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _run_texts(run: list[int]) -> list[str]:
 
 
 def ranks_by_text(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks that have each text, in the order in which the texts come up."""
+    """Return the ranks that have each string, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for rank, text in by_rank.items():
         found.setdefault(text, []).append(rank)
@@ -46,7 +46,7 @@ def ranks_by_text(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def fold_texts(by_rank: Mapping[int, str]) -> str:
-    """Tell what each rank says, equal texts once.
+    """Report what each rank says, equal strings once.
 
     >>> fold_texts({0: "no tensor", 1: "no tensor", 2: "no tensor", 3: "shape (2,) for (3,)"})
     'ranks 0-2: no tensor; rank 3: shape (2,) for (3,)'

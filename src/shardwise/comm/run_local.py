@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import RendezvousHub, LocalComm, ThreadWorldState
+from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState
 from shardwise.comm.protocol import Comm, CommError
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def run_local(
     [30, 30, 30]
     """
     if world_size < 1:
-        raise ValueError(f"run_local with world_size={world_size}: give at least 1 rank")
+        raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
     room = ThreadWorldState()
     hub = RendezvousHub(tuple(range(world_size)), room)
     results: dict[int, T] = {}

@@ -1,7 +1,7 @@
 """To torch's DTensor and back without a copy, and functions without a rule here that run there.
 
-Gradients pass through: a ShardedTensor made from a DTensor hands its gradients on to it, and the other way round, since
-both give a sharded tensor a sharded gradient and all else a replicated one.
+Gradients pass through: a ShardedTensor made from a DTensor hands its gradients on to it, and vice versa, since
+in both a sharded tensor gets a sharded gradient and all else a replicated one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ import torch.distributed as dist
 from shardwise._torch import pytree
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, mesh_from_device_mesh, dtensor_split_order, spec_from_dtensor, torch_placements
+from shardwise.ops.dtensor_layouts import (
+    TENSOR_MODULE,
+    dtensor_split_order,
+    mesh_from_device_mesh,
+    spec_from_dtensor,
+    torch_placements,
+)
 from shardwise.ops.engine.dispatcher import call_op
-from shardwise.ops.engine.explain import LogEntry, layout_brief, check_may_communicate, record_entry, user_line
+from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fast_path import call_fast_path, note_special
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
@@ -57,7 +63,7 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
         local = local.wait()
     if layout.local_shapes(comm.rank) != (tuple(local.shape),):
         raise LayoutError(
-            f"the DTensor {spec} holds {tuple(local.shape)} on rank {comm.rank}, where {format_layout_text(layout)} has "
+            f"the DTensor {spec} has {tuple(local.shape)} on rank {comm.rank}, where {format_layout_text(layout)} has "
             f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
         )
     return wrap(layout, (local,), comm)
@@ -79,7 +85,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     """A ShardedTensor as a DTensor over the same memory.
 
     Without `device_mesh` the one that the tensor came from is used, else one is made; making one creates process
-    groups, so every rank of the world must call this. Layouts that DTensor has no words for (lengths of one's own,
+    groups, so every rank of the world must call this. Layouts that DTensor cannot express (explicit sizes,
     groups, blocks, pieces without a mesh) are refused with the reason.
     """
     view = mesh_view(tensor.sharding)
@@ -91,7 +97,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
         )
     words = importlib.import_module(TENSOR_MODULE)
     placements = torch_placements(view, shape)
-    mesh = _device_mesh(view, tensor) if device_mesh is None else _checked(device_mesh, view)
+    mesh = _device_mesh(view, tensor) if device_mesh is None else _check_device_mesh(device_mesh, view)
     local = tensor.local_parts[0] if tensor.local_parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     made: DTensor = words.DTensor.from_local(
@@ -100,10 +106,10 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     return made
 
 
-def _checked(device_mesh: DeviceMesh, view: MeshSpec) -> DeviceMesh:
+def _check_device_mesh(device_mesh: DeviceMesh, view: MeshSpec) -> DeviceMesh:
     given = mesh_from_device_mesh(device_mesh)
     if given.shape != view.mesh.shape or given.ranks.tolist() != view.mesh.ranks.tolist():
-        raise LayoutError(f"the tensor lies on the mesh {view.mesh}, the device mesh given is {given}; redistribute it")
+        raise LayoutError(f"the tensor is on the mesh {view.mesh}, the device mesh passed is {given}; redistribute it")
     return device_mesh
 
 
@@ -150,10 +156,10 @@ def _call_or_fall_back(
     except UnsupportedOpError as error:
         if not _falls_back.get() or not dist.is_initialized():
             raise
-        return _on_dtensor(func, args, kwargs, error)
+        return _run_on_dtensor(func, args, kwargs, error)
 
 
-def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception) -> Any:
+def _run_on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception) -> Any:
     """The function on DTensors, its results as ShardedTensors; the reason is raised if DTensor cannot do it either."""
     name = getattr(func, "__name__", str(func))
     sharded = list(sharded_leaves(args, kwargs))
@@ -171,10 +177,10 @@ def _on_dtensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     outputs = pytree.tree_map(
         lambda leaf: back.get(id(leaf)) or from_dtensor(leaf, comm) if isinstance(leaf, kind) else leaf, result
     )
-    _note(name, sharded, list(sharded_leaves((outputs,), {})))
+    _record_dtensor_call(name, sharded, list(sharded_leaves((outputs,), {})))
     return outputs
 
 
-def _note(name: str, inputs: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> None:
+def _record_dtensor_call(name: str, inputs: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> None:
     shown = tuple(layout_brief(t.sharding) for t in inputs), tuple(layout_brief(t.sharding) for t in outputs)
     record_entry(LogEntry(f"{name} (run on DTensor)", *shown, 0, user_line()))

@@ -6,7 +6,7 @@
 3. Every change is written down and undone by `uninstall()`. Modules that were first imported in between hold our
    objects: those are set to torch's then.
 
-torch's package is looked up in `sys.modules`, never imported, except to give it back to modules of step 3.
+torch's package is looked up in `sys.modules`, never imported, except to restore it in modules of step 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class _Change:
-    """One name that was set anew, and what it was before."""
+    """One name that was replaced, and its previous value."""
 
     names: MutableMapping[str, Any]
     name: str
@@ -98,14 +98,14 @@ def install(packages: Sequence[str] = PACKAGES) -> Installation:
     """
     with _lock:
         if not _installed:
-            _installed.append(_put_in_place(_Patch(tuple(packages))))
+            _installed.append(_apply_patch(_Patch(tuple(packages))))
         _installed[0].holders += 1
         return Installation(_installed[0])
 
 
-def _put_in_place(patch: _Patch) -> _Patch:
+def _apply_patch(patch: _Patch) -> _Patch:
     mirrors = mirror_modules()
-    torchs = {name: module for name, module in sys.modules.items() if _inside(name, TORCH)}
+    torchs = {name: module for name, module in sys.modules.items() if _is_inside_package(name, TORCH)}
     swaps = {id(theirs): ours for theirs, ours in _pairs(torchs, mirrors)}
     for names, name, value in _attributes(patch.packages):
         if id(value) in swaps:
@@ -128,11 +128,11 @@ def uninstall() -> None:
         if _installed:
             patch = _installed.pop()
             patch.undo()
-            _give_back(patch.packages)
+            _restore_torch_names(patch.packages)
 
 
 def mirror_modules() -> dict[str, ModuleType]:
-    """Return our modules by the names of torch's that they stand for."""
+    """Return our modules by the names of torch's modules that they replace."""
     root = importlib.import_module(OURS)
     found = [info.name for info in pkgutil.walk_packages(root.__path__, OURS + ".")]
     modules = {name: importlib.import_module(name) for name in (OURS, *found)}
@@ -146,7 +146,7 @@ def _pairs(torchs: Mapping[str, ModuleType], mirrors: Mapping[str, ModuleType]) 
             yield module, mirrors[name]
             for attribute, ours in _public(mirrors[name]):
                 theirs = vars(module).get(attribute)
-                if isinstance(theirs, type | FunctionType) and _inside(theirs.__module__, TORCH):
+                if isinstance(theirs, type | FunctionType) and _is_inside_package(theirs.__module__, TORCH):
                     yield theirs, ours
 
 
@@ -159,12 +159,14 @@ def _attributes(packages: Sequence[str]) -> list[tuple[dict[str, Any], str, obje
     modules = {
         id(module): module
         for name, module in list(sys.modules.items())
-        if hasattr(module, "__dict__") and any(_inside(name, p) for p in packages) and not _inside(name, TORCH)
+        if hasattr(module, "__dict__")
+        and any(_is_inside_package(name, p) for p in packages)
+        and not _is_inside_package(name, TORCH)
     }
     return [(vars(module), name, value) for module in modules.values() for name, value in list(vars(module).items())]
 
 
-def _give_back(packages: Sequence[str]) -> None:
+def _restore_torch_names(packages: Sequence[str]) -> None:
     """Set to torch's what modules that were imported in between hold of ours."""
     origins: dict[int, list[tuple[str, str | None]]] = {}
     for name, module in mirror_modules().items():
@@ -180,5 +182,5 @@ def _give_back(packages: Sequence[str]) -> None:
             names[name] = theirs if part is None else getattr(theirs, part)
 
 
-def _inside(name: str | None, package: str) -> bool:
+def _is_inside_package(name: str | None, package: str) -> bool:
     return name is not None and (name == package or name.startswith(package + "."))

@@ -1,10 +1,10 @@
-"""How does each rank get the rows it wants of a table that lies on many ranks, and how do gradients go back?
+"""How does each rank get the rows it wants of a table that is spread over many ranks, and how do gradients go back?
 
-1. Every rank tells the holders which rows it wants (`asking`).
-2. The rows come back, straight into the buffer where they lie side by side in it, and from there to the ids.
+1. Every rank sends the owners the rows it wants (`asking`).
+2. The rows come back, straight into the buffer where they are adjacent in it, and from there to the ids.
 
-The gradient of the rows goes the same way in the other direction and is added up where the rows are held, by all
-replicas in the same order. Every rank takes part in all of it, with or without rows of its own.
+The gradient of the rows takes the reverse path and is added up where the rows are stored, by all
+replicas in the same order. Every rank takes part in all of it, with or without its own rows.
 """
 
 from __future__ import annotations
@@ -18,90 +18,93 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm
-from shardwise.embedding.lookup_call import Call, ask
-from shardwise.embedding.routes import Query, query
-from shardwise.embedding.slabs import Band, Numbers, Where, length, share
+from shardwise.embedding.lookup_call import LookupCall, exchange_requests
+from shardwise.embedding.routes import RowQuery, build_row_query
+from shardwise.embedding.slabs import ColumnSlab, RowIndex, RowNumbers, index_length, owned_rows
 
-Blocks: TypeAlias = dict[int, list[Tensor]]
-Tile: TypeAlias = tuple[Band, Where]
-TINY = 1e-7  # torch's own guard against a division by zero
+BlocksByRank: TypeAlias = dict[int, list[Tensor]]
+SlabRows: TypeAlias = tuple[ColumnSlab, RowIndex]
+NORM_EPSILON = 1e-7  # torch's own guard against a division by zero
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Request:
+class RowRequest:
     """The rows that this rank wants, and those that others want of it, by rank."""
 
-    call: Call
-    query: Query
-    asked: dict[int, Numbers]
+    call: LookupCall
+    query: RowQuery
+    asked: dict[int, RowNumbers]
 
     def fetch(self, locals_: Sequence[Tensor], like: Tensor) -> Tensor:
         """The rows themselves, in the order of the buffer."""
         sends = {
-            r: [band.of_local(locals_[band.slot]).index_select(0, at) for band, at in self._asked_of_me(r, like, True)]
+            r: [
+                band.take_columns(locals_[band.slot]).index_select(0, at)
+                for band, at in self._requested_slabs(r, like, True)
+            ]
             for r in self._ranks
         }
         tiles = {r: list(self._tiles(r, True)) for r in self._ranks}
         width = self.call.layout.shape[1]
         every = [tile for found in tiles.values() for tile in found]
-        if sum(b.width for b, _ in every) == width > 0 and all(length(w) == self.query.size for _, w in every):
-            return self._side_by_side(sends, tiles, like)
+        if sum(b.width for b, _ in every) == width > 0 and all(index_length(w) == self.query.size for _, w in every):
+            return self._fetch_columns(sends, tiles, like)
         result = like.new_empty(self.query.size, width)
-        receives = {r: [_target(result, tile) for tile in found] for r, found in tiles.items()}
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: rows")
+        receives = {r: [_receive_buffer(result, tile) for tile in found] for r, found in tiles.items()}
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: rows")
         for rank, found in tiles.items():
             for tile, block in zip(found, receives[rank], strict=True):
-                if not _is_straight(result, tile):
+                if not _is_contiguous_in(result, tile):
                     result[tile[1], slice(*tile[0].columns)] = block
         return result
 
-    def _side_by_side(self, sends: Blocks, tiles: dict[int, list[Tile]], like: Tensor) -> Tensor:
+    def _fetch_columns(self, sends: BlocksByRank, tiles: dict[int, list[SlabRows]], like: Tensor) -> Tensor:
         """The rows where every holder has some columns of all of them."""
         receives = {r: [like.new_empty(self.query.size, b.width) for b, _ in found] for r, found in tiles.items()}
         receives[self.call.comm.rank] = sends[self.call.comm.rank]
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: rows")
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: rows")
         blocks = [(b.columns, block) for r, f in tiles.items() for (b, _), block in zip(f, receives[r], strict=True)]
         blocks.sort(key=lambda pair: pair[0])
         return torch.cat([block for _, block in blocks], 1) if len(blocks) > 1 else blocks[0][1]
 
-    def push(self, gradient: Tensor) -> tuple[Tensor, ...]:
+    def push_gradients(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the local tensors, from that of the rows in the order of the buffer."""
-        sends = {r: [_part(gradient, tile) for tile in self._tiles(r, False)] for r in self._ranks}
-        found = {r: list(self._asked_of_me(r, gradient, False)) for r in self._ranks}
+        sends = {r: [_take_slab_rows(gradient, tile) for tile in self._tiles(r, False)] for r in self._ranks}
+        found = {r: list(self._requested_slabs(r, gradient, False)) for r in self._ranks}
         receives = {r: [gradient.new_empty(len(at), band.width) for band, at in f] for r, f in found.items()}
         receives[self.call.comm.rank] = sends[self.call.comm.rank]
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: gradients")
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: gradients")
         sums = tuple(gradient.new_zeros(shape) for shape in self.call.layout.local_shapes(self.call.comm.rank))
         for rank, bands in found.items():
             for (band, at), block in zip(bands, receives[rank], strict=True):
-                band.of_local(sums[band.slot]).index_add_(0, at, block)
+                band.take_columns(sums[band.slot]).index_add_(0, at, block)
         return sums
 
     def renorm(self, locals_: Sequence[Tensor], most: float, kind: float, like: Tensor) -> None:
         """Scale rows that are wanted by anyone and whose norm is greater than `most`, in place."""
         layout = self.call.layout
-        if all(band.width == layout.shape[1] for r in layout.ranks for band in share(layout, r, None).bands):
+        if all(band.width == layout.shape[1] for r in layout.ranks for band in owned_rows(layout, r, None).slabs):
             for rank in self._ranks:
-                for band, at in self._asked_of_me(rank, like, False):
+                for band, at in self._requested_slabs(rank, like, False):
                     if len(at):  # torch's own function fails on a GPU where there is nothing to do
-                        torch.embedding_renorm_(band.of_local(locals_[band.slot]), at, most, kind)
+                        torch.embedding_renorm_(band.take_columns(locals_[band.slot]), at, most, kind)
             return
         norms = self._norms(locals_, kind, like)
-        scales = torch.where(norms > most, most / (norms + TINY), torch.ones_like(norms))
+        scales = torch.where(norms > most, most / (norms + NORM_EPSILON), torch.ones_like(norms))
         self._scale(locals_, scales)
 
     def _norms(self, locals_: Sequence[Tensor], kind: float, like: Tensor) -> Tensor:
         """The norms of the wanted rows, from what the holders of their columns know."""
         whole = kind == float("inf")
 
-        def powers(band: Band, rows: Tensor) -> Tensor:
-            block = band.of_local(locals_[band.slot]).index_select(0, rows).abs()
+        def powers(band: ColumnSlab, rows: Tensor) -> Tensor:
+            block = band.take_columns(locals_[band.slot]).index_select(0, rows).abs()
             return block.amax(1) if whole else block.pow(kind).sum(1)
 
-        sends = {r: [powers(*found) for found in self._asked_of_me(r, like, True)] for r in self._ranks}
+        sends = {r: [powers(*found) for found in self._requested_slabs(r, like, True)] for r in self._ranks}
         places = {r: list(self._tiles(r, True)) for r in self._ranks}
-        receives = {r: [like.new_empty(length(where)) for _, where in found] for r, found in places.items()}
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: norms")
+        receives = {r: [like.new_empty(index_length(where)) for _, where in found] for r, found in places.items()}
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: norms")
         parts = [(b.columns, w, p) for r, f in places.items() for (b, w), p in zip(f, receives[r], strict=True)]
         total = like.new_zeros(self.query.size)
         # In the order of the columns, whoever held them: then all ranks get the same bits.
@@ -112,50 +115,50 @@ class Request:
     def _scale(self, locals_: Sequence[Tensor], scales: Tensor) -> None:
         """Multiply rows of local tensors, each once, however many ranks want it."""
         sends = {r: [scales[where] for _, where in self._tiles(r, False)] for r in self._ranks}
-        found = {r: list(self._asked_of_me(r, scales, False)) for r in self._ranks}
+        found = {r: list(self._requested_slabs(r, scales, False)) for r in self._ranks}
         receives = {r: [scales.new_empty(len(at)) for _, at in f] for r, f in found.items()}
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: scales")
-        for number, band in enumerate(share(self.call.layout, self.call.comm.rank, None).bands):
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: scales")
+        for number, band in enumerate(owned_rows(self.call.layout, self.call.comm.rank, None).slabs):
             rows = torch.cat([found[r][number][1] for r in self._ranks])
             factors = torch.cat([receives[r][number] for r in self._ranks])
             once, places = torch.unique(rows, return_inverse=True)
             factor = factors.new_empty(len(once))
             factor[places] = factors
-            part = band.of_local(locals_[band.slot])
+            part = band.take_columns(locals_[band.slot])
             part[once] = part[once] * factor.unsqueeze(1)
 
     @property
     def _ranks(self) -> tuple[int, ...]:
         return self.call.comm.ranks
 
-    def _tiles(self, holder: int, answers: bool) -> Iterator[Tile]:
+    def _tiles(self, holder: int, answers: bool) -> Iterator[SlabRows]:
         """The bands of another rank (those it answers with, or all), with the places of their rows in the buffer."""
         group = self.call.routes.group_of.get(holder)
         if group is None:
             return
         sent, where = self.query.sent[group], self.query.where[group]
-        for band, inside in bands_for(self.call, holder, self.call.comm.rank, answers):
-            yield band, where if inside else _within(where, band.runs.find(sent)[0])
+        for band, inside in slabs_for(self.call, holder, self.call.comm.rank, answers):
+            yield band, where if inside else _compose_index(where, band.runs.find(sent)[0])
 
-    def _asked_of_me(self, asker: int, like: Tensor, answers: bool) -> Iterator[tuple[Band, Tensor]]:
+    def _requested_slabs(self, asker: int, like: Tensor, answers: bool) -> Iterator[tuple[ColumnSlab, Tensor]]:
         """This rank's bands, with the local numbers of the rows that another rank wants."""
-        for band, inside in bands_for(self.call, self.call.comm.rank, asker, answers):
-            yield band, index(band.runs.find(self.asked[asker], inside)[1], like)
+        for band, inside in slabs_for(self.call, self.call.comm.rank, asker, answers):
+            yield band, index_tensor(band.runs.find(self.asked[asker], inside)[1], like)
 
 
-def bands_for(call: Call, holder: int, asker: int, answers: bool) -> Iterator[tuple[Band, bool]]:
-    """The bands that a rank answers with (or all it holds), and whether all rows that it was asked for lie in them."""
-    chosen = call.answers(asker) if answers else None
-    for band in share(call.layout, holder, chosen).bands:
-        yield band, band.whole and chosen == call.asks(asker)
+def slabs_for(call: LookupCall, holder: int, asker: int, answers: bool) -> Iterator[tuple[ColumnSlab, bool]]:
+    """The bands that a rank answers with (or all it holds), and whether they contain all requested rows."""
+    chosen = call.asker_for_answers(asker) if answers else None
+    for band in owned_rows(call.layout, holder, chosen).slabs:
+        yield band, band.whole and chosen == call.asker_for_requests(asker)
 
 
-def index(places: Numbers, like: Tensor) -> Tensor:
+def index_tensor(places: RowNumbers, like: Tensor) -> Tensor:
     """Numbers as an index of tensors such as another one."""
     return torch.from_numpy(places).to(like.device)
 
 
-def exchange(comm: Comm, sends: Blocks, receives: Blocks, label: str) -> None:
+def exchange_blocks(comm: Comm, sends: BlocksByRank, receives: BlocksByRank, label: str) -> None:
     """Exchange blocks; what a rank has for itself is copied."""
     own = comm.rank
     for source, target in zip(sends[own], receives[own], strict=True):
@@ -165,46 +168,52 @@ def exchange(comm: Comm, sends: Blocks, receives: Blocks, label: str) -> None:
     comm.exchange(outgoing, incoming, label=label).wait()
 
 
-def _within(outer: Where, inner: Where) -> Where:
+def _compose_index(outer: RowIndex, inner: RowIndex) -> RowIndex:
     """An index of what another index takes."""
     if not isinstance(outer, slice):
-        taken: Where = outer[inner]
+        taken: RowIndex = outer[inner]
         return taken
     if isinstance(inner, slice):
         return slice(outer.start + inner.start, outer.start + inner.stop)
-    moved: Where = inner + outer.start
+    moved: RowIndex = inner + outer.start
     return moved
 
 
-def _is_straight(result: Tensor, tile: Tile) -> bool:
+def _is_contiguous_in(result: Tensor, tile: SlabRows) -> bool:
     """Whether a tile is one run of the result's memory."""
     return isinstance(tile[1], slice) and tile[0].width == result.shape[1]
 
 
-def _target(result: Tensor, tile: Tile) -> Tensor:
-    return result[tile[1]] if _is_straight(result, tile) else result.new_empty(length(tile[1]), tile[0].width)
+def _receive_buffer(result: Tensor, tile: SlabRows) -> Tensor:
+    return (
+        result[tile[1]] if _is_contiguous_in(result, tile) else result.new_empty(index_length(tile[1]), tile[0].width)
+    )
 
 
-def _part(rows: Tensor, tile: Tile) -> Tensor:
+def _take_slab_rows(rows: Tensor, tile: SlabRows) -> Tensor:
     """A tile of some rows, contiguous."""
     band, where = tile
     columns = rows if band.width == rows.shape[1] else rows[:, slice(*band.columns)]
-    return columns[where].contiguous() if isinstance(where, slice) else columns.index_select(0, index(where, rows))
+    return (
+        columns[where].contiguous() if isinstance(where, slice) else columns.index_select(0, index_tensor(where, rows))
+    )
 
 
-def ask_for(call: Call, ids: Numbers, problem: str | None = None) -> Request:
+def request_rows(call: LookupCall, ids: RowNumbers, problem: str | None = None) -> RowRequest:
     """Tell all holders which rows this rank wants.
 
     A problem of one rank, or fields that differ between ranks, are raised on all of them before any row travels.
     """
-    wanted = query(ids, call.routes, call.layout.shape[0])
-    told = ask(call, [(rows,) for rows in wanted.sent], problem=problem)
-    return Request(call, wanted, {r: lists[0] if lists else np.zeros(0, np.int64) for r, lists in told.lists.items()})
+    wanted = build_row_query(ids, call.routes, call.layout.shape[0])
+    told = exchange_requests(call, [(rows,) for rows in wanted.sent], problem=problem)
+    return RowRequest(
+        call, wanted, {r: lists[0] if lists else np.zeros(0, np.int64) for r, lists in told.lists.items()}
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Spread:
-    """How rows of the buffer become those of ids; `dropped` tells which of them pass no gradient on."""
+class RowExpansion:
+    """How rows of the buffer become those of ids; `dropped` marks those that pass no gradient on."""
 
     size: int
     places: Tensor | None = None
@@ -226,21 +235,21 @@ class Spread:
         return gradient.new_zeros(self.size, gradient.shape[1]).index_add_(0, self.places, gradient)
 
 
-class _Fetch(torch.autograd.Function):
+class _FetchRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, request: Request, spread: Spread, *held: Tensor) -> Tensor:
+    def forward(ctx: Any, request: RowRequest, spread: RowExpansion, *held: Tensor) -> Tensor:
         ctx.request, ctx.spread = request, spread
         return spread.forward(request.fetch(held, held[0]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A rank that holds nothing gives a gradient for its anchor, which has no elements.
-        pushed = ctx.request.push(ctx.spread.backward(grads[0]))
+        # A rank that holds nothing returns a gradient for its anchor, which has no elements.
+        pushed = ctx.request.push_gradients(ctx.spread.backward(grads[0]))
         return None, None, *(pushed or (grads[0].new_zeros(0),))
 
 
-def fetched(request: Request, spread: Spread, held: tuple[Tensor, ...]) -> Tensor:
+def fetch_rows(request: RowRequest, spread: RowExpansion, held: tuple[Tensor, ...]) -> Tensor:
     """The wanted rows, recorded on the tape of what this rank holds: its local tensors, or its anchor."""
-    rows: Tensor = _Fetch.apply(request, spread, *held)  # type: ignore[no-untyped-call]  # untyped in torch
+    rows: Tensor = _FetchRows.apply(request, spread, *held)  # type: ignore[no-untyped-call]  # untyped in torch
     return rows

@@ -1,8 +1,8 @@
 """How are plain tensors read by modules whose parameters are sharded? As this rank's own batch.
 
-Every rank brings a batch of its own and gets the result for it, computed with the whole parameter. This holds inside
+Every rank passes its own batch and gets the result for it, computed with the whole parameter. This applies inside
 modules whose parameters `shard_parameter` or `shard_module` sharded, and inside `with plain_as_local_batch():`.
-Elsewhere a plain tensor beside a sharded one is an error.
+Elsewhere mixing a plain tensor with a sharded one is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.comm import Comm
 from shardwise.tensor.dispatch import Implementation, find_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-# Who asked for it: modules whose forward runs, None for a block.
-_readers: ContextVar[tuple[nn.Module | None, ...]] = ContextVar("shardwise_local_batch", default=())
+# Who requested it: modules whose forward runs, None for a block.
+_local_batch_scopes: ContextVar[tuple[nn.Module | None, ...]] = ContextVar("shardwise_local_batch", default=())
 
 
 @contextmanager
 def plain_as_local_batch() -> Iterator[None]:
-    """Read plain inputs of embedding, embedding_bag and linear beside sharded parameters as this rank's own batch.
+    """Read plain inputs of embedding, embedding_bag and linear with sharded parameters as this rank's own batch.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> from shardwise.tensor import shard
@@ -35,42 +35,42 @@ def plain_as_local_batch() -> Iterator[None]:
     tensor([[4., 5.],
             [0., 1.]])
     """
-    token = _readers.set((*_readers.get(), None))
+    token = _local_batch_scopes.set((*_local_batch_scopes.get(), None))
     try:
         yield
     finally:
-        _readers.reset(token)
+        _local_batch_scopes.reset(token)
 
 
-def reads_local_batches() -> bool:
+def is_local_batch_mode() -> bool:
     """Whether plain inputs are this rank's own batch here."""
-    return bool(_readers.get())
+    return bool(_local_batch_scopes.get())
 
 
 def is_local_batch(inputs: Sequence[Any], parameters: Sequence[Any]) -> bool:
-    """Whether a call has plain inputs that are this rank's own batch, beside a sharded parameter."""
+    """Whether a call has plain inputs that are this rank's own batch, next to a sharded parameter."""
     sharded = any(isinstance(p, ShardedTensor) for p in parameters)
-    return sharded and reads_local_batches() and not any(isinstance(i, ShardedTensor) for i in inputs)
+    return sharded and is_local_batch_mode() and not any(isinstance(i, ShardedTensor) for i in inputs)
 
 
-def read_local_batches(module: nn.Module) -> None:
+def register_local_batch_hooks(module: nn.Module) -> None:
     """Make a module read plain inputs as this rank's own batch, from the beginning of its forward to the end."""
-    if _enter not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_leave, always_call=True)
+    if _enter_local_batch not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter_local_batch)
+        module.register_forward_hook(_leave_local_batch, always_call=True)
 
 
-def _enter(module: nn.Module, _args: Any) -> None:
-    _readers.set((*_readers.get(), module))
+def _enter_local_batch(module: nn.Module, _args: Any) -> None:
+    _local_batch_scopes.set((*_local_batch_scopes.get(), module))
 
 
-def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    readers = _readers.get()
-    if readers and readers[-1] is module:  # not so if an earlier hook raised before `_enter` ran
-        _readers.set(readers[:-1])
+def _leave_local_batch(module: nn.Module, _args: Any, _output: Any) -> None:
+    readers = _local_batch_scopes.get()
+    if readers and readers[-1] is module:  # not so if an earlier hook raised before `_enter_local_batch` ran
+        _local_batch_scopes.set(readers[:-1])
 
 
-def otherwise(function: Callable[..., Any]) -> Implementation:
+def default_implementation(function: Callable[..., Any]) -> Implementation:
     """What a torch function does on ShardedTensors apart from local batches: its handler so far, else its operators."""
     known = find_handler(function)
 

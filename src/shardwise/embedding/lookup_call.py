@@ -1,7 +1,7 @@
 """How do the holders of a table learn what each rank asks of them?
 
 1. Every rank sends all others a head: whether it agrees with them, whether something is wrong, and how much it asks.
-   A rank that asks little sends its lists along, so that one exchange tells everything.
+   A rank with few requests sends its lists along, so that one exchange is enough.
 2. Only if some rank asks for more, its lists travel in a second exchange, each to the holders concerned.
 
 What is wrong on one rank is raised on all of them, before anything else is sent.
@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from shardwise.comm import Comm, agree
-from shardwise.embedding.routes import Routes, chooser, routes
+from shardwise.embedding.routes import HolderRoutes, holder_routes, replica_asker
 from shardwise.geometry import Layout
 
-Lists: TypeAlias = tuple[npt.NDArray[Any], ...]
+RequestLists: TypeAlias = tuple[npt.NDArray[Any], ...]
 
 INLINE = 1 << 16  # bytes that a rank sends to all others, needed there or not, to save an exchange
 INLINE_ALL = 1 << 20  # the same for all ranks together
@@ -31,10 +31,10 @@ _WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One collective lookup: the table, who takes part, and what all ranks must give alike.
+class LookupCall:
+    """One collective lookup: the table, who takes part, and what must be the same on all ranks.
 
-    With `everyone`, all replicas of what is asked for are told, not only those that answer.
+    With `everyone`, all replicas of the requested rows are notified, not only those that answer.
     """
 
     layout: Layout
@@ -43,18 +43,18 @@ class Call:
     label: str
     fields: Mapping[str, object]
 
-    def asks(self, asker: int) -> int | None:
-        """The rank to give to `share` and `routes` for the lists of an asking rank."""
-        return None if self.everyone else chooser(self.layout, asker)
+    def asker_for_requests(self, asker: int) -> int | None:
+        """The rank to pass to `share` and `holder_routes` for the lists of an asking rank."""
+        return None if self.everyone else replica_asker(self.layout, asker)
 
-    def answers(self, asker: int) -> int | None:
-        """The rank to give to `share` for what an asking rank gets."""
-        return chooser(self.layout, asker)
+    def asker_for_answers(self, asker: int) -> int | None:
+        """The rank to pass to `share` for what an asking rank gets."""
+        return replica_asker(self.layout, asker)
 
     @property
-    def routes(self) -> Routes:
+    def routes(self) -> HolderRoutes:
         """Whom this rank asks."""
-        return routes(self.layout, self.asks(self.comm.rank))
+        return holder_routes(self.layout, self.asker_for_requests(self.comm.rank))
 
     @property
     def number(self) -> type[np.signedinteger[Any]]:
@@ -67,15 +67,17 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReceivedRequests:
     """What every rank noted for all others, and the lists that concern this rank, by asking rank."""
 
     notes: dict[int, tuple[int, int]]
-    lists: dict[int, Lists]
+    lists: dict[int, RequestLists]
 
 
-def ask(call: Call, groups: Sequence[Lists], notes: tuple[int, int] = (0, 0), problem: str | None = None) -> Told:
-    """Tell all holders what this rank asks of each group of them; lists of the same kinds for each group."""
+def exchange_requests(
+    call: LookupCall, groups: Sequence[RequestLists], notes: tuple[int, int] = (0, 0), problem: str | None = None
+) -> ReceivedRequests:
+    """Send all owners what this rank requests from each group of them; lists of the same kinds for each group."""
     comm, digest = call.comm, call.digest()
     parts = [part for lists in groups for part in lists]
     inline = sum(part.nbytes for part in parts) <= min(INLINE, INLINE_ALL // comm.world_size)
@@ -88,20 +90,22 @@ def ask(call: Call, groups: Sequence[Lists], notes: tuple[int, int] = (0, 0), pr
         given = {**call.fields, "everyone": call.everyone, "layout": call.layout._layout_digest.hex()}
         agree(comm, given, label=call.label, problem=problem)
     kinds = [part.dtype for part in groups[0]] if groups else []
-    lists = {r: _lists(call, kinds, r, d, bool(heads[r][2])) for r, d in data.items()}
+    lists = {r: _read_request_lists(call, kinds, r, d, bool(heads[r][2])) for r, d in data.items()}
     long = {r for r, h in heads.items() if not h[2]}
     if long:
-        _exchange(call, groups, lists, long)
-    return Told({r: (h[3], h[4]) for r, h in heads.items()}, lists)
+        _exchange_long_lists(call, groups, lists, long)
+    return ReceivedRequests({r: (h[3], h[4]) for r, h in heads.items()}, lists)
 
 
-def _lists(call: Call, kinds: Sequence[np.dtype[Any]], asker: int, data: bytes, inline: bool) -> Lists:
+def _read_request_lists(
+    call: LookupCall, kinds: Sequence[np.dtype[Any]], asker: int, data: bytes, inline: bool
+) -> RequestLists:
     """The lists of an asking rank that concern this one: read from its message, or empty ones to be filled."""
-    asked = routes(call.layout, call.asks(asker))
+    asked = holder_routes(call.layout, call.asker_for_requests(asker))
     group = asked.group_of.get(call.comm.rank)
     if group is None:
         return tuple(np.zeros(0, kind) for kind in kinds)
-    first, count = group * len(kinds), len(asked.reaches) * len(kinds)
+    first, count = group * len(kinds), len(asked.row_ranges) * len(kinds)
     lengths = np.frombuffer(data, np.int64, count, _FIXED * _WORD).tolist()
     own = lengths[first : first + len(kinds)]
     if not inline:
@@ -114,7 +118,9 @@ def _lists(call: Call, kinds: Sequence[np.dtype[Any]], asker: int, data: bytes, 
     return tuple(found)
 
 
-def _exchange(call: Call, groups: Sequence[Lists], lists: Mapping[int, Lists], long: set[int]) -> None:
+def _exchange_long_lists(
+    call: LookupCall, groups: Sequence[RequestLists], lists: Mapping[int, RequestLists], long: set[int]
+) -> None:
     """Fill the lists of the ranks that did not send them along."""
     own = call.comm.rank
     holders = call.routes.group_of if own in long else {}

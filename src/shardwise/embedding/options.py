@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.embedding.fetch import Request
-from shardwise.embedding.lookup_call import Call
-from shardwise.embedding.slabs import BoolArray, Numbers, check_table
+from shardwise.embedding.fetch import RowRequest
+from shardwise.embedding.lookup_call import LookupCall
+from shardwise.embedding.slabs import BoolArray, RowNumbers, check_table_shape
 from shardwise.ops.engine.explain import check_may_communicate, is_explaining_or_forbidding
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import replicated_layout
@@ -21,7 +21,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LookupOptions:
     """The options of a lookup, in torch's words."""
 
     name: str
@@ -31,7 +31,7 @@ class Options:
     scale_grad_by_freq: bool
     sparse: bool
 
-    def call(self, weight: ShardedTensor, **fields: object) -> Call:
+    def call(self, weight: ShardedTensor, **fields: object) -> LookupCall:
         """The collective call, after all checks that come out the same on every rank."""
         self._check(weight)
         layout, comm = weight.sharding, weight.comm
@@ -39,11 +39,11 @@ class Options:
             check_may_communicate(self.name, layout, replicated_layout(layout.shape, comm.ranks))
         recorded = torch.is_grad_enabled() and weight.requires_grad
         wanted = {"max_norm": self.max_norm, "norm_type": self.norm_type, "dtype": str(weight.dtype), **fields}
-        return Call(layout, comm, recorded or self.max_norm is not None, self.name, wanted)
+        return LookupCall(layout, comm, recorded or self.max_norm is not None, self.name, wanted)
 
     def _check(self, weight: ShardedTensor) -> None:
-        """Raise if a lookup cannot do what is asked; no values are looked at."""
-        check_table(weight.shape)
+        """Raise if a lookup does not support the request; no values are read."""
+        check_table_shape(weight.shape)
         if self.scale_grad_by_freq or self.sparse:
             flag = "scale_grad_by_freq" if self.scale_grad_by_freq else "sparse"
             raise RuntimeError(f'{self.name} of a sharded table with flag on "{flag}" not supported! Turn it off')
@@ -55,7 +55,7 @@ class Options:
         if padding is not None and not -rows <= padding < rows:
             raise ValueError(f"padding_idx {padding} is outside of the table's {rows} rows")
 
-    def limited(self, weight: ShardedTensor, request: Request) -> tuple[Tensor, ...]:
+    def apply_max_norm(self, weight: ShardedTensor, request: RowRequest) -> tuple[Tensor, ...]:
         """What this rank holds, on the tape, after rows that are wanted were scaled down to `max_norm`."""
         held: tuple[Tensor, ...] = weight._tape_tensors()
         if self.max_norm is not None:
@@ -63,7 +63,7 @@ class Options:
                 request.renorm(weight.local_parts, self.max_norm, float(self.norm_type), held[0])
         return held
 
-    def is_padding(self, ids: Numbers, rows: int) -> BoolArray | None:
+    def is_padding(self, ids: RowNumbers, rows: int) -> BoolArray | None:
         """Which of some ids are padding; None if none is."""
         if self.padding_idx is None:
             return None
@@ -71,11 +71,11 @@ class Options:
         return found if found.any() else None
 
 
-def host_ids(ids: Tensor, call: Call, problem: str | None) -> Numbers:
+def copy_ids_to_host(ids: Tensor, call: LookupCall, problem: str | None) -> RowNumbers:
     """Flat ids as short numbers in host memory; none where something is wrong with them."""
     if problem is not None:
         return np.zeros(0, call.number)
-    flat: Numbers = ids.detach().reshape(-1).cpu().numpy().astype(call.number)
+    flat: RowNumbers = ids.detach().reshape(-1).cpu().numpy().astype(call.number)
     return flat
 
 
@@ -91,7 +91,7 @@ def id_problem(ids: Tensor, rows: int) -> str | None:
     return None
 
 
-MODES = ("sum", "mean", "max")
+BAG_MODES = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,7 +104,7 @@ class BagArguments:
     per_sample_weights: Tensor | None
     include_last_offset: bool
 
-    def lengths(self) -> Numbers:
+    def lengths(self) -> RowNumbers:
         """How many ids each bag has.
 
         >>> BagArguments(torch.zeros(5), torch.tensor([0, 0, 2]), "sum", None, False).lengths()
@@ -112,7 +112,7 @@ class BagArguments:
         """
         if self.offsets is None:
             return np.full(self.input.shape[0], self.input.shape[1])
-        starts: Numbers = self.offsets.detach().cpu().numpy()
+        starts: RowNumbers = self.offsets.detach().cpu().numpy()
         return np.diff(starts) if self.include_last_offset else np.diff(starts, append=len(self.input))
 
     def problem(self, table: ShardedTensor) -> str | None:
@@ -123,7 +123,7 @@ class BagArguments:
         return found or id_problem(self.input, table.shape[0])
 
     def _mode_problem(self) -> str | None:
-        if self.mode not in MODES:
+        if self.mode not in BAG_MODES:
             return f"mode '{self.mode}' is not supported; it is sum, mean or max"
         if self.per_sample_weights is not None and self.mode != "sum":
             return f"per_sample_weights needs mode 'sum', got mode '{self.mode}'"
@@ -149,7 +149,7 @@ class BagArguments:
             size, wanted = tuple(weights.shape), tuple(self.input.shape)
             return f"per_sample_weights size {size} not equal to input size {wanted}"
         if weights.dtype != dtype:
-            return f"per_sample_weights are {weights.dtype} and the table is {dtype}; give the same dtype"
+            return f"per_sample_weights are {weights.dtype} and the table is {dtype}; use the same dtype"
         return None
 
 
@@ -160,7 +160,7 @@ def _offset_problem(offsets: Tensor, ids: int, include_last_offset: bool) -> str
     if include_last_offset and (not len(starts) or starts[-1] != ids):
         return f'the last of the offsets is the number of ids, {ids}, when the flag "include_last_offset" is on'
     if ids and not len(starts):
-        return f"there are {ids} ids and no offsets; give at least the offset 0"
+        return f"there are {ids} ids and no offsets; pass at least the offset 0"
     if len(starts) and starts[0] != 0:
         return f"the first offset is {starts[0]}; it must be 0"
     if len(starts) and (starts[-1] > ids or (starts[1:] < starts[:-1]).any()):

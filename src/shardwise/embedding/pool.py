@@ -19,20 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding.fetch import Blocks, bands_for, exchange, index
-from shardwise.embedding.lookup_call import Call, Lists, ask
+from shardwise.embedding.fetch import BlocksByRank, exchange_blocks, index_tensor, slabs_for
+from shardwise.embedding.lookup_call import LookupCall, RequestLists, exchange_requests
 from shardwise.embedding.routes import count_distinct
-from shardwise.embedding.slabs import Band, Numbers, share
+from shardwise.embedding.slabs import ColumnSlab, RowNumbers, owned_rows
 from shardwise.geometry.mesh import IntArray
 
-NEVER = 1 << 40  # more elements than any sums have: this rank cannot have its bags summed elsewhere
+CANNOT_POOL = 1 << 40  # more elements than any sums have: this rank cannot have its bags summed elsewhere
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Bags:
+class LocalBags:
     """The ids of a rank without padding, the bag of each (ascending), how many bags there are, weights of samples."""
 
-    ids: Numbers
+    ids: RowNumbers
     of: IntArray
     count: int
     weights: Tensor | None
@@ -43,23 +43,23 @@ class Bags:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class BagRequest:
     """What a rank asks of one group of holders: ids, where each bag begins among them, which bags these are."""
 
-    ids: Numbers
-    starts: Numbers
+    ids: RowNumbers
+    starts: RowNumbers
     bags: IntArray
     weights: Tensor | None
 
-    def lists(self) -> Lists:
+    def lists(self) -> RequestLists:
         """What travels; weights as bytes, in any dtype."""
         raw = np.zeros(0, np.uint8) if self.weights is None else self.weights.view(torch.uint8).numpy()
         return self.ids, self.starts, raw
 
 
-def parts_of(bags: Bags, call: Call) -> list[Part]:
+def split_bags_by_holder(bags: LocalBags, call: LookupCall) -> list[BagRequest]:
     """The ids of some bags by group of holders."""
-    order, counts = call.routes.sorted(bags.ids)
+    order, counts = call.routes.sort_rows(bags.ids)
     ids, of, weights = bags.ids, bags.of, bags.weights
     if order is not None:
         ids, of = ids[order], of[order]
@@ -68,66 +68,71 @@ def parts_of(bags: Bags, call: Call) -> list[Part]:
     for count in counts:
         run, end = slice(end, end + count), end + count
         starts = np.flatnonzero(np.diff(of[run], prepend=-1)).astype(call.number)
-        found.append(Part(ids[run], starts, of[run][starts], None if weights is None else weights[run].contiguous()))
+        found.append(
+            BagRequest(ids[run], starts, of[run][starts], None if weights is None else weights[run].contiguous())
+        )
     return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Asked:
+class ReceivedBags:
     """What another rank asks of this one."""
 
-    ids: Numbers
+    ids: RowNumbers
     starts: IntArray
     weights: Tensor | None
 
     @classmethod
-    def of(cls, lists: Lists, like: Tensor) -> Asked:
+    def of(cls, lists: RequestLists, like: Tensor) -> ReceivedBags:
         ids, starts, raw = lists
         weights = torch.frombuffer(bytearray(raw), dtype=like.dtype).to(like.device) if len(raw) else None
         return cls(ids, starts.astype(np.int64), weights)
 
-    def within(self, band: Band, inside: bool) -> Asked:
+    def within(self, band: ColumnSlab, inside: bool) -> ReceivedBags:
         """What concerns one band, in local numbers; as many bags, some of them empty."""
         where, local = band.runs.find(self.ids, inside)
         if isinstance(where, slice):
-            return Asked(local, self.starts, self.weights)
+            return ReceivedBags(local, self.starts, self.weights)
         before = np.zeros(len(self.ids) + 1, np.int64)
         before[where + 1] = 1
-        weights = None if self.weights is None else self.weights[index(where, self.weights)]
-        return Asked(local, before.cumsum()[self.starts], weights)
+        weights = None if self.weights is None else self.weights[index_tensor(where, self.weights)]
+        return ReceivedBags(local, before.cumsum()[self.starts], weights)
 
     def sums(self, table: Tensor) -> Tensor:
         """The sum of each bag's rows of a local table."""
-        ids = index(self.ids, table)
+        ids = index_tensor(self.ids, table)
         if not table.is_contiguous():  # torch would copy all of it
             table, ids = table.index_select(0, ids), torch.arange(len(ids), device=table.device)
-        return F.embedding_bag(ids, table, index(self.starts, table), mode="sum", per_sample_weights=self.weights)
+        return F.embedding_bag(
+            ids, table, index_tensor(self.starts, table), mode="sum", per_sample_weights=self.weights
+        )
 
     def spread(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Local rows, and for each the gradient of its bag."""
         bag = np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=len(self.ids)))
-        rows = gradient.index_select(0, index(bag, gradient))
-        return index(self.ids, gradient), rows if self.weights is None else rows.mul_(self.weights.unsqueeze(1))
+        rows = gradient.index_select(0, index_tensor(bag, gradient))
+        return index_tensor(self.ids, gradient), rows if self.weights is None else rows.mul_(self.weights.unsqueeze(1))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pooling:
+class BagPooling:
     """Bags of this rank by group of holders, and what others ask of it."""
 
-    call: Call
+    call: LookupCall
     count: int
-    parts: list[Part]
-    asked: dict[int, Asked]
+    parts: list[BagRequest]
+    asked: dict[int, ReceivedBags]
 
     def forward(self, locals_: Sequence[Tensor], like: Tensor) -> Tensor:
         """The sums of this rank's bags."""
         sends = {
-            r: [one.sums(b.of_local(locals_[b.slot])) for b, one in self._asked_of_me(r, True)] for r in self._ranks
+            r: [one.sums(b.take_columns(locals_[b.slot])) for b, one in self._requested_slabs(r, True)]
+            for r in self._ranks
         }
         tiles = {r: list(self._tiles(r, True)) for r in self._ranks}
         receives = {r: [like.new_empty(len(p.bags), b.width) for b, p in found] for r, found in tiles.items()}
         receives[self.call.comm.rank] = sends[self.call.comm.rank]
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: sums of bags")
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: sums of bags")
         blocks = [(b, p, block) for r, found in tiles.items() for (b, p), block in zip(found, receives[r], strict=True)]
         if self._whole(blocks):
             return torch.cat([block for *_, block in sorted(blocks, key=lambda found: found[0].columns)], 1)
@@ -138,83 +143,89 @@ class Pooling:
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the local tensors, from that of this rank's sums."""
-        sends: Blocks = {r: [self._of(gradient, b, p) for b, p in self._tiles(r, False)] for r in self._ranks}
-        found = {r: list(self._asked_of_me(r, False)) for r in self._ranks}
+        sends: BlocksByRank = {r: [self._of(gradient, b, p) for b, p in self._tiles(r, False)] for r in self._ranks}
+        found = {r: list(self._requested_slabs(r, False)) for r in self._ranks}
         receives = {r: [gradient.new_empty(len(a.starts), b.width) for b, a in f] for r, f in found.items()}
         receives[self.call.comm.rank] = sends[self.call.comm.rank]
-        exchange(self.call.comm, sends, receives, f"{self.call.label}: gradients of bags")
+        exchange_blocks(self.call.comm, sends, receives, f"{self.call.label}: gradients of bags")
         sums = tuple(gradient.new_zeros(shape) for shape in self.call.layout.local_shapes(self.call.comm.rank))
         for rank, bands in found.items():
             for (band, asked), block in zip(bands, receives[rank], strict=True):
-                band.of_local(sums[band.slot]).index_add_(0, *asked.spread(block))
+                band.take_columns(sums[band.slot]).index_add_(0, *asked.spread(block))
         return sums
 
-    def _whole(self, blocks: Sequence[tuple[Band, Part, Tensor]]) -> bool:
+    def _whole(self, blocks: Sequence[tuple[ColumnSlab, BagRequest, Tensor]]) -> bool:
         """Whether each holder has some columns of all bags."""
         width = sum(band.width for band, *_ in blocks)
         return width == self.call.layout.shape[1] > 0 and all(len(p.bags) == self.count for _, p, _ in blocks)
 
-    def _add(self, result: Tensor, part: Part, block: Tensor) -> None:
+    def _add(self, result: Tensor, part: BagRequest, block: Tensor) -> None:
         if len(part.bags) == self.count:
             result.add_(block)
         else:
-            result.index_add_(0, index(part.bags, block), block)
+            result.index_add_(0, index_tensor(part.bags, block), block)
 
-    def _of(self, gradient: Tensor, band: Band, part: Part) -> Tensor:
+    def _of(self, gradient: Tensor, band: ColumnSlab, part: BagRequest) -> Tensor:
         columns = gradient if band.width == gradient.shape[1] else gradient[:, slice(*band.columns)]
         full = len(part.bags) == self.count
-        return columns.contiguous() if full else columns.index_select(0, index(part.bags, gradient))
+        return columns.contiguous() if full else columns.index_select(0, index_tensor(part.bags, gradient))
 
     @property
     def _ranks(self) -> tuple[int, ...]:
         return self.call.comm.ranks
 
-    def _tiles(self, holder: int, answers: bool) -> Iterator[tuple[Band, Part]]:
+    def _tiles(self, holder: int, answers: bool) -> Iterator[tuple[ColumnSlab, BagRequest]]:
         group = self.call.routes.group_of.get(holder)
         if group is not None:
-            for band, _ in bands_for(self.call, holder, self.call.comm.rank, answers):
+            for band, _ in slabs_for(self.call, holder, self.call.comm.rank, answers):
                 yield band, self.parts[group]
 
-    def _asked_of_me(self, asker: int, answers: bool) -> Iterator[tuple[Band, Asked]]:
-        for band, inside in bands_for(self.call, self.call.comm.rank, asker, answers):
+    def _requested_slabs(self, asker: int, answers: bool) -> Iterator[tuple[ColumnSlab, ReceivedBags]]:
+        for band, inside in slabs_for(self.call, self.call.comm.rank, asker, answers):
             yield band, self.asked[asker].within(band, inside)
 
 
-def ask_for_sums(call: Call, bags: Bags, like: Tensor, *, possible: bool, problem: str | None) -> Pooling | None:
+def request_bag_sums(
+    call: LookupCall, bags: LocalBags, like: Tensor, *, possible: bool, problem: str | None
+) -> BagPooling | None:
     """Ask the holders to sum bags, or None if fewer bytes travel when ranks fetch the rows themselves."""
-    parts = parts_of(bags, call)
-    sums = sum(len(p.bags) * width for p, width in zip(parts, _widths(call), strict=True)) if possible else NEVER
+    parts = split_bags_by_holder(bags, call)
+    sums = (
+        sum(len(p.bags) * width for p, width in zip(parts, _bag_sum_widths(call), strict=True))
+        if possible
+        else CANNOT_POOL
+    )
     rows = count_distinct(bags.ids, call.layout.shape[0]) * call.layout.shape[1]
-    told = ask(call, [part.lists() for part in parts], (sums, rows), problem)
+    told = exchange_requests(call, [part.lists() for part in parts], (sums, rows), problem)
     if sum(n[0] for n in told.notes.values()) > sum(n[1] for n in told.notes.values()):
         return None
-    asked = {r: Asked.of(lists, like) for r, lists in told.lists.items() if lists}
-    return Pooling(call, bags.count, parts, asked)
+    asked = {r: ReceivedBags.of(lists, like) for r, lists in told.lists.items() if lists}
+    return BagPooling(call, bags.count, parts, asked)
 
 
-def _widths(call: Call) -> list[int]:
+def _bag_sum_widths(call: LookupCall) -> list[int]:
     """For each group of holders, how many elements travel for each bag."""
     own = call.comm.rank
-    found = [0] * len(call.routes.reaches)
+    found = [0] * len(call.routes.row_ranges)
     for holder, group in call.routes.group_of.items():
-        found[group] += sum(band.width for band in share(call.layout, holder, call.answers(own)).bands)
+        found[group] += sum(band.width for band in owned_rows(call.layout, holder, call.asker_for_answers(own)).slabs)
     return found
 
 
-class _Pool(torch.autograd.Function):
+class _PoolBags(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pooling: Pooling, *held: Tensor) -> Tensor:
+    def forward(ctx: Any, pooling: BagPooling, *held: Tensor) -> Tensor:
         ctx.pooling = pooling
         return pooling.forward(held, held[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A rank that holds nothing gives a gradient for its anchor, which has no elements.
+        # A rank that holds nothing returns a gradient for its anchor, which has no elements.
         return None, *(ctx.pooling.backward(grads[0]) or (grads[0].new_zeros(0),))
 
 
-def pooled(pooling: Pooling, held: tuple[Tensor, ...]) -> Tensor:
+def pool_bags(pooling: BagPooling, held: tuple[Tensor, ...]) -> Tensor:
     """The sums, recorded on the tape of what this rank holds: its local tensors, or its anchor."""
-    sums: Tensor = _Pool.apply(pooling, *held)  # type: ignore[no-untyped-call]  # untyped in torch
+    sums: Tensor = _PoolBags.apply(pooling, *held)  # type: ignore[no-untyped-call]  # untyped in torch
     return sums

@@ -73,7 +73,7 @@ class Box:
         return Box(starts, tuple(e - s for s, e in zip(starts, ends, strict=True)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` lies in this box (an empty box lies in every box)."""
+        """Whether every element of `other` is in this box (an empty box is in every box)."""
         return other.numel == 0 or self.intersect(other) == other
 
     def shifted(self, by: Sequence[int]) -> Box:

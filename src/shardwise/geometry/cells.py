@@ -20,7 +20,7 @@ from shardwise.geometry.placements import DimIntervals, Partial, Placement, Repl
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DimCuts:
-    """The cells along one dim: where each starts, how long it is, and where it lies in the holder's local tensor."""
+    """The cells along one dim: where each starts, how long it is, and where it is in the owner's local tensor."""
 
     starts: IntArray
     lengths: IntArray
@@ -36,7 +36,7 @@ class Cells:
     """A regular layout: the cell (i, j, ...) is held by `owners[i, j, ..., addend, replica]`.
 
     `slots` numbers the local tensors of a rank: one per cell for chunk and grid layouts; None for mesh layouts, where
-    the cells of a rank lie side by side in one local tensor.
+    the cells of a rank are adjacent in one local tensor.
     """
 
     dims: tuple[DimCuts, ...]
@@ -142,9 +142,9 @@ def _mesh_owners(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PieceTable:
-    """Columns over pieces. Rows with the same `cells` entry hold the same box; `addends` tells pending addends apart.
+    """Columns over pieces. Rows with the same `cells` entry have the same box; `addends` distinguishes pending addends.
 
-    A row's box lies in local tensor number `slots` of its rank, at `local_offsets`.
+    A row's box is in local tensor number `slots` of its rank, at `local_offsets`.
     """
 
     offsets: IntArray

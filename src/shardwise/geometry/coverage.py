@@ -56,7 +56,7 @@ def _check_bounds(shape: Sequence[int], offsets: IntArray, sizes: IntArray, desc
         )
     bad = np.flatnonzero(((offsets < 0) | (sizes < 0) | (offsets + sizes > np.asarray(shape, np.int64))).any(axis=1))
     if len(bad):
-        raise LayoutError(f"{describe(int(bad[0]))} lies outside of the tensor's shape {tuple(shape)}")
+        raise LayoutError(f"{describe(int(bad[0]))} is outside the tensor's shape {tuple(shape)}")
 
 
 def first_miscovered_point(shape: Sequence[int], offsets: IntArray, sizes: IntArray) -> IntArray | None:

@@ -1,4 +1,4 @@
-"""The errors of the pure layers. All of them are `ValueError`s: something that was asked for breaks a rule."""
+"""The errors of the pure layers. All of them are `ValueError`s: a request breaks a rule."""
 
 from collections.abc import Iterable
 from operator import index
@@ -23,13 +23,13 @@ def to_int_tuple(values: Iterable[object], what: str) -> tuple[int, ...]:
     >>> to_int_tuple((4, 2.5), "a shape")
     Traceback (most recent call last):
     ...
-    shardwise.geometry.errors.LayoutError: a shape holds whole numbers, got (4, 2.5)
+    shardwise.geometry.errors.LayoutError: a shape must contain integers, got (4, 2.5)
     """
     try:
         given = tuple(values)
     except TypeError:
-        raise LayoutError(f"{what} is a sequence of whole numbers, got {values!r}") from None
+        raise LayoutError(f"{what} must be a sequence of integers, got {values!r}") from None
     try:
-        return tuple(index(value) for value in given)  # type: ignore[arg-type]  # what is no number raises
+        return tuple(index(value) for value in given)  # type: ignore[arg-type]  # raises for what is not a number
     except TypeError:
-        raise LayoutError(f"{what} holds whole numbers, got {given}") from None
+        raise LayoutError(f"{what} must contain integers, got {given}") from None

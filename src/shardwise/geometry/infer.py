@@ -15,7 +15,7 @@ from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSp
 
 
 def infer_spec(shape: Sequence[int], pieces: Sequence[Piece]) -> ShardingSpec:
-    """The simplest spec that gives every rank exactly these pieces of a tensor of this shape, in this order.
+    """The simplest spec that assigns every rank exactly these pieces of a tensor of this shape, in this order.
 
     >>> from shardwise.geometry.box import Box
     >>> infer_spec((4, 6), [Piece(Box((0, 3), (4, 3)), 0), Piece(Box((0, 0), (4, 3)), 1)])

@@ -1,6 +1,6 @@
 """What is where? A `Layout` is a sharding spec applied to one shape; every such question goes to it.
 
-Layouts are interned: one spec and one shape give one object. They are equal when they mean the same, that is when every
+Layouts are interned: one spec and one shape make one object. They are equal when they mean the same, that is when every
 rank holds the same boxes in the same local tensors with the same reduction pending, however they were described.
 """
 
@@ -126,7 +126,7 @@ def _check_replicas(table: PieceTable) -> None:
     _, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
     if len(counts) and counts.max() > 1:
         twice = table.take(first[counts.argmax()][None]).pieces()[0]
-        raise LayoutError(f"{twice} is listed {int(counts.max())} times; a rank holds a box once")
+        raise LayoutError(f"{twice} is listed {int(counts.max())} times; a rank can have a box only once")
 
 
 class Layout:
@@ -169,7 +169,7 @@ class Layout:
 
     @cached_property
     def pending(self) -> Reduction | None:
-        """The reduction that is still to be done, or None."""
+        """The pending reduction, or None."""
         return self.spec.reduction()
 
     @property

@@ -59,7 +59,7 @@ class Mesh:
             raise LayoutError(f"a rank is 0 or more, got {int(self.ranks.min())} in a mesh of shape {self.shape}")
         values, counts = np.unique(self.ranks, return_counts=True)
         if counts.max() > 1:
-            raise LayoutError(f"rank {int(values[counts.argmax()])} stands {int(counts.max())} times in the mesh")
+            raise LayoutError(f"rank {int(values[counts.argmax()])} appears {int(counts.max())} times in the mesh")
 
     @classmethod
     def of(cls, **axes: int) -> Mesh:
@@ -94,7 +94,7 @@ class Mesh:
         return bool(np.array_equal(self.ranks.reshape(-1), np.arange(self.size)))
 
     def axis_index(self, axis: str | int) -> int:
-        """The position of an axis, given by name or by (possibly negative) position."""
+        """The position of an axis, from its name or (possibly negative) position."""
         if isinstance(axis, str):
             if axis not in self.axes:
                 raise LayoutError(f"no axis {axis!r}; this mesh has {', '.join(map(repr, self.axes)) or 'no axes'}")
@@ -107,7 +107,7 @@ class Mesh:
         return self.shape[self.axis_index(axis)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands, axis by axis."""
+        """The coordinate of a rank along each axis."""
         found = np.argwhere(self.ranks == rank)
         if len(found) == 0:
             raise LayoutError(f"rank {rank} is not in the mesh {self}")
@@ -117,7 +117,7 @@ class Mesh:
         """The mesh of the axes in `keep`, the others held at the coordinates in `fixed`."""
         for name, coordinate in fixed.items():
             if not 0 <= coordinate < self.axis_size(name):
-                raise LayoutError(f"axis {name!r} has {self.axis_size(name)} ranks, coordinate {coordinate} is outside")
+                raise LayoutError(f"axis {name!r} has {self.axis_size(name)} ranks, coordinate {coordinate} is invalid")
         missing = [a for a in self.axes if a not in keep and a not in fixed]
         if missing or set(keep) & set(fixed):
             raise LayoutError(f"each axis of {self.axes} is either kept or fixed; got keep={keep}, fixed={fixed}")

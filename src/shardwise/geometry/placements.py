@@ -1,6 +1,6 @@
 """How is one dim cut? All arithmetic on 1-D splits, shared by every spec.
 
-A part is a tuple of intervals `(start, stop)`, in the order in which they lie in the holder's local tensor. Splitting a
+A part is a tuple of intervals `(start, stop)`, in their order in the owner's local tensor. Splitting a
 part among n ranks:
 
 1. cut the part at group boundaries, if the placement declares groups;
@@ -24,7 +24,7 @@ DimIntervals: TypeAlias = tuple[Interval, ...]
 
 
 def chunk_sizes(length: int, count: int) -> tuple[int, ...]:
-    """The lengths that `torch.chunk` gives, with zeros for the chunks it leaves out.
+    """The lengths that `torch.chunk` produces, with zeros for the chunks it omits.
 
     >>> chunk_sizes(10, 4), chunk_sizes(5, 4), chunk_sizes(2, 4)
     ((3, 3, 3, 1), (2, 2, 1, 0), (1, 1, 0, 0))
@@ -75,15 +75,15 @@ def _deal_rows(length: int, shard: Shard, count: int, axis: str) -> list[tuple[i
     sizes = chunk_sizes(length, count) if shard.sizes is None else shard.sizes
     if len(sizes) != count or sum(sizes) != length:
         raise LayoutError(
-            f"dim {shard.dim} of length {length} is split in sizes {sizes} over axis {axis!r} of {count} ranks; "
-            f"give {count} sizes that add up to {length}"
+            f"dim {shard.dim} of length {length} is split into sizes {sizes} over axis {axis!r} of {count} ranks; "
+            f"pass {count} sizes that add up to {length}"
         )
     edges = bounds(sizes)
     return [(i, edges[i], edges[i + 1]) for i in range(count)]
 
 
 def _take_interval_rows(part: DimIntervals, start: int, stop: int) -> list[Interval]:
-    """Rows `start` to `stop` of the concatenation of a part's intervals; an empty range gives an empty interval."""
+    """Rows `start` to `stop` of the concatenation of a part's intervals; an empty range returns an empty interval."""
     if len(part) == 1:
         return [(part[0][0] + start, part[0][0] + stop)]
     rows: list[Interval] = []
@@ -121,7 +121,7 @@ class Shard:
 
     - `sizes`: the length each rank of the axis gets; zeros are fine.
     - `groups`: the dim is a concatenation of groups of these lengths (a fused QKV weight), each split on its own.
-    - `block`: blocks of this length are dealt to the ranks in turn (block-cyclic).
+    - `block`: blocks of this length are assigned to the ranks in turn (block-cyclic).
 
     >>> Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2)
     (Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2))
@@ -163,7 +163,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank of the axis holds an addend; the value is their reduction, still to be done.
+    """Every rank of the axis holds an addend; the value is their reduction, which is still pending.
 
     >>> Partial(), Partial("max")
     (Partial('sum'), Partial('max'))

@@ -1,4 +1,4 @@
-"""Layouts as plain JSON, both ways."""
+"""Layouts to and from plain JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def layout_from_json(data: dict[str, Any]) -> Layout:
-    """The layout that `layout_to_json` wrote, checked anew."""
+    """The layout that `layout_to_json` wrote, checked again."""
     try:
         return spec_from_json(data["spec"]).layout(data["shape"])
     except (KeyError, TypeError, IndexError) as error:

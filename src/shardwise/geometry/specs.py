@@ -38,7 +38,7 @@ class _ProductSpec(ShardingSpec):
 
 @dataclass(frozen=True)
 class ChunkSpec(_ProductSpec):
-    """Chunks along one dim, as `torch.chunk` cuts them, chunk i on `ranks[i]`; a rank may stand several times.
+    """Chunks along one dim, as `torch.chunk` splits them, chunk i on `ranks[i]`; a rank may appear several times.
 
     >>> layout = ChunkSpec(0, ranks=(2, 0, 1)).layout((7,))
     >>> [str(p) for p in layout.pieces]
@@ -93,7 +93,7 @@ class GridSpec(_ProductSpec):
         array = freeze_array(ranks)
         if array.shape != counts and array.shape[:-1] != counts:
             raise LayoutError(
-                f"splits {chosen} make a grid of shape {counts}; give a rank array of this shape "
+                f"splits {chosen} make a grid of shape {counts}; pass a rank array of this shape "
                 f"(or with one more axis for replicas), got shape {array.shape}"
             )
         array = freeze_array(array.reshape((*counts, -1))) if array.size else array
@@ -106,7 +106,7 @@ class GridSpec(_ProductSpec):
         copies = np.sort(self.ranks, axis=-1)
         if (copies[..., 1:] == copies[..., :-1]).any():
             raise LayoutError(
-                "GridSpec: the replicas of a cell are on different ranks; one rank stands twice for a cell"
+                "GridSpec: the replicas of a cell are on different ranks; one rank appears twice for a cell"
             )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -118,7 +118,7 @@ class GridSpec(_ProductSpec):
         sizes = [chunk_sizes(n, s) if isinstance(s, int) else s for n, s in zip(shape, self.splits, strict=True)]
         for dim, (cut, length) in enumerate(zip(sizes, shape, strict=True)):
             if sum(cut) != length or min(cut, default=0) < 0:
-                raise LayoutError(f"dim {dim} of length {length} is split in sizes {cut}; they must add up to {length}")
+                raise LayoutError(f"dim {dim} of length {length} is split into sizes {cut}, which must sum to {length}")
         return grid_cells(sizes, self.ranks)
 
     def __eq__(self, other: object) -> bool:
@@ -181,7 +181,7 @@ class MeshSpec(_ProductSpec):
         for axis in named:
             self.mesh.axis_index(axis)
         if len(set(named)) != len(named):
-            raise LayoutError(f"order names an axis twice: {tuple(named)}")
+            raise LayoutError(f"an axis appears twice in order: {tuple(named)}")
         rest = [a for a in self.mesh.axes if a not in named]
         return tuple(named + rest) if named else self.mesh.axes
 
@@ -214,7 +214,7 @@ class MeshSpec(_ProductSpec):
         if placement.groups is not None and sum(placement.groups) != shape[dim]:
             raise LayoutError(
                 f"dim {dim} of length {shape[dim]} is declared as groups {placement.groups}, which add up to "
-                f"{sum(placement.groups)}; give groups that add up to {shape[dim]}"
+                f"{sum(placement.groups)}; pass groups that add up to {shape[dim]}"
             )
         return Shard(dim, placement.sizes, placement.groups, placement.block)
 
@@ -242,7 +242,7 @@ def placement_to_json(placement: Placement) -> dict[str, Any]:
 
 
 class EnumerableSpec(ShardingSpec):
-    """Any disjoint boxes that cover the tensor; a rank holds none, one or many, in the order given.
+    """Any disjoint boxes that cover the tensor; a rank has none, one or many, in the listed order.
 
     With `replicated=True` several ranks may hold the very same box.
 

@@ -1,4 +1,4 @@
-"""A planner that places whole tables and splits those that do not fit, so that every rank holds about as many bytes.
+"""A planner that places whole tables and splits those that do not fit, so that ranks hold about equal bytes.
 
 1. What is not a table is held by every rank and fills all of them alike.
 2. Tables are taken from the largest to the smallest. One that fits on the emptiest rank goes there whole.
@@ -23,13 +23,13 @@ Heap: TypeAlias = list[tuple[int, int]]  # the bytes of a rank and its place amo
 BAR = 40
 
 
-def in_embedding(name: str, owner: nn.Module) -> bool:
+def is_embedding_table(name: str, owner: nn.Module) -> bool:
     """Whether a parameter is the table of an nn.Embedding or nn.EmbeddingBag."""
     return isinstance(owner, nn.Embedding | nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
-class Placing:
+class TablePlacement:
     """Where one table goes: ranks and the number of rows of each, in the order of the rows."""
 
     name: str
@@ -52,7 +52,7 @@ class Balance:
 
     bytes_by_rank: dict[int, int]
     replicated_bytes: int
-    placings: tuple[Placing, ...]
+    placings: tuple[TablePlacement, ...]
 
     @property
     def ratio(self) -> float:
@@ -94,12 +94,12 @@ class BalancedPlanner(ShardingPlanner):
         ranks: int | Sequence[int],
         memory_limit: int | None = None,
         *,
-        is_table: IsTable = in_embedding,
+        is_table: IsTable = is_embedding_table,
         bytes_per_byte: float = 1.0,
     ) -> None:
         self.ranks = tuple(range(ranks)) if isinstance(ranks, int) else tuple(ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"BalancedPlanner needs ranks, each once; got {list(self.ranks)}")
+            raise ValueError(f"BalancedPlanner needs distinct ranks; got {list(self.ranks)}")
         self.memory_limit, self.is_table, self.bytes_per_byte = memory_limit, is_table, bytes_per_byte
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
@@ -138,32 +138,32 @@ class BalancedPlanner(ShardingPlanner):
         if limit is not None and tables + rest * count > limit * count:
             raise ValueError(
                 f"{tables + rest * count:,} bytes do not fit in {count} ranks of {limit:,} bytes: {tables:,} bytes of "
-                f"tables and {rest:,} bytes of other parameters on each rank; give a memory_limit of at least "
+                f"tables and {rest:,} bytes of other parameters on each rank; pass a memory_limit of at least "
                 f"{-(-tables // count) + rest:,} bytes, or more ranks"
             )
 
-    def _place(self, name: str, tensor: Tensor, loads: dict[int, int], heap: Heap) -> Placing:
+    def _place(self, name: str, tensor: Tensor, loads: dict[int, int], heap: Heap) -> TablePlacement:
         """Put a table on the emptiest rank, the first of the heap; one that does not fit there has no parts yet."""
         rows = tensor.shape[0]
         row_bytes = -(-self.bytes_of(tensor) // rows) if rows else 0
         held, place = heap[0]
         if self.memory_limit is not None and held + rows * row_bytes > self.memory_limit:
-            return Placing(name, tuple(tensor.shape), row_bytes, ())
+            return TablePlacement(name, tuple(tensor.shape), row_bytes, ())
         emptiest = self.ranks[place]
         loads[emptiest] += rows * row_bytes
         heapreplace(heap, (loads[emptiest], place))
-        return Placing(name, tuple(tensor.shape), row_bytes, ((emptiest, rows),))
+        return TablePlacement(name, tuple(tensor.shape), row_bytes, ((emptiest, rows),))
 
-    def _split(self, placing: Placing, loads: dict[int, int], limit: int) -> Placing:
+    def _split(self, placing: TablePlacement, loads: dict[int, int], limit: int) -> TablePlacement:
         """Give each rank rows so that the emptiest are filled to one level."""
         rows, row_bytes = placing.shape[0], placing.row_bytes
         room = {rank: (limit - loads[rank]) // row_bytes for rank in self.ranks}
         if sum(room.values()) < rows:
             raise ValueError(
                 f"{placing.name} has {rows:,} rows of {row_bytes:,} bytes, and the ranks have room for "
-                f"{sum(room.values()):,} of them within {limit:,} bytes each; give a larger memory_limit or more ranks"
+                f"{sum(room.values()):,} of them within {limit:,} bytes each; pass a larger memory_limit or more ranks"
             )
-        level = _level(sorted(loads.values()), rows * row_bytes)
+        level = _find_fill_level(sorted(loads.values()), rows * row_bytes)
         given = {r: max(0, min(room[r], int((level - loads[r]) // row_bytes))) for r in self.ranks}
         heap = [(loads[r] + given[r] * row_bytes, i) for i, r in enumerate(self.ranks) if given[r] < room[r]]
         heapify(heap)
@@ -177,10 +177,10 @@ class BalancedPlanner(ShardingPlanner):
         return replace(placing, parts=tuple((rank, count) for rank, count in given.items() if count))
 
 
-def _level(loads: Sequence[int], size: int) -> float:
+def _find_fill_level(loads: Sequence[int], size: int) -> float:
     """The height that `size` reaches when it is poured over ascending loads.
 
-    >>> _level([0, 10, 50], 30)
+    >>> _find_fill_level([0, 10, 50], 30)
     20.0
     """
     total = size

@@ -26,11 +26,11 @@ from shardwise.ops.engine.mixed import plain_as_replicated
 from shardwise.ops.engine.view_sharding import NoViewError, express_shard
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-Reading = tuple[nn.Module, AbstractContextManager[None]]
-_open: ContextVar[tuple[Reading, ...]] = ContextVar("shardwise_inputs", default=())
+InputScope = tuple[nn.Module, AbstractContextManager[None]]
+_input_scopes: ContextVar[tuple[InputScope, ...]] = ContextVar("shardwise_inputs", default=())
 
 
-def read_inputs(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
+def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     """Make a model read its plain inputs as a plan says."""
     placements = plan.input_placements
     assert placements is not None
@@ -38,72 +38,72 @@ def read_inputs(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         taken: tuple[Any, Any]
         if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests
-            taken = tuple(_placed(args, plan.mesh, placements, comm)), kwargs
+            taken = tuple(_place_tensors(args, plan.mesh, placements, comm)), kwargs
         else:
-            taken = placed((args, kwargs), plan.mesh, placements, comm)
+            taken = place_inputs((args, kwargs), plan.mesh, placements, comm)
         reading = plain_as_replicated()
         reading.__enter__()
-        _open.set((*_open.get(), (module, reading)))
+        _input_scopes.set((*_input_scopes.get(), (module, reading)))
         return taken
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(_leave, always_call=True)
+    module.register_forward_hook(_leave_input_scope, always_call=True)
 
 
-def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    opened = _open.get()
+def _leave_input_scope(module: nn.Module, _args: Any, _output: Any) -> None:
+    opened = _input_scopes.get()
     if opened and opened[-1][0] is module:  # not so if the inputs could not be placed
-        _open.set(opened[:-1])
+        _input_scopes.set(opened[:-1])
         opened[-1][1].__exit__(None, None, None)
 
 
-def placed(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> Any:
+def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> Any:
     """The same nest of arguments with its plain tensors as ShardedTensors: whole ones, or parts of dim 0.
 
     >>> import torch
     >>> from shardwise.comm import run_local
     >>> def body(comm):
     ...     batch = torch.ones(comm.rank + 1, 3)
-    ...     return tuple(placed([batch], Mesh.of(dp=2), (Shard(0),), comm)[0].shape)
+    ...     return tuple(place_inputs([batch], Mesh.of(dp=2), (Shard(0),), comm)[0].shape)
     >>> run_local(body, 2)
     [(3, 3), (3, 3)]
     """
     leaves, structure = pytree.tree_flatten(tree)
-    return pytree.tree_unflatten(_placed(leaves, mesh, placements, comm), structure)
+    return pytree.tree_unflatten(_place_tensors(leaves, mesh, placements, comm), structure)
 
 
-def _placed(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:
+def _place_tensors(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:
     found = list(values)
     plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
     shapes = [tuple(found[i].shape) for i in plain]
     if any(isinstance(p, Shard) for p in placements):
-        layouts = _part_layouts(shapes, mesh, placements, comm)
+        layouts = _gather_part_layouts(shapes, mesh, placements, comm)
     else:
-        layouts = [_whole_layout(shape, mesh, tuple(placements)) for shape in shapes]
+        layouts = [_replicated_input_layout(shape, mesh, tuple(placements)) for shape in shapes]
     for index, layout in zip(plain, layouts, strict=True):
         found[index] = wrap(layout, (found[index].contiguous(),), comm)
     return found
 
 
 @lru_cache(maxsize=1024)
-def _whole_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+def _replicated_input_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
     return MeshSpec(mesh, placements).layout(shape)
 
 
-def _part_layouts(
+def _gather_part_layouts(
     shapes: Sequence[tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement], comm: Comm
 ) -> list[Layout]:
-    """The layouts of which these are this rank's parts; one small exchange tells the lengths of all ranks."""
+    """The layouts of which these are this rank's parts; one small exchange collects the lengths of all ranks."""
     told = comm.all_gather_bytes(json.dumps(shapes).encode(), label="inputs")
     by_rank = {r: [tuple(s) for s in json.loads(data)] for r, data in zip(comm.ranks, told, strict=True)}
     if any(len(given) != len(shapes) for given in by_rank.values()):
         raise DisagreementError(
-            f"inputs: the ranks pass {sorted({len(g) for g in by_rank.values()})} plain tensors; pass as many on each"
+            f"inputs: the ranks pass {sorted({len(g) for g in by_rank.values()})} plain tensors; pass equally many"
         )
-    return [_layout({r: g[i] for r, g in by_rank.items()}, mesh, placements) for i in range(len(shapes))]
+    return [_infer_input_layout({r: g[i] for r, g in by_rank.items()}, mesh, placements) for i in range(len(shapes))]
 
 
-def _layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
+def _infer_input_layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
     """The layout of one input from the shapes of all ranks' parts."""
     cut = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
     ranks = np.moveaxis(mesh.ranks, cut, range(len(cut)))
@@ -113,17 +113,17 @@ def _layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence
     if any(s[1:] != first[1:] or len(s) != len(first) for s in shapes.values()) or (found != lengths[..., None]).any():
         raise DisagreementError(
             f"inputs: the parts have the shapes {sorted(set(shapes.values()))}; parts differ in dim 0 only, and only "
-            f"along {_named(mesh, cut)}"
+            f"along {_format_axes(mesh, cut)}"
         )
     if not first:
         return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(())
     given = list(placements)
     for level, axis in enumerate(cut):
-        given[axis] = _split(lengths.sum(tuple(range(level + 1, len(cut)))), mesh, axis)
+        given[axis] = _infer_split(lengths.sum(tuple(range(level + 1, len(cut)))), mesh, axis)
     return MeshSpec(mesh, given).layout((int(lengths.sum()), *first[1:]))
 
 
-def _split(lengths: IntArray, mesh: Mesh, axis: int) -> Shard:
+def _infer_split(lengths: IntArray, mesh: Mesh, axis: int) -> Shard:
     """How an axis cuts dim 0, from the lengths along it (last) in each part of the axes before it."""
     sizes = [tuple(row) for row in lengths.reshape(-1, lengths.shape[-1]).tolist()]
     try:
@@ -131,10 +131,10 @@ def _split(lengths: IntArray, mesh: Mesh, axis: int) -> Shard:
     except NoViewError:
         raise DisagreementError(
             f"inputs: the parts along axis {mesh.axes[axis]!r} have the lengths {' and '.join(map(str, sizes))} in the "
-            "parts of the axes before it; give the same lengths in all of them, or those of torch.chunk"
+            "parts of the axes before it; use the same lengths in all of them, or those of torch.chunk"
         ) from None
 
 
-def _named(mesh: Mesh, axes: Sequence[int]) -> str:
+def _format_axes(mesh: Mesh, axes: Sequence[int]) -> str:
     names = [repr(mesh.axes[axis]) for axis in axes]
     return f"axis {names[0]}" if len(names) == 1 else f"the axes {', '.join(names)}"

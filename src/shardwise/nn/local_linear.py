@@ -1,9 +1,9 @@
-"""`linear` of plain inputs with a sharded weight: each rank brings its own rows and gets its own result.
+"""`linear` of plain inputs with a sharded weight: each rank passes its own rows and gets its own result.
 
-Of two ways the one that moves fewer bytes is taken, by numbers that all ranks know:
+Of two strategies the one that moves fewer bytes is chosen, by numbers that all ranks know:
 
-1. the weight goes to every rank, and each multiplies its own rows; gradients of the weight are summed on the way back;
-2. the rows of all ranks form one sharded tensor, the engine multiplies it with the weight as it lies, and each rank
+1. the weight goes to every rank, and each multiplies its own rows; gradients of the weight are summed in backward;
+2. the rows of all ranks form one sharded tensor, the engine multiplies it with the weight in its layout, and each rank
    gets its rows of the result.
 """
 
@@ -17,38 +17,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError
-from shardwise.embedding.local_batch import as_matrix, is_local_batch, otherwise
+from shardwise.embedding.local_batch import as_matrix, default_implementation, is_local_batch
 from shardwise.geometry import Mesh, MeshSpec, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor.dispatch import register_handler
-from shardwise.tensor.move import replicated_layout, move_to
+from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-_linear_of_sharded = otherwise(F.linear)
+_linear_of_sharded = default_implementation(F.linear)
 
 
 @register_handler(F.linear)
 def _linear(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    if _is_local(*args, **kwargs):
-        return _of_local_rows(*args, **kwargs)
+    if _is_local_linear(*args, **kwargs):
+        return _linear_local_rows(*args, **kwargs)
     return _linear_of_sharded(types, args, kwargs, comm)
 
 
-def _is_local(input: Any, weight: Any, bias: Any = None) -> bool:
+def _is_local_linear(input: Any, weight: Any, bias: Any = None) -> bool:
     return is_local_batch((input,), (weight, bias))
 
 
-def _of_local_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    mesh = _mesh_of(weight) if isinstance(weight, ShardedTensor) else None
-    result = _over_mesh(input, weight, mesh) if mesh is not None and isinstance(weight, ShardedTensor) else None
+def _linear_local_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    mesh = _sharding_mesh(weight) if isinstance(weight, ShardedTensor) else None
+    result = _linear_over_mesh(input, weight, mesh) if mesh is not None and isinstance(weight, ShardedTensor) else None
     if result is None:
-        return F.linear(input, _whole(weight), None if bias is None else _whole(bias))
-    return result if bias is None else result + _whole(bias)
+        return F.linear(input, _gather_parameter(weight), None if bias is None else _gather_parameter(bias))
+    return result if bias is None else result + _gather_parameter(bias)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _gather_parameter(parameter: Tensor) -> Tensor:
     """All of a parameter, its gradients summed over the ranks."""
     if not isinstance(parameter, ShardedTensor):
         return parameter
@@ -58,7 +58,7 @@ def _whole(parameter: Tensor) -> Tensor:
     return vary_along(wrap(dst, locals_, comm, dtype=parameter.dtype, anchor=anchor), dst, (0,))
 
 
-def _mesh_of(weight: ShardedTensor) -> Mesh | None:
+def _sharding_mesh(weight: ShardedTensor) -> Mesh | None:
     """The one axis over all ranks that cuts the weight, if it is laid out so."""
     view = mesh_view(weight.sharding)
     if view is None or view.mesh.ndim != 1 or set(view.mesh.ranks.tolist()) != set(weight.comm.ranks):
@@ -66,8 +66,8 @@ def _mesh_of(weight: ShardedTensor) -> Mesh | None:
     return view.mesh if isinstance(view.placements[0], Shard) and weight.comm.world_size > 1 else None
 
 
-def _over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tensor | None:
-    """The second way, or None where the first one moves less."""
+def _linear_over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tensor | None:
+    """The second strategy, or None where the first one moves less."""
     comm, rows = weight.comm, as_matrix(input)
     own = torch.tensor([*rows.shape, int(input.requires_grad)], device=comm.device)
     told = dict(zip(comm.ranks, (t.tolist() for t in comm.all_gather(own, label="linear")), strict=True))
@@ -89,5 +89,5 @@ def _check_widths(widths: dict[int, int], weight: ShardedTensor) -> None:
     if wrong:
         raise DisagreementError(
             f"linear: a weight of shape {tuple(weight.shape)} takes inputs of width {weight.shape[1]}; the ranks "
-            f"{sorted(wrong)} bring {sorted(set(wrong.values()))}"
+            f"{sorted(wrong)} pass {sorted(set(wrong.values()))}"
         )

@@ -1,7 +1,7 @@
 """Parameters that have no values yet: only the local parts are allocated, then filled alike for every layout.
 
 Values come from the user's `init(model)` (a checkpoint, say) or from `reset_parameters` of the modules that own the
-parameters. torch's random fills give a ShardedTensor the same values in every layout, so rank 0 never holds the whole.
+parameters. torch's random fills produce the same values in every layout, so rank 0 never needs the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.embedding.slabs import share
+from shardwise.embedding.slabs import owned_rows
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.creation import empty
@@ -21,10 +21,12 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.spec_shard import shard_tensor
 
 Initialiser: TypeAlias = Callable[[nn.Module], object]
-RESETS = ("reset_parameters", "_reset_parameters")
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 
-def laid_out(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupOrComm | None) -> ShardedTensor:
+def shard_or_allocate(
+    tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: GroupOrComm | None
+) -> ShardedTensor:
     """A tensor laid out by a spec: the values of the source rank, or none for a tensor on the meta device."""
     if tensor.is_meta:
         return empty(spec, *tensor.shape, dtype=tensor.dtype, process_group=process_group)
@@ -49,7 +51,7 @@ def check_initialisers(owners: dict[str, nn.Module], init: Initialiser | None) -
     silent = [
         f"{path or type(part).__name__} ({', '.join(_meta_names(part))})"
         for path, part in owners.items()
-        if not any(hasattr(part, reset) for reset in RESETS)
+        if not any(hasattr(part, reset) for reset in RESET_METHODS)
     ]
     if silent:
         raise ValueError(
@@ -69,7 +71,7 @@ def initialise(module: nn.Module, owners: dict[str, nn.Module], init: Initialise
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and padding is not None:
             _reset_table(part, padding)
         else:
-            next(getattr(part, reset) for reset in RESETS if hasattr(part, reset))()
+            next(getattr(part, reset) for reset in RESET_METHODS if hasattr(part, reset))()
 
 
 def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
@@ -80,7 +82,7 @@ def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
         with torch.no_grad():
             weight[padding].fill_(0)
         return
-    for band in share(weight.sharding, weight.comm.rank, None).bands:
+    for band in owned_rows(weight.sharding, weight.comm.rank, None).slabs:
         local = weight.local_parts[band.slot].detach()
         _, rows = band.runs.find(np.array([padding % weight.shape[0]]))
-        band.of_local(local)[rows.tolist()] = 0
+        band.take_columns(local)[rows.tolist()] = 0

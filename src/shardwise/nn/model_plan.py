@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardingSpec
-from shardwise.nn.patterns import PlanError, match, read_placements
+from shardwise.nn.patterns import PlanError, match_patterns, read_placements
 
 
 class Sharder(ABC):
-    """Shards a whole module in a way that specs of single parameters cannot say."""
+    """Shards a whole module in a way that specs of single parameters cannot express."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
@@ -29,8 +29,8 @@ class Sharder(ABC):
 class ShardingPlan:
     """What `shard_module` does to a model; "" names the model itself.
 
-    `plan` gives a spec for each parameter, or a `Sharder` for each module, to shard. `output_plan` gives a spec for
-    each module whose sharded output is laid out anew. Modules in `return_local_tensor` return their local tensor.
+    `plan` maps each parameter to a spec, or each module to a `Sharder`. `output_plan` has a spec for
+    each module whose sharded output is redistributed. Modules in `return_local_tensor` return their local tensor.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> plan = ShardingPlan({"fc1.weight": ChunkSpec(0, ranks=4)}, return_local_tensor=["fc1"])
@@ -70,7 +70,7 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How the parameters of a model lie on a mesh, by pattern; parameters without a pattern are replicated.
+    """How the parameters of a model are laid out on a mesh, by pattern; parameters without a pattern are replicated.
 
     - `parameters`: pattern to placements, in the notation (see `shardwise.nn.patterns`).
     - `axis`: the axis that a single placement without a name is for.
@@ -115,14 +115,14 @@ class ModelPlan:
     def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
         """The spec of every parameter; raises `PlanError` with all that does not fit."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
-        matched = match(self.parameters, list(tensors))
+        matched = match_patterns(self.parameters, list(tensors))
         problems: list[str] = []
         found: dict[str, MeshSpec] = {}
         for name, tensor in tensors.items():
             spec = self._spec(name, tuple(tensor.shape), matched.get(name), problems)
             if spec is not None:
                 found[name] = spec
-        problems += _share_alike(tensors, found, matched)
+        problems += _unify_shared_specs(tensors, found, matched)
         if problems:
             raise PlanError("\n".join(problems))
         return found
@@ -133,7 +133,7 @@ class ModelPlan:
         >>> ModelPlan(Mesh.of(tp=2), {"*.weight": "S(0)"}).specs_of({"up.weight": (8, 4), "up.bias": (8,)})["up.bias"]
         MeshSpec(tp=2, (Replicate(),))
         """
-        matched = match(self.parameters, list(shapes))
+        matched = match_patterns(self.parameters, list(shapes))
         problems: list[str] = []
         found = {name: self._spec(name, shape, matched.get(name), problems) for name, shape in shapes.items()}
         if problems:
@@ -142,14 +142,14 @@ class ModelPlan:
 
     def _spec(self, name: str, shape: tuple[int, ...], pattern: str | None, problems: list[str]) -> MeshSpec | None:
         try:
-            spec = self.replicated if pattern is None else self._written(self.parameters[pattern])
+            spec = self.replicated if pattern is None else self._parse_pattern_spec(self.parameters[pattern])
             spec.layout(shape)
         except LayoutError as error:
             problems.append(f"{name} ({pattern!r}): {error}")
             return None
         return spec
 
-    def _written(self, text: str) -> MeshSpec:
+    def _parse_pattern_spec(self, text: str) -> MeshSpec:
         placements = read_placements(text, self.mesh, self.axis, self.lengths)
         if any(isinstance(p, Partial) for p in placements):
             raise LayoutError(f"{text!r}: a parameter is sharded or replicated, never pending")
@@ -167,7 +167,9 @@ class ModelPlan:
             yield name, tensor, specs[name].layout(tuple(tensor.shape))
 
 
-def _share_alike(tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matched: Mapping[str, str]) -> list[str]:
+def _unify_shared_specs(
+    tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matched: Mapping[str, str]
+) -> list[str]:
     """Give all names of a shared parameter the spec of the one that has a pattern; return what contradicts."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -189,7 +191,7 @@ def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
     for pattern, text in parameters.items():
         if not isinstance(text, str):
             raise PlanError(
-                f"{pattern!r}: a plan by patterns has placements in text, such as 'tp: S(0)', got "
+                f"{pattern!r}: a plan by patterns has placements as strings, such as 'tp: S(0)', got "
                 f"{type(text).__name__}; specs of single parameters belong in a ShardingPlan"
             )
 
@@ -200,5 +202,5 @@ def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:
     if any(p != Shard(0) for p in cut) or any(isinstance(p, Partial) for p in placements):
         raise PlanError(
             f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
-            "'dp: S(0)'; the lengths of parts are those of each batch, so give neither sizes nor other dims"
+            "'dp: S(0)'; the lengths of parts are those of each batch, so pass neither sizes nor other dims"
         )

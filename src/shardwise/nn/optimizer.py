@@ -1,7 +1,7 @@
 """An optimizer over the local tensors of sharded parameters, whose state is saved and loaded by parameter name.
 
 State that has its parameter's shape (momenta, averages) is itself a ShardedTensor of the parameter's layout: it is
-checkpointed and laid out anew like the parameter.
+checkpointed and redistributed like the parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor, nn, optim
 
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-Options: TypeAlias = dict[str, Any]
+OptimizerState: TypeAlias = dict[str, Any]
 # These look at a parameter as a whole (norms, row means, matrix products), so that a part of it is not enough.
-_OF_WHOLE = tuple(getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(optim, name))
+_WHOLE_PARAMETER_OPTIMIZERS = tuple(
+    getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(optim, name)
+)
 
 
 def named_params_with_sharded_tensor(
@@ -48,7 +50,7 @@ class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer, on the local tensors of sharded and plain parameters.
 
     It treats every element on its own, as SGD, Adam and most others do. Those that look at a parameter as a whole
-    (LBFGS, Adafactor, Muon) are refused for parameters that are cut: give them the ShardedTensors themselves.
+    (LBFGS, Adafactor, Muon) are refused for parameters that are split: pass them the ShardedTensors themselves.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = ShardedOptimizer({"weight": weight}, optim.SGD, lr=0.5)
@@ -67,7 +69,7 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.named_params = _named(named_params)
+        self.named_params = _collect_named_parameters(named_params)
         self._groups: list[list[str]] = [list(self.named_params)]
         tensors = [local for value in self.named_params.values() for local in local_tensors(value)]
         # A rank may hold no part of any parameter: torch takes an empty group, but no empty list.
@@ -92,7 +94,7 @@ class ShardedOptimizer(optim.Optimizer):
         """Make the state that the first step would make, and change no parameter: something to load a checkpoint into.
 
         It takes a step with gradients of zero and a learning rate of zero; parameters that have state are left out.
-        Load before the next step, since counters stand at one step already.
+        Load before the next step, since counters are already at one step.
 
         >>> optimizer = ShardedOptimizer({"w": nn.Parameter(torch.ones(2))}, optim.Adam)
         >>> optimizer.init_state()
@@ -118,10 +120,10 @@ class ShardedOptimizer(optim.Optimizer):
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Add parameters with their own options; `params` maps names to parameters (or lists such pairs)."""
-        named = _named(param_group["params"])
+        named = _collect_named_parameters(param_group["params"])
         twice = sorted(named.keys() & self.named_params.keys())
         if twice:
-            raise ValueError(f"the parameters {twice} are in another group already; give each parameter once")
+            raise ValueError(f"the parameters {twice} are in another group already; pass each parameter once")
         _check_elementwise(self._optim, named)
         locals_ = [local for value in named.values() for local in local_tensors(value)]
         self._optim.add_param_group({**param_group, "params": locals_})
@@ -132,34 +134,34 @@ class ShardedOptimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name; called on every rank when a rank holds no part of some parameter."""
         groups = zip(self._optim.param_groups, self._groups, strict=True)
-        options = [{**_options(group), "params": list(names)} for group, names in groups]
+        options = [{**_group_options(group), "params": list(names)} for group, names in groups]
         return {
             "state": {n: s for n, p in self.named_params.items() if (s := self._state_of(p))},
             "param_groups": options,
         }
 
-    def _state_of(self, parameter: Tensor) -> Options:
+    def _state_of(self, parameter: Tensor) -> OptimizerState:
         """Return the state of one parameter; tensors of the shape of the local tensors become sharded like it."""
         locals_ = local_tensors(parameter)
         states = [self._optim.state.get(local, {}) for local in locals_]
         if not isinstance(parameter, ShardedTensor):
             return dict(states[0])
-        found: Options = {}
+        found: OptimizerState = {}
         for key, value in (states[0] if states else {}).items():
             parts = tuple(state[key] for state in states)
             alike = all(isinstance(p, Tensor) and p.shape == t.shape for p, t in zip(parts, locals_, strict=True))
             found[key] = wrap(parameter.sharding, parts, parameter.comm) if alike else value
-        return found | _state_held_elsewhere(parameter, found)
+        return found | _gather_missing_state(parameter, found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over state and options from `state_dict()`, laid out anew where the layouts differ."""
+        """Take over state and options from `state_dict()`, redistributed where the layouts differ."""
         names = [list(group["params"]) for group in state_dict["param_groups"]]
         if names != self._groups:
             raise ValueError(
                 f"the state has the parameter groups {names}, this optimizer has {self._groups}; "
-                "they must hold the same names in the same order"
+                "they must have the same names in the same order"
             )
-        state: dict[int, Options] = {}
+        state: dict[int, OptimizerState] = {}
         groups, index = [], 0
         for group in state_dict["param_groups"]:
             first = index
@@ -167,20 +169,23 @@ class ShardedOptimizer(optim.Optimizer):
                 for local_state in self._states_for(name, state_dict["state"].get(name, {})):
                     state |= {index: local_state} if local_state else {}
                     index += 1
-            groups.append({**_options(group), "params": list(range(first, index))})
+            groups.append({**_group_options(group), "params": list(range(first, index))})
         self._optim.load_state_dict({"state": state, "param_groups": groups})
         self._share()
 
-    def _states_for(self, name: str, state: Mapping[str, Any]) -> list[Options]:
+    def _states_for(self, name: str, state: Mapping[str, Any]) -> list[OptimizerState]:
         """Return the state of each local tensor of a parameter."""
         parameter = self.named_params[name]
         if not isinstance(parameter, ShardedTensor):
             return [dict(state)]
-        laid_out = {key: _like_parameter(name, key, value, parameter) for key, value in state.items()}
-        return [{key: _slot(value, i) for key, value in laid_out.items()} for i in range(len(parameter.local_parts))]
+        laid_out = {key: _lay_out_like_parameter(name, key, value, parameter) for key, value in state.items()}
+        return [
+            {key: _take_local_slot(value, i) for key, value in laid_out.items()}
+            for i in range(len(parameter.local_parts))
+        ]
 
 
-def _named(params: object) -> dict[str, Tensor]:
+def _collect_named_parameters(params: object) -> dict[str, Tensor]:
     """Parameters by name, from a mapping or from pairs."""
     pairs = (
         list(params.items()) if isinstance(params, Mapping) else list(params) if isinstance(params, Iterable) else []
@@ -195,38 +200,38 @@ def _named(params: object) -> dict[str, Tensor]:
 
 def _check_elementwise(optimizer: optim.Optimizer, named: Mapping[str, Tensor]) -> None:
     """Raise if an optimizer that needs whole parameters is to work on parts."""
-    if not isinstance(optimizer, _OF_WHOLE):
+    if not isinstance(optimizer, _WHOLE_PARAMETER_OPTIMIZERS):
         return
-    cut = [name for name, p in named.items() if isinstance(p, ShardedTensor) and not _on_every_rank(p)]
+    cut = [name for name, p in named.items() if isinstance(p, ShardedTensor) and not _is_whole_on_every_rank(p)]
     if cut:
         kind = type(optimizer).__name__
         raise ValueError(
-            f"{kind} looks at a parameter as a whole, and ranks hold parts of {len(cut)} parameters, such as "
-            f"{cut[0]!r}; give it the sharded parameters themselves: {kind}(model.parameters(), ...)"
+            f"{kind} needs whole parameters, and ranks have parts of {len(cut)} parameters, such as "
+            f"{cut[0]!r}; pass it the sharded parameters themselves: {kind}(model.parameters(), ...)"
         )
 
 
-def _on_every_rank(parameter: ShardedTensor) -> bool:
+def _is_whole_on_every_rank(parameter: ShardedTensor) -> bool:
     held = parameter.sharding.elements_per_rank()
     return all(held.get(rank) == parameter.numel() for rank in parameter.comm.ranks)
 
 
-def _options(group: Mapping[str, Any]) -> Options:
+def _group_options(group: Mapping[str, Any]) -> OptimizerState:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _state_held_elsewhere(parameter: ShardedTensor, found: Mapping[str, Any]) -> Options:
+def _gather_missing_state(parameter: ShardedTensor, found: Mapping[str, Any]) -> OptimizerState:
     """Return the state that only other ranks hold, counters with their values: every rank then has the same names."""
     comm = parameter.comm
     if set(comm.ranks) <= set(parameter.sharding.ranks):
         return {}
-    mine = {key: _described(value) for key, value in found.items()}
+    mine = {key: _describe_state_value(value) for key, value in found.items()}
     everyone = comm.all_gather_bytes(json.dumps(mine).encode(), label="optimizer state")
-    told: Options = {key: value for data in everyone for key, value in json.loads(data).items()}
-    return {key: _from_description(value, parameter) for key, value in told.items() if key not in found}
+    told: OptimizerState = {key: value for data in everyone for key, value in json.loads(data).items()}
+    return {key: _make_state_value(value, parameter) for key, value in told.items() if key not in found}
 
 
-def _described(value: Any) -> Options:
+def _describe_state_value(value: Any) -> OptimizerState:
     """Return what another rank needs to know of a state: its dtype and, for a single number, its value."""
     if not isinstance(value, Tensor):
         return {"value": value}
@@ -234,7 +239,7 @@ def _described(value: Any) -> Options:
     return {"dtype": dtype} if isinstance(value, ShardedTensor) else {"dtype": dtype, "value": value.tolist()}
 
 
-def _from_description(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
+def _make_state_value(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
     if "dtype" not in told:
         return told["value"]
     dtype, device = getattr(torch, told["dtype"]), parameter.comm.device
@@ -243,7 +248,7 @@ def _from_description(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
     return wrap(parameter.sharding, (), parameter.comm, dtype=dtype, device=device)
 
 
-def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
+def _lay_out_like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -> Any:
     """Return a copy of a state, laid out as its parameter is."""
     if isinstance(value, ShardedTensor):
         return value.clone() if value.sharding == parameter.sharding else value.redistribute(parameter.sharding)
@@ -255,7 +260,7 @@ def _like_parameter(name: str, key: str, value: Any, parameter: ShardedTensor) -
     return value
 
 
-def _slot(value: Any, slot: int) -> Any:
+def _take_local_slot(value: Any, slot: int) -> Any:
     if isinstance(value, ShardedTensor):
         return value.local_parts[slot]
     return value.clone() if isinstance(value, Tensor) else value

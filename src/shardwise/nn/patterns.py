@@ -1,6 +1,6 @@
 """Which parameter does a pattern name, and what does its text say for each axis of the mesh?
 
-A pattern is a parameter's path in which `*` stands for one part and `**` for any number of parts:
+A pattern is a parameter's path in which `*` matches one part and `**` any number of parts:
 
     "blocks.*.mlp.up.weight": "S(0)"                 for the plan's axis, or the mesh's only one
     "blocks.*.attn.qkv.weight": "tp: S(0) groups(q,k,v)"   other axes replicate; q, k and v are numbers of the plan
@@ -20,19 +20,19 @@ from shardwise.geometry import LayoutError, Mesh, Placement, Replicate, parse_pl
 _LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-_NEAR = 3
+_MAX_SUGGESTIONS = 3
 
 
 class PlanError(ValueError):
     """A plan that does not fit its model, with everything that is wrong with it."""
 
 
-def match(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     """The pattern of each name that has one; patterns without a name and names with two are errors.
 
-    >>> match(["blocks.*.up.weight"], ["blocks.0.up.weight", "blocks.1.up.weight", "head.weight"])
+    >>> match_patterns(["blocks.*.up.weight"], ["blocks.0.up.weight", "blocks.1.up.weight", "head.weight"])
     {'blocks.0.up.weight': 'blocks.*.up.weight', 'blocks.1.up.weight': 'blocks.*.up.weight'}
-    >>> match(["block.*.up.weight"], ["blocks.0.up.weight", "head.weight"])
+    >>> match_patterns(["block.*.up.weight"], ["blocks.0.up.weight", "head.weight"])
     Traceback (most recent call last):
     ...
     shardwise.nn.patterns.PlanError: the pattern 'block.*.up.weight' matches no parameter; near it: blocks.0.up.weight
@@ -40,12 +40,12 @@ def match(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     problems = []
     for pattern in patterns:
-        matcher = _compiled(pattern)
+        matcher = _compile_pattern(pattern)
         hits = [name for name in names if matcher.fullmatch(name)]
         for name in hits:
             found.setdefault(name, []).append(pattern)
         if not hits:
-            near = ", ".join(_near(pattern, names)) or "nothing"
+            near = ", ".join(_find_similar_names(pattern, names)) or "nothing"
             problems.append(f"the pattern {pattern!r} matches no parameter; near it: {near}")
     for name, several in found.items():
         if len(several) > 1:
@@ -55,20 +55,20 @@ def match(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     return {name: several[0] for name, several in found.items()}
 
 
-def _near(pattern: str, names: Sequence[str]) -> list[str]:
+def _find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
     """The names most like a pattern, one of several that differ in numbers only.
 
-    >>> _near("layer.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.0.down.weight"])
+    >>> _find_similar_names("layer.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.0.down.weight"])
     ['layers.0.up.weight', 'layers.0.down.weight']
     """
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub("*", name), name)
-    close = get_close_matches(pattern, kinds, n=_NEAR, cutoff=0.6) or list(kinds)[:_NEAR]
+    close = get_close_matches(pattern, kinds, n=_MAX_SUGGESTIONS, cutoff=0.6) or list(kinds)[:_MAX_SUGGESTIONS]
     return [kinds[kind] for kind in close]
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     if not pattern:
         raise PlanError("a pattern is a parameter's path such as 'blocks.*.weight'; got an empty one")
     texts = [".*" if part == "**" else re.escape(part).replace(r"\*", r"[^.]*") for part in pattern.split(".")]
@@ -86,7 +86,7 @@ def read_placements(
     >>> read_placements("S(1)", mesh, axis="tp"), read_placements("S(0), R", mesh)
     ((Replicate(), Shard(1)), (Shard(0), Replicate()))
     """
-    parts = _split(_with_numbers(text, lengths or {}))
+    parts = _split_at_commas(_substitute_lengths(text, lengths or {}))
     named = [_NAMED.match(part) for part in parts]
     if any(named):
         if not all(named):
@@ -95,27 +95,27 @@ def read_placements(
         if len(set(axes)) < len(axes):
             twice = next(a for a in axes if axes.count(a) > 1)
             raise LayoutError(f"{text!r} gives the axis {twice!r} two placements; an axis has one")
-        return _by_axis({m[1]: m[2] for m in named if m is not None}, mesh, text)
+        return _parse_by_axis({m[1]: m[2] for m in named if m is not None}, mesh, text)
     if len(parts) == 1 and mesh.ndim != 1:
         if axis is None:
             raise LayoutError(
-                f"{text!r} does not say which axis of {mesh} it is for; write 'axis: {text}', give the plan an axis, "
-                f"or give {mesh.ndim} placements"
+                f"{text!r} does not say which axis of {mesh} it is for; write 'axis: {text}', set the plan's axis, "
+                f"or write {mesh.ndim} placements"
             )
-        return _by_axis({axis: parts[0]}, mesh, text)
+        return _parse_by_axis({axis: parts[0]}, mesh, text)
     if len(parts) != mesh.ndim:
         raise LayoutError(f"{text!r} has {len(parts)} placements; the mesh {mesh} has {mesh.ndim} axes")
     return tuple(parse_placements(part)[0] for part in parts)
 
 
-def _by_axis(texts: Mapping[str, str], mesh: Mesh, text: str) -> tuple[Placement, ...]:
+def _parse_by_axis(texts: Mapping[str, str], mesh: Mesh, text: str) -> tuple[Placement, ...]:
     unknown = sorted(set(texts) - set(mesh.axes))
     if unknown:
         raise LayoutError(f"{text!r} names the axis {unknown[0]!r}; the mesh has {', '.join(mesh.axes)}")
     return tuple(parse_placements(texts[a])[0] if a in texts else Replicate() for a in mesh.axes)
 
 
-def _with_numbers(text: str, lengths: Mapping[str, int]) -> str:
+def _substitute_lengths(text: str, lengths: Mapping[str, int]) -> str:
     """The text with names of lengths replaced by the lengths."""
 
     def number(word: str) -> str:
@@ -130,10 +130,10 @@ def _with_numbers(text: str, lengths: Mapping[str, int]) -> str:
     return _LENGTHS.sub(lambda m: f"{m[1]}({','.join(map(number, m[2].split(',')))})", text)
 
 
-def _split(text: str) -> list[str]:
-    """Cut at the commas that stand outside of brackets.
+def _split_at_commas(text: str) -> list[str]:
+    """Split at the commas outside brackets.
 
-    >>> _split("S(0) groups(4,2), R")
+    >>> _split_at_commas("S(0) groups(4,2), R")
     ['S(0) groups(4,2)', ' R']
     """
     parts, depth = [""], 0

@@ -17,20 +17,20 @@ from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.placement_specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-Fields: TypeAlias = dict[str, object]
+PlanFields: TypeAlias = dict[str, object]
 
 
-def check_together(comm: Comm, check: Callable[[], Fields]) -> None:
+def check_on_all_ranks(comm: Comm, check: Callable[[], PlanFields]) -> None:
     """Run a check on every rank; raise on all of them if one fails, or if the fields they return differ.
 
     >>> from shardwise.comm import run_local
     >>> try:
-    ...     run_local(lambda comm: check_together(comm, lambda: {"src_rank": comm.rank}), 2)
+    ...     run_local(lambda comm: check_on_all_ranks(comm, lambda: {"src_rank": comm.rank}), 2)
     ... except DisagreementError as error:
     ...     print(error)
-    'shard_module': the ranks give different plans: src_rank is 0 on rank 0 and 1 on rank 1; give the same on every rank
+    'shard_module': the ranks pass different plans: src_rank is 0 on rank 0 and 1 on rank 1; pass the same on every rank
     """
-    own, fields = None, Fields()
+    own, fields = None, PlanFields()
     try:
         fields = check()
     except Exception as error:  # of any kind: the other ranks must hear of it
@@ -54,24 +54,24 @@ def check_mesh(mesh: Mesh, comm: Comm, *, whole: bool) -> None:
     ranks = set(mesh.ranks.reshape(-1).tolist())
     if ranks <= set(comm.ranks) if not whole else ranks == set(comm.ranks):
         return
-    advice = "start as many processes, or give a mesh of ranks that are there"
+    advice = "start that many processes, or pass a mesh of existing ranks"
     if ranks < set(comm.ranks):
         advice = (
-            "with an input_plan all of them take part: give a mesh of all, or the process_group of the mesh's ranks"
+            "with an input_plan all of them take part: pass a mesh of all, or the process_group of the mesh's ranks"
         )
     here, there = name_ranks(sorted(ranks)), name_ranks(comm.ranks)
     raise PlanError(f"the mesh {mesh} has {here}, and the process group has {there}; {advice}")
 
 
-def layouts_of(specs: Mapping[str, ShardingSpec], tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
-    """The layout of each planned tensor, but for specs with a `shard` of a user; raises with all that does not fit."""
+def lay_out_specs(specs: Mapping[str, ShardingSpec], tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
+    """The layout of each planned tensor, except specs with a user's `shard`; raises with all that does not fit."""
     problems, found = [], {}
     for name, spec in specs.items():
         shape = tuple(tensors[name].shape)
         try:
             if isinstance(tensors[name], ShardedTensor):
-                raise PlanError("it is sharded already; lay it out anew with redistribute()")
-            if not _shards_itself(spec):
+                raise PlanError("it is already sharded; change its layout with redistribute()")
+            if not _has_custom_sharding(spec):
                 found[name] = spec.layout(shape)
         except ValueError as error:
             problems.append(f"{name} of shape {shape}: {error}")
@@ -80,13 +80,13 @@ def layouts_of(specs: Mapping[str, ShardingSpec], tensors: Mapping[str, Tensor])
     return found
 
 
-def _shards_itself(spec: ShardingSpec) -> bool:
+def _has_custom_sharding(spec: ShardingSpec) -> bool:
     own = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard)
     return isinstance(spec, PlacementShardingSpec) and type(spec).shard not in own
 
 
 def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:
-    """Raise unless all layouts lie on ranks of a group."""
+    """Raise unless all layouts are on ranks of a group."""
     problems = []
     for name, layout in layouts.items():
         outside = sorted(set(layout.ranks) - set(comm.ranks))
@@ -99,6 +99,6 @@ def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:
         raise PlanError("\n".join(problems))
 
 
-def texts_of(layouts: Mapping[str, Layout]) -> Fields:
+def layout_texts(layouts: Mapping[str, Layout]) -> PlanFields:
     """What ranks compare of their plans."""
     return {name: format_layout_text(layout) for name, layout in layouts.items()}

@@ -1,13 +1,13 @@
 """Plans in files: TOML or JSON, and YAML where PyYAML is installed.
 
-    mesh = "dp=2,tp=4"
-    input_plan = "dp: S(0)"
+mesh = "dp=2,tp=4"
+input_plan = "dp: S(0)"
 
-    [lengths]
-    q = 4096
+[lengths]
+q = 4096
 
-    [parameters]
-    "blocks.*.attn.qkv.weight" = "tp: S(0) groups(q,1024,1024)"
+[parameters]
+"blocks.*.attn.qkv.weight" = "tp: S(0) groups(q,1024,1024)"
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _check_values(data: Mapping[str, Any], source: str) -> None:
     for field, kind in (("parameters", str), ("lengths", int)):
         for name, value in data.get(field, {}).items():
             if not isinstance(name, str):
-                raise PlanError(f"{source}: {field} has names in text, got {name!r}; put it in quotes")
+                raise PlanError(f"{source}: {field} needs strings as names, got {name!r}; put it in quotes")
             if not isinstance(value, kind):
                 raise PlanError(f"{source}: {field} {name!r} is a {kind.__name__}, got {type(value).__name__}")
 
@@ -76,21 +76,21 @@ def _check_values(data: Mapping[str, Any], source: str) -> None:
 def save_plan(plan: ModelPlan, path: str | Path) -> None:
     """Write a plan to a .toml, .json or .yaml file."""
     path, data = Path(path), plan_to_data(plan)
-    kind = _kind(path)
+    kind = _plan_file_kind(path)
     if kind == "json":
         path.write_text(json.dumps(data, indent=2) + "\n")
     elif kind == "toml":
         path.write_text(_to_toml(data))
     else:
-        path.write_text(_yaml_module(path).safe_dump(data, sort_keys=False))
+        path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False))
 
 
 def load_plan(path: str | Path) -> ModelPlan:
     """Read a plan from a .toml, .json or .yaml file."""
     path = Path(path)
-    kind, text = _kind(path), path.read_text()
+    kind, text = _plan_file_kind(path), path.read_text()
     try:
-        data = _yaml_data(path, text) if kind == "yaml" else (json if kind == "json" else tomllib).loads(text)
+        data = _parse_yaml(path, text) if kind == "yaml" else (json if kind == "json" else tomllib).loads(text)
     except ValueError as error:
         raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
     if not isinstance(data, dict):
@@ -98,14 +98,14 @@ def load_plan(path: str | Path) -> ModelPlan:
     return plan_from_data(data, path.name)
 
 
-def _kind(path: Path) -> str:
+def _plan_file_kind(path: Path) -> str:
     kind = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}.get(path.suffix.lower())
     if kind is None:
         raise PlanError(f"{path.name}: a plan's file ends in .toml, .json or .yaml")
     return kind
 
 
-def _yaml_module(path: Path) -> Any:
+def _import_yaml(path: Path) -> Any:
     if _yaml is None:
         raise PlanError(
             f"{path.name}: YAML needs the package PyYAML, which is not installed; install shardwise[yaml], or use .toml"
@@ -113,8 +113,8 @@ def _yaml_module(path: Path) -> Any:
     return _yaml
 
 
-def _yaml_data(path: Path, text: str) -> Any:
-    module = _yaml_module(path)
+def _parse_yaml(path: Path, text: str) -> Any:
+    module = _import_yaml(path)
     try:
         return module.safe_load(text)
     except module.YAMLError as error:
@@ -122,13 +122,13 @@ def _yaml_data(path: Path, text: str) -> Any:
 
 
 def _to_toml(data: Mapping[str, Any]) -> str:
-    """TOML of texts, numbers and tables of them; JSON's quoted texts are TOML's."""
-    lines = [f"{key} = {_quoted(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML."""
+    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
     for key, table in data.items():
         if isinstance(table, dict):
-            lines += ["", f"[{key}]", *(f"{_quoted(name)} = {_quoted(v)}" for name, v in table.items())]
+            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(value: str | int) -> str:
+def _quote_toml(value: str | int) -> str:
     return json.dumps(value, ensure_ascii=False)

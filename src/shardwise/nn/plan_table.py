@@ -77,23 +77,23 @@ class PlanTable:
         groups: dict[tuple[object, ...], list[PlanRow]] = {}
         for row in self.rows:
             groups.setdefault((_NUMBER.sub("#", row.name), row.costs), []).append(row)
-        return tuple(_folded(rows) for rows in groups.values())
+        return tuple(_fold_plan_rows(rows) for rows in groups.values())
 
     def __str__(self) -> str:
-        lines = [HEAD, *map(_cells, self.folded())]
+        lines = [HEAD, *map(_format_plan_row, self.folded())]
         total = (f"all on {self.mesh}", f"{len(self.rows):,}", f"{self.elements:,}", "")
         lines.append((*total, *map(format_bytes, (self.rank_bytes, self.gradient_bytes, self.row_bytes))))
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
+def _format_plan_row(row: PlanRow) -> tuple[str, ...]:
     sizes = (row.rank_bytes, row.gradient_bytes, row.row_bytes)
     shape = "x".join(map(str, row.shape)) or "scalar"
     return (row.name, f"{row.count:,}", shape, row.layout, *(format_bytes(b * row.count) if b else "-" for b in sizes))
 
 
-def _folded(rows: list[PlanRow]) -> PlanRow:
+def _fold_plan_rows(rows: list[PlanRow]) -> PlanRow:
     """One row for parameters whose names differ in numbers only."""
     if len(rows) == 1:
         return rows[0]
@@ -116,13 +116,13 @@ def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     """
     owners = owners_of(module)
     rows = (
-        _row(plan, name, owners[id(tensor)], layout, tensor.dtype.itemsize)
+        _make_plan_row(plan, name, owners[id(tensor)], layout, tensor.dtype.itemsize)
         for name, tensor, layout in plan.layouts(module)
     )
     return PlanTable(str(plan.mesh), tuple(rows))
 
 
-def _row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: Layout, itemsize: int) -> PlanRow:
+def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: Layout, itemsize: int) -> PlanRow:
     spec = layout.spec
     assert isinstance(spec, MeshSpec)
     held = _most_elements(layout) * itemsize
@@ -141,7 +141,7 @@ def _most_elements(layout: Layout) -> int:
     return max(layout.elements_per_rank().values())
 
 
-def _axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, Placement, float]]:
+def _iterate_axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, Placement, float]]:
     """For each axis: what it does to inputs, what it does to the parameter, and the share that other ranks hold."""
     inputs = plan.input_placements or (Replicate(),) * spec.mesh.ndim
     for given, placed, size in zip(inputs, spec.placements, spec.mesh.shape, strict=True):
@@ -149,14 +149,14 @@ def _axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, Placemen
 
 
 def _gradient_bytes(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterator[float]:
-    for (given, placed, share), size in zip(_axes(plan, spec), spec.mesh.shape, strict=True):
+    for (given, placed, share), size in zip(_iterate_axes(plan, spec), spec.mesh.shape, strict=True):
         if isinstance(given, Shard):
             yield share * held * (3 * size if isinstance(placed, Shard) else 2)
 
 
 def _row_bytes(plan: ModelPlan, spec: MeshSpec, owner: nn.Module, shape: tuple[int, ...]) -> Iterator[float]:
     """The elements that a rank receives for one row of the layer's input."""
-    for given, placed, share in _axes(plan, spec):
+    for given, placed, share in _iterate_axes(plan, spec):
         if not isinstance(placed, Shard) or isinstance(given, Shard) or len(shape) != 2:
             continue
         dim = placed.dim % 2

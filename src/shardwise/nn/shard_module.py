@@ -4,7 +4,7 @@
    wrong plan leaves the model whole.
 2. Each planned parameter becomes a ShardedTensor; each module with a `Sharder` is replaced by what it returns.
    Parameters on the meta device get their local parts only, and their values afterwards.
-3. Forward hooks say how plain inputs are read, lay outputs out anew and hand back local tensors.
+3. Forward hooks say how plain inputs are read, redistribute outputs and return local tensors.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, DisagreementError
-from shardwise.embedding.local_batch import read_local_batches
+from shardwise.embedding.local_batch import register_local_batch_hooks
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.nn.inputs import read_inputs
-from shardwise.nn.materialise import Initialiser, check_initialisers, initialise, laid_out, owners_of_meta
+from shardwise.nn.inputs import register_input_hooks
+from shardwise.nn.materialise import Initialiser, check_initialisers, initialise, owners_of_meta, shard_or_allocate
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
-from shardwise.nn.plan_checks import Fields, check_mesh, check_ranks, check_source, check_together, layouts_of, texts_of
+from shardwise.nn.plan_checks import (
+    PlanFields,
+    check_mesh,
+    check_on_all_ranks,
+    check_ranks,
+    check_source,
+    lay_out_specs,
+    layout_texts,
+)
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-Outputs: TypeAlias = dict[str, ShardingSpec]
+OutputSpecs: TypeAlias = dict[str, ShardingSpec]
 
 
 def shard_parameter(
@@ -48,17 +56,17 @@ def shard_parameter(
     >>> type(layer.weight).__name__, tuple(layer.weight.shape)
     ('ShardedTensor', (2, 4))
     """
-    tensor = _parameter(module, param_name)
+    tensor = _find_parameter(module, param_name)
     try:
-        sharded = laid_out(tensor, sharding_spec, src_rank, process_group)
+        sharded = shard_or_allocate(tensor, sharding_spec, src_rank, process_group)
     except DisagreementError as error:
         raise DisagreementError(f"{type(module).__name__}.{param_name}: {error}") from error
     # nn.Parameter keeps the class of a tensor subclass and marks it as a parameter.
     module.register_parameter(param_name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
-    read_local_batches(module)
+    register_local_batch_hooks(module)
 
 
-def _parameter(module: nn.Module, param_name: str) -> torch.Tensor:
+def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
     """Return a parameter that can be sharded, or raise."""
     if not hasattr(module, param_name):
         raise AttributeError(f"{type(module).__name__} has no attribute `{param_name}`")
@@ -96,14 +104,18 @@ def shard_module(
     comm = resolve_comm(process_group)
     empty: dict[str, nn.Module] = {}
 
-    def check() -> Fields:
+    def check() -> PlanFields:
         check_source(src_rank, comm)
-        fields = _fit_model_plan(module, plan, comm) if isinstance(plan, ModelPlan) else _fit_plan(module, plan, comm)
+        fields = (
+            _check_model_plan(module, plan, comm)
+            if isinstance(plan, ModelPlan)
+            else _check_named_plan(module, plan, comm)
+        )
         empty.update(owners_of_meta(module))
         check_initialisers(empty, init)
         return {"src_rank": src_rank, "init": init is not None, **fields}
 
-    check_together(comm, check)
+    check_on_all_ranks(comm, check)
     if isinstance(plan, ModelPlan):
         _shard_by_patterns(module, plan, src_rank, comm)
     else:
@@ -111,14 +123,14 @@ def shard_module(
     initialise(module, empty, init)
 
 
-def _fit_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> Fields:
+def _check_named_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> PlanFields:
     """Check a plan by names against a model and ranks; return what ranks compare of it."""
-    layouts = _checked_layouts(module, plan)
+    layouts = _check_plan_layouts(module, plan)
     _check_all_meta_listed(module, plan)
     check_ranks(layouts, comm)
     sharders = {name: type(rule).__name__ for name, rule in plan.plan.items() if isinstance(rule, Sharder)}
     outputs = {f"output of {path!r}": type(spec).__name__ for path, spec in (plan.output_plan or {}).items()}
-    return {**texts_of(layouts), **sharders, **outputs, "return_local_tensor": plan.return_local_tensor or []}
+    return {**layout_texts(layouts), **sharders, **outputs, "return_local_tensor": plan.return_local_tensor or []}
 
 
 def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group: GroupOrComm | None) -> None:
@@ -126,18 +138,18 @@ def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group:
         path, _, last = name.rpartition(".")
         parent = module.get_submodule(path)
         if isinstance(rule, Sharder):
-            setattr(parent, last, _swapped(name, rule, module.get_submodule(name)))
+            setattr(parent, last, _run_sharder(name, rule, module.get_submodule(name)))
         elif not isinstance(getattr(parent, last), ShardedTensor):  # else it is shared, and done under another name
             others = _other_names(module, name)
             shard_parameter(parent, last, rule, src_rank, group)
-            _share(module, getattr(parent, last), others)
+            _assign_shared_parameter(module, getattr(parent, last), others)
     for path, spec in (plan.output_plan or {}).items():
         reshard_output(module.get_submodule(path), spec)
     for path in plan.return_local_tensor or ():
         collect_local_shard(module.get_submodule(path))
 
 
-def _swapped(name: str, sharder: Sharder, module: nn.Module) -> nn.Module:
+def _run_sharder(name: str, sharder: Sharder, module: nn.Module) -> nn.Module:
     made: object = sharder.shard(module)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
@@ -151,13 +163,13 @@ def _other_names(module: nn.Module, name: str) -> list[str]:
     return [other for other, tensor in tensors.items() if other != name and tensor is tensors.get(name)]
 
 
-def _share(module: nn.Module, parameter: nn.Parameter, names: Iterable[str]) -> None:
+def _assign_shared_parameter(module: nn.Module, parameter: nn.Parameter, names: Iterable[str]) -> None:
     """Put a sharded parameter in the places of one that had several names."""
     for name in names:
         path, _, last = name.rpartition(".")
         parent = module.get_submodule(path)
         parent.register_parameter(last, parameter)
-        read_local_batches(parent)
+        register_local_batch_hooks(parent)
 
 
 def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
@@ -173,12 +185,12 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _fit_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> Fields:
+def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFields:
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
-    layouts = layouts_of(specs, dict(module.named_parameters(remove_duplicate=False)))
-    return {**texts_of(layouts), "mesh": str(plan.mesh), "input_plan": plan.input_plan}
+    layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
+    return {**layout_texts(layouts), "mesh": str(plan.mesh), "input_plan": plan.input_plan}
 
 
 def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
@@ -188,15 +200,15 @@ def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group:
     for name, spec in plan.specs(module).items():
         tensor, (path, _, last) = tensors[name], name.rpartition(".")
         if id(tensor) not in made:
-            sharded = laid_out(tensor.detach().contiguous(), spec, src_rank, group)
+            sharded = shard_or_allocate(tensor.detach().contiguous(), spec, src_rank, group)
             made[id(tensor)] = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
         parent = module.get_submodule(path)
         parent.register_parameter(last, made[id(tensor)])
         if plan.input_plan is None:
-            read_local_batches(parent)
+            register_local_batch_hooks(parent)
     if plan.input_plan is not None:
         _replicate_buffers(module, plan, src_rank, group)
-        read_inputs(module, plan, group)
+        register_input_hooks(module, plan, group)
 
 
 def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
@@ -204,33 +216,33 @@ def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group:
         for name, buffer in list(part.named_buffers(recurse=False)):
             part.register_buffer(
                 name,
-                laid_out(buffer.contiguous(), plan.replicated, src_rank, group),
+                shard_or_allocate(buffer.contiguous(), plan.replicated, src_rank, group),
                 persistent=name not in part._non_persistent_buffers_set,
             )
 
 
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise unless a plan fits the model: its entries name something, lay it out, and are not in each other's way."""
-    _checked_layouts(module, plan)
+    """Raise unless a plan fits the model: its entries name something, lay it out, and do not conflict."""
+    _check_plan_layouts(module, plan)
 
 
-def _checked_layouts(module: nn.Module, plan: ShardingPlan) -> dict[str, Layout]:
+def _check_plan_layouts(module: nn.Module, plan: ShardingPlan) -> dict[str, Layout]:
     """Check a plan without ranks; return the layouts of its parameters."""
     sharded = [name for name, rule in plan.plan.items() if isinstance(rule, Sharder)]
-    specs, tensors = Outputs(), {}
+    specs, tensors = OutputSpecs(), {}
     for name, rule in plan.plan.items():
         path, _, last = name.rpartition(".")
         if isinstance(rule, Sharder):
             _check_sharder_path(module, name, sharded)
         elif isinstance(rule, ShardingSpec):
             _check_free_of_sharders("parameter", name, path, sharded)
-            specs[name], tensors[name] = rule, _parameter(module.get_submodule(path), last)
+            specs[name], tensors[name] = rule, _find_parameter(module.get_submodule(path), last)
         else:
             raise TypeError(
                 f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', got {type(rule).__name__}"
             )
     _check_outputs(module, plan)
-    layouts = layouts_of(specs, tensors)
+    layouts = lay_out_specs(specs, tensors)
     _check_shared(layouts, tensors)
     return layouts
 
@@ -250,7 +262,7 @@ def _check_shared(layouts: dict[str, Layout], tensors: dict[str, torch.Tensor]) 
     for name, layout in layouts.items():
         other = first.setdefault(id(tensors[name]), name)
         if layouts[other] != layout:
-            raise PlanError(f"{other} and {name} are one parameter, and their specs differ; give both the same")
+            raise PlanError(f"{other} and {name} are one parameter, and their specs differ; use the same spec for both")
 
 
 def _check_sharder_path(module: nn.Module, name: str, sharded: list[str]) -> None:
@@ -295,13 +307,13 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     """
 
     def hook(_module: nn.Module, _input: Any, output: Any) -> Any:
-        return _local_part(output) if isinstance(output, ShardedTensor) else output
+        return _take_local_output(output) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
     return module
 
 
-def _local_part(output: ShardedTensor) -> torch.Tensor:
+def _take_local_output(output: ShardedTensor) -> torch.Tensor:
     local, spec = output.local_tensor(), output.sharding_spec()
     if isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and local.size(spec.dim) == 1:
         return local.squeeze(spec.dim)

@@ -1,4 +1,4 @@
-"""What does torch's DTensor call a layout, and what do we? Meshes and placements, both ways.
+"""What does torch's DTensor call a layout, and what do we? Meshes and placements, in both directions.
 
 torch is asked by attribute and class name, so that `torch.distributed.tensor` is not loaded for it.
 """
@@ -23,7 +23,9 @@ def mesh_from_device_mesh(device_mesh: Any) -> Mesh:
     return Mesh(tuple(names), ranks.tolist())
 
 
-def spec_from_dtensor(device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], shard_order: Any = None) -> MeshSpec:
+def spec_from_dtensor(
+    device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], shard_order: Any = None
+) -> MeshSpec:
     """A DTensor's mesh and placements as a MeshSpec; strided shards become an order of splits."""
     mesh = mesh_from_device_mesh(device_mesh)
     if shard_order is not None:
@@ -34,7 +36,7 @@ def spec_from_dtensor(device_mesh: Any, placements: Sequence[Any], shape: Sequen
 
 
 def dtensor_split_order(spec: Any) -> Any:
-    """The order of splits that a DTensor's spec gives apart from its placements; None where strided shards say it."""
+    """The order of splits that a DTensor's spec has apart from its placements; None where strided shards say it."""
     strided = any(type(p).__name__ == "_StridedShard" for p in spec.placements)
     return None if strided else getattr(spec, "shard_order", None)
 
@@ -53,7 +55,7 @@ def _placement_from_torch(placement: Any) -> Placement:
 
 
 def _order_from_strided(mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> list[str]:
-    """The order of splits that strided shards stand for."""
+    """The order of splits that strided shards represent."""
     strided = {p.dim for p in placements if type(p).__name__ == "_StridedShard"}
     order: list[str] = []
     for dim in sorted(strided):
@@ -62,7 +64,7 @@ def _order_from_strided(mesh: Mesh, placements: Sequence[Any], shape: Sequence[i
         fits = [p for p in permutations(axes) if all(_split_factor(mesh, p, a) == wanted[a] for a in axes)]
         if not fits:
             raise LayoutError(
-                f"the split factors {wanted} of dim {dim} are no order of the axes {mesh}; redistribute to Shard({dim})"
+                f"the split factors {wanted} of dim {dim} do not order the axes {mesh}; redistribute to Shard({dim})"
             )
         _check_even(mesh, axes, dim, shape)
         order += [mesh.axes[a] for a in fits[0]]
@@ -70,7 +72,7 @@ def _order_from_strided(mesh: Mesh, placements: Sequence[Any], shape: Sequence[i
 
 
 def _split_factor(mesh: Mesh, order: Sequence[int], axis: int) -> int:
-    """torch's split factor: the ranks of the axes that split earlier but stand later in the mesh."""
+    """torch's split factor: the ranks of the axes that split earlier but come later in the mesh."""
     return prod(mesh.shape[a] for a in order[: order.index(axis)] if a > axis)
 
 
@@ -96,7 +98,7 @@ def torch_placements(spec: MeshSpec, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def torch_placement(placement: Placement) -> Any:
-    """One placement in torch's words; None for a Shard with lengths of its own, which torch has not."""
+    """One placement as torch's class; None for a Shard with explicit sizes, which torch does not have."""
     words = sys.modules[TENSOR_MODULE]
     if isinstance(placement, Replicate):
         return words.Replicate()

@@ -1,8 +1,8 @@
 """A rule of ours as a strategy of torch's DTensor.
 
-1. The rule is asked with `TensorMeta`s made from the DTensors' specs; its strategies are put in torch's words. Those
+1. The rule is asked with `TensorMeta`s made from the DTensors' specs; its strategies become torch's. Those
    that DTensor cannot run (a `local` of their own, lengths of their own) are left out.
-2. torch expands them to the mesh. A tensor given by name is never moved by DTensor, so strategies that would need it
+2. torch expands them to the mesh. A keyword tensor is never moved by DTensor, so strategies that would need it
    are left out.
 3. torch's cache key holds every argument that is not a tensor, and an operator's built-in "single-dim strategy", which
    would win over a registered rule without a word, is put aside until the rule is removed.
@@ -159,7 +159,7 @@ def _is_list_op(op: Any) -> bool:
 
 
 def _output_count(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """How many tensors an operator gives; a list's length shows when the operator runs on meta tensors."""
+    """How many tensors an operator returns; a list's length shows when the operator runs on meta tensors."""
     if not _is_list_op(op):
         return len(op._schema.returns)
     return len(op(*(_to_meta(a) for a in args), **{k: _to_meta(v) for k, v in kwargs.items()}))

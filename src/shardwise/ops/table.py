@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import shardwise.ops  # brings the rules
+import shardwise.ops  # registers the rules
 from shardwise._torch import OpOverload, operator_names
 from shardwise.ops.engine.registry import find_rule, registered_ops
 from shardwise.ops.rules.pointwise import is_pointwise
@@ -20,10 +20,10 @@ from shardwise.tensor import dispatch
 
 HEAD = """# Operators on sharded tensors
 
-This page is written from the registry by `python -m shardwise.ops.table docs/operator_table.md`; a test holds it up to
+This page is written from the registry by `python -m shardwise.ops.table docs/operator_table.md`; a test keeps it up to
 date. How to write, find and check a rule of your own is on the page [operators](operators.md).
 
-- **rule**: strategies for one mesh axis, of which the cheapest is taken for each axis.
+- **rule**: strategies for one mesh axis, of which the cheapest is chosen for each axis.
 - **steps**: computed in several steps where a sharded dim needs communication in the middle, or where arguments or
   random numbers depend on the layout.
 
@@ -50,7 +50,7 @@ def render_page() -> str:
             "",
             f"## Pointwise operators ({len(pointwise)})",
             "",
-            "Known by torch's own tag, so that a custom operator with the tag needs no rule: any dim may be sharded,",
+            "Known from torch's own tag, so that a custom operator with the tag needs no rule: any dim may be sharded,",
             "as long as all operands are cut alike; pending sums stay pending through linear ones.",
             "",
             ", ".join(f"`{name}`" for name in pointwise),

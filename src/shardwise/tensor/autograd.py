@@ -40,7 +40,7 @@ def dual_layout(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMove:
-    """One move between two layouts; `scale` is what the values of local tensors are multiplied with besides."""
+    """One move between two layouts; `scale` is an extra factor for the values of local tensors."""
 
     src: Layout
     dst: Layout
@@ -68,13 +68,22 @@ class LayoutMove:
         under = self.src.pending.divisor if self.src.pending else 1
         label = f"{self.label} (backward)"
         scale = (self.scale[0] * over, self.scale[1] * under)
-        return LayoutMove(dual_layout(self.dst), dual_layout(self.src), self.comm, self.dtype, label, self.max_buffer_bytes, scale, self)
+        return LayoutMove(
+            dual_layout(self.dst),
+            dual_layout(self.src),
+            self.comm,
+            self.dtype,
+            label,
+            self.max_buffer_bytes,
+            scale,
+            self,
+        )
 
 
 def tape_inputs(
     locals_: Sequence[Tensor], anchor: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The tensors that stand for this rank on the tape: its local tensors, or its anchor."""
+    """The tensors that represent this rank on the tape: its local tensors, or its anchor."""
     if locals_:
         return tuple(locals_)
     return (anchor if anchor is not None else torch.empty(0, dtype=dtype, device=device),)
@@ -98,7 +107,7 @@ def _apply_move(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def move_gradients(link: LayoutMove, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Carry out a move in a backward pass; it is recorded only where gradients of gradients are wanted."""
+    """Run a move in a backward pass; it is recorded only where second derivatives are needed."""
     if torch.is_grad_enabled():
         return move_on_tape(link, grads)
     return grads if link.changes_nothing else _apply_move(link, grads)
@@ -133,7 +142,7 @@ def gradient_of_whole(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> 
 
 
 def gradient_of_addends(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> tuple[Tensor, ...]:
-    """The other way round: the gradient of a whole tensor as that of each rank's addend."""
+    """The reverse: the gradient of a whole tensor as that of each rank's addend."""
     if layout.pending is None or not any(g.requires_grad for g in grads):
         return grads
     link = LayoutMove(_with_plain_sums(layout), dual_layout(layout), comm, grads[0].dtype, "gradient of a pending sum")

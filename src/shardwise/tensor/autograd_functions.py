@@ -1,4 +1,4 @@
-"""Gradients asked for by torch's own functions: `torch.autograd.backward` and `torch.autograd.grad`.
+"""Gradients requested by torch's own functions: `torch.autograd.backward` and `torch.autograd.grad`.
 
 The local tensors are on the tape, so each ShardedTensor is replaced by those of this rank, and gradients are put
 together again. Every rank makes the same call.

@@ -21,11 +21,11 @@ from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
-from shardwise.tensor.move import replicated_layout, format_layout_text
+from shardwise.tensor.move import format_layout_text, replicated_layout
 
 
 class AttributesMixin(Tensor):
-    """What ShardedTensor says about itself. A rank without local tensors asks the wrapper."""
+    """What ShardedTensor reports about itself. A rank without local tensors asks the wrapper."""
 
     sharding: Layout
     local_parts: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class AttributesMixin(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # answered from the local tensors
-        """Where this rank's local tensors lie."""
+        """The device of this rank's local tensors."""
         return self.local_parts[0].device if self.local_parts else super().device
 
     @property
@@ -75,7 +75,7 @@ class LocalMemoryMixin(AttributesMixin):
         raise NotImplementedError
 
     def is_pinned(self, device: Any = None) -> bool:
-        """Whether the local tensors lie in pinned memory."""
+        """Whether the local tensors are in pinned memory."""
         return bool(self.local_parts) and all(t.is_pinned() for t in self.local_parts)
 
     def pin_memory(self, device: Any = None) -> Self:
@@ -85,7 +85,7 @@ class LocalMemoryMixin(AttributesMixin):
         return self._like(self.sharding, tuple(t.pin_memory() for t in self.local_parts))
 
     def is_shared(self) -> bool:
-        """Whether the local tensors lie in memory that other processes can be given."""
+        """Whether the local tensors are in memory that can be shared with other processes."""
         return bool(self.local_parts) and all(t.is_shared() for t in self.local_parts)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def share_memory_(self) -> Self:
@@ -98,7 +98,7 @@ class LocalMemoryMixin(AttributesMixin):
         """Replace each element by what a Python function makes of it, in place; slow, as torch's is."""
         if self.sharding.pending is not None:
             raise ValueError(
-                f"apply_ changes values, and this tensor holds addends of a pending {self.sharding.pending}; "
+                f"apply_ changes values, and this tensor stores addends of a pending {self.sharding.pending}; "
                 "redistribute to Shard or Replicate first"
             )
         with torch.no_grad():
@@ -196,11 +196,13 @@ class AutogradMixin(AttributesMixin):
     def _check_gradient(self, value: Tensor) -> None:
         if not isinstance(value, AutogradMixin) or value.sharding != dual_layout(self.sharding):
             found = format_layout_text(value.sharding) if isinstance(value, AutogradMixin) else type(value).__name__
-            raise ValueError(f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; redistribute it")
+            raise ValueError(
+                f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; redistribute it"
+            )
 
     @property
     def data(self) -> Self:
-        """The same values off the tape; assigning another ShardedTensor gives this one its values and its layout."""
+        """The same values off the tape; assigning another ShardedTensor sets its values and its layout."""
         return self.detach()
 
     @data.setter
@@ -292,5 +294,5 @@ class AutogradMixin(AttributesMixin):
 
 
 def tape_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that stand for a tensor on this rank's tape: a plain one for itself."""
+    """The tensors that represent a tensor on this rank's tape: a plain one represents itself."""
     return tensor._tape_tensors() if isinstance(tensor, AutogradMixin) else (tensor,)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import check_move, replicated_layout, move_to
+from shardwise.tensor.move import check_move, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Types = Sequence[type]
@@ -91,5 +91,9 @@ def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
 def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return wrap(
-        tensor.sharding, tuple(t.contiguous() for t in tensor.local_parts), comm, dtype=tensor.dtype, anchor=tensor._anchor
+        tensor.sharding,
+        tuple(t.contiguous() for t in tensor.local_parts),
+        comm,
+        dtype=tensor.dtype,
+        anchor=tensor._anchor,
     )

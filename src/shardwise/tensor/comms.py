@@ -33,7 +33,7 @@ def resolve_comm(process_group: GroupOrComm | None = None) -> Comm:
     if isinstance(group, Comm):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is no member of the process group it was given; call only on the group's members")
+        raise ValueError("this rank is not a member of the process group passed; call only on the group's members")
     raise ValueError(f"process_group is a torch ProcessGroup, a shardwise Comm or None; got {type(group).__name__}")
 
 

@@ -35,7 +35,7 @@ def empty(
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
-    """A tensor whose values are not set. Local tensors lie on the device the spec names, else on `device`.
+    """A tensor whose values are not set. Local tensors are on the device the spec names, else on `device`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> empty(ChunkSpec(0, ranks=1), 3, 2, dtype=torch.int64).local_tensor().shape
@@ -62,8 +62,8 @@ def _empty_on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bo
     named = {d for d in tensor.sharding.table.devices or () if d is not None and torch.device(d) != device}
     if named:
         raise LayoutError(
-            f"device={str(device)!r} was asked for, and the spec {tensor.sharding.spec!r} places shards on "
-            f"{sorted(named)}; leave one of them out"
+            f"device={str(device)!r} was requested, and the spec {tensor.sharding.spec!r} places shards on "
+            f"{sorted(named)}; omit one of them"
         )
     locals_ = allocate_locals(tensor.sharding, tensor.comm, tensor.dtype, device=device, pin_memory=pin_memory)
     made = wrap(tensor.sharding, locals_, tensor.comm, dtype=tensor.dtype, device=device)
@@ -84,7 +84,7 @@ def full(
     init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
-    """A tensor filled with one value; the dtype is the default one unless it is given.
+    """A tensor filled with one value; the dtype is the default one unless it is passed.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> full(ChunkSpec(0, ranks=1), (2,), 7).local_tensor()
@@ -366,7 +366,7 @@ for _function, _native in _LIKE.items():
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Any, process_group: GroupOrComm | None = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """The tensor that all ranks' local shards make together; the ranks tell each other theirs in one small exchange.
+    """The tensor that all ranks' local shards make together; the ranks exchange theirs in one small message.
 
     >>> from shardwise.comm import run_local
     >>> def body(comm):

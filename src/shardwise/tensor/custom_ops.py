@@ -32,7 +32,7 @@ _default: Table = {}
 
 
 def custom_sharded_op_impl(func: Op) -> Decorator:
-    """Decorate a function that carries out a torch function whenever a sharded tensor is among its arguments.
+    """Decorate a function that implements a torch function whenever a sharded tensor is among its arguments.
 
     It takes the arguments of `__torch_function__` and the process group of the tensors (the comm where the ranks are
     threads): `(types, args, kwargs, process_group)`.
@@ -51,7 +51,7 @@ def custom_sharded_op_impl(func: Op) -> Decorator:
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
-    """Decorate a function that carries out a torch function on tensors laid out by a class of sharding specs.
+    """Decorate a function that implements a torch function on tensors laid out by a class of sharding specs.
 
     >>> import torch
     >>> from shardwise.geometry import ChunkSpec
@@ -173,7 +173,7 @@ def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, 
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     if not args and not kwargs:
-        raise ValueError(f"No input for '{function_name(func)}'! Give it at least one ShardedTensor")
+        raise ValueError(f"No input for '{function_name(func)}'! Pass at least one ShardedTensor")
     comms = [comm for leaf in pytree.tree_leaves((args, kwargs)) if (comm := comm_of(leaf)) is not None]
     if not comms:
         given = ", ".join(type(a).__name__ for a in args)

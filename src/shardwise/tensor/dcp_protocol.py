@@ -22,7 +22,7 @@ _PACKAGE = "torch.distributed.checkpoint"
 
 
 class DcpSource(Protocol):
-    """What is asked of a ShardedTensor."""
+    """What is required of a ShardedTensor."""
 
     sharding: Layout
 
@@ -65,12 +65,12 @@ def held_chunks(tensor: DcpSource) -> list[ChunkStorageMetadata]:
 
 
 def find_chunk_tensor(tensor: DcpSource, index: MetadataIndex) -> Tensor:
-    """The tensor of the box that begins at the offset asked for."""
+    """The tensor of the box that begins at the requested offset."""
     for shard in tensor.local_shards():
         found = torch.Size(shard.metadata.shard_offsets) == index.offset
         if found and 0 not in shard.metadata.shard_sizes:
             return shard.tensor.detach()
     raise ValueError(
-        f"{index.fqn}: this rank holds no box that begins at {tuple(index.offset or ())}; its boxes begin at "
+        f"{index.fqn}: this rank has no box that begins at {tuple(index.offset or ())}; its boxes begin at "
         f"{[tuple(s.metadata.shard_offsets) for s in tensor.local_shards()][:8]}"
     )

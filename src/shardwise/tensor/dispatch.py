@@ -1,7 +1,7 @@
-"""Which code answers a torch function that meets a ShardedTensor?
+"""Which code handles a torch function that receives a ShardedTensor?
 
 1. A user's own: `custom_sharded_op_impl`, then `custom_sharding_spec_op` of the tensor's spec.
-2. The table below, keyed by function object. An operator's implementation that gives NotImplemented leaves the call to
+2. The table below, keyed by function object. An operator that returns NotImplemented leaves the call to
    the operator's rule.
 3. Otherwise torch breaks the function down into operators, and these are looked up in the same table.
 4. What is in none of them is an error that names the function; nothing is gathered silently.
@@ -42,7 +42,7 @@ def set_engine(operator: Operator, function: Function, note: Callable[[], None])
 
 
 class UnsupportedOpError(RuntimeError):
-    """A function or operator that has no implementation for the layouts it met."""
+    """A function or operator that has no implementation for these layouts."""
 
 
 def register_handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
@@ -107,7 +107,7 @@ def call_function(
         own = find_custom_op(func) or find_spec_op(first.sharding.spec, func) or find_default_op(func)
         if own is not None:
             return own(types, args, kwargs, group)
-        known = _TABLE.get(func) if "out" not in kwargs else None  # what writes to a given tensor is an operator's task
+        known = _TABLE.get(func) if "out" not in kwargs else None  # writing to an existing tensor is an operator's task
         answer = NotImplemented if known is None else known(types, args, kwargs, first.comm)
         if answer is not NotImplemented:
             return answer
@@ -119,7 +119,7 @@ def call_function(
             raise
         raise UnsupportedOpError(
             f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
-            "has them all; pass tensor.full() for arguments that hold indices or sizes"
+            "has them all; pass tensor.full() for arguments that are indices or sizes"
         ) from error
 
 

@@ -3,11 +3,11 @@
 Fresh memory costs as much to touch for the first time as the bytes cost to move. So a buffer in CPU memory goes back
 to a pool when its round is done. On accelerators torch's own allocator does the same.
 
-How is a transfer carried out? Local copies, one exchange per round, and what arrives is put in place.
+How is a transfer executed? Local copies, one exchange per round, and what arrives is put in place.
 
 1. Each step of each tensor gets fresh destination tensors.
-2. On every edge, large boxes travel on their own, straight from the source and into the destination where both lie in
-   one run of memory; small neighbours are packed into one message. Both sides cut an edge the same way, from the box
+2. On every edge, large boxes travel on their own, straight from the source and into the destination where both are
+   one run of memory; small neighbours are packed into one message. Both sides split an edge the same way, from the box
    sizes alone.
 3. While messages travel, local copies are made. Then what arrived in buffers is unpacked, or combined by the
    reduction in order of its terms.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.geometry import Box
-from shardwise.tensor.parts import Message, local_only_kind, work_out_rank_part, find_whole_collective
+from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
 from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
 from shardwise.transfer import Move, Step, Transfer
 
@@ -95,9 +95,9 @@ class TransferJob:
 
 
 class RunningTransfers:
-    """Transfers under way; the jobs of a batch share exchanges, and batches follow each other.
+    """Running transfers; the jobs of a batch share exchanges, and batches follow each other.
 
-    `wait()` completes them and gives each tensor's destination tensors.
+    `wait()` completes them and returns each tensor's destination tensors.
     """
 
     def __init__(self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str) -> None:
@@ -326,7 +326,7 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """What `async_op=True` returns: `wait()` completes the move and gives its result, as often as asked."""
+    """What `async_op=True` returns: `wait()` completes the move and returns its result; it may be called repeatedly."""
 
     def __init__(self, running: RunningTransfers, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
         self._running, self._finish = running, finish

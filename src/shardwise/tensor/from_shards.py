@@ -43,7 +43,8 @@ def pack_metadata(metadata: ShardedTensorMetadata) -> bytes:
     """A rank's shards as bytes.
 
     >>> properties = TensorProperties(dtype=torch.int32)
-    >>> packed = pack_metadata(ShardedTensorMetadata([ShardMetadata([4], [2], "rank:1/cpu")], torch.Size([6]), properties))
+    >>> shards = [ShardMetadata([4], [2], "rank:1/cpu")]
+    >>> packed = pack_metadata(ShardedTensorMetadata(shards, torch.Size([6]), properties))
     >>> unpack_metadata(packed).shards_metadata, len(packed)
     ([ShardMetadata(shard_offsets=[4], shard_sizes=[2], placement=rank:1/cpu)], 59)
     """
@@ -118,7 +119,7 @@ def _check_one_each(whole: ShardedTensorMetadata, comm: Comm) -> None:
     ranks = sorted(rank_of(shard.placement) for shard in whole.shards_metadata)
     if ranks != sorted(comm.ranks):
         raise ValueError(
-            f"a global size with None is found from exactly one shard on each of the {name_ranks(comm.ranks)}; "
+            f"a global size with None is inferred from exactly one shard on each of the {name_ranks(comm.ranks)}; "
             f"the shards are on {name_ranks(ranks)}"
         )
 
@@ -126,7 +127,7 @@ def _check_one_each(whole: ShardedTensorMetadata, comm: Comm) -> None:
 def build_parts_from_metadata(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, comm: Comm, spec: ShardingSpec | None = None
 ) -> TensorParts:
-    """The tensor that this metadata describes, which every rank gives alike: only this rank's shards are checked."""
+    """The tensor that this metadata describes, which every rank passes alike: only this rank's shards are checked."""
     own = [shard for shard in metadata.shards_metadata if rank_of(shard.placement) == comm.rank]
     if len(local_shards) != len(own):
         raise RuntimeError(
@@ -176,15 +177,17 @@ def _sort_locals(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tu
         if not found:
             held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in local_shards]
             raise ValueError(
-                f"the sharding spec gives rank {rank} the shard with offsets {offsets} and sizes {sizes}, and its "
-                f"local shards are {held}; give a spec and shards that agree"
+                f"the sharding spec assigns rank {rank} the shard with offsets {offsets} and sizes {sizes}, and its "
+                f"local shards are {held}; pass a spec and shards that agree"
             )
         left = [shard for shard in left if shard is not found[0]]
         ordered.append(found[0].tensor)
     return tuple(ordered)
 
 
-def agree_on_parts_of_tensor(local_tensor: Tensor, spec: ShardingSpec, global_size: Sequence[Any], comm: Comm) -> TensorParts:
+def agree_on_parts_of_tensor(
+    local_tensor: Tensor, spec: ShardingSpec, global_size: Sequence[Any], comm: Comm
+) -> TensorParts:
     """The tensor of this spec and size of which every rank holds one local tensor; all ranks agree on it first."""
     layout, problem = None, None
     try:
@@ -211,7 +214,7 @@ def _tensor_problem(tensor: Tensor, layout: Layout, comm: Comm) -> str | None:
     if not tensor.is_contiguous():
         return "local_tensor is not a contiguous Tensor."
     if len(shapes) > 1:
-        return f"the spec gives this rank {len(shapes)} local tensors; use init_from_local_shards or from_local"
+        return f"the spec assigns this rank {len(shapes)} local tensors; use init_from_local_shards or from_local"
     if shapes and tuple(tensor.shape) != shapes[0]:
         return (
             "Shard tensor size does not match with metadata.shard_lengths! "

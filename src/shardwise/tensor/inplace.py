@@ -55,7 +55,7 @@ def draw_into(
 
 
 def mark_copied(tensor: ShardedTensor, name: str) -> ShardedTensor:
-    """Note that a tensor, which torch would give as a view, shares no memory with what it was taken from.
+    """Note that a tensor, which torch would return as a view, shares no memory with what it was taken from.
 
     The note is kept with the memory, so that it holds for views of this tensor as well, however they are made.
     """
@@ -67,10 +67,10 @@ def mark_copied(tensor: ShardedTensor, name: str) -> ShardedTensor:
 def mark_moved_views(
     op: Any, given: Sequence[ShardedTensor], taken: Sequence[ShardedTensor], outputs: ShardedTensor | Sequence[Any]
 ) -> None:
-    """Mark what an operator gave as views, if tensors were moved before it took them."""
+    """Mark what an operator returned as views, if tensors were moved before it ran."""
     if gives_views(op) and any(t.local_parts[0] is not g.local_parts[0] for g, t in zip(given, taken, strict=True)):
         for output in [outputs] if isinstance(outputs, ShardedTensor) else outputs:
-            mark_copied(output, f"what {op} gave, after its input had to be moved,")
+            mark_copied(output, f"what {op} returned, after its input had to be moved,")
 
 
 @cache
@@ -85,8 +85,10 @@ def gives_views(op: Any) -> bool:
 
 
 def check_writable(tensor: ShardedTensor) -> None:
-    """Raise if what is written to a tensor would be lost: it stands for a view, but had to be copied."""
-    name = next((n for t in tensor.local_parts if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None)
+    """Raise if what is written to a tensor would be lost: it should be a view, but had to be copied."""
+    name = next(
+        (n for t in tensor.local_parts if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None
+    )
     if name is not None:
         raise UnsupportedOpError(
             f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it was taken from, "

@@ -20,7 +20,7 @@ from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperti
 
 
 def flatten_size(size: Sequence[int] | Sequence[Sequence[int]]) -> torch.Size:
-    """Return a size given as ints or as one sequence of them.
+    """Return a size passed as ints or as one sequence of them.
 
     >>> flatten_size((2, 3)), flatten_size(([2, 3],))
     (torch.Size([2, 3]), torch.Size([2, 3]))
@@ -33,7 +33,7 @@ def flatten_size(size: Sequence[int] | Sequence[Sequence[int]]) -> torch.Size:
 
 
 def check_gather_output(my_rank: int, dst_rank: int, size: torch.Size, dst_tensor: Tensor | None) -> None:
-    """Raise unless the destination rank, and no other, was given a tensor of the whole size.
+    """Raise unless the destination rank, and no other, passes a tensor of the whole size.
 
     >>> check_gather_output(0, 0, torch.Size([2]), torch.empty(3))
     Traceback (most recent call last):

@@ -110,7 +110,7 @@ def _sweep(starts: IntArray, ends: IntArray) -> tuple[int, int] | None:
 
 
 def check_tiles(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Raise a ValueError unless shards that do not overlap lie in a tensor of this shape and cover all of it.
+    """Raise a ValueError unless shards that do not overlap are inside a tensor of this shape and cover all of it.
 
     >>> check_tiles([ShardMetadata([0], [3])], (4,))
     Traceback (most recent call last):

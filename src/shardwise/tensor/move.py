@@ -1,7 +1,7 @@
 """Moving what a ShardedTensor holds: to another layout, whole to every rank, whole to one rank.
 
 Functions here take anything with a layout, local tensors and a comm, and return new local tensors: the source stays
-as it is. All ranks first agree on what is asked, in one small exchange, so that a mismatch is an error on every rank
+as it is. All ranks first agree on the request, in one small exchange, so that a mismatch is an error on every rank
 and not a hang.
 """
 
@@ -30,7 +30,7 @@ from shardwise.geometry import (
     parse_placements,
 )
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
-from shardwise.tensor.execute import TransferJob, RunningTransfers
+from shardwise.tensor.execute import RunningTransfers, TransferJob
 from shardwise.tensor.move_observers import notify_watchers
 from shardwise.tensor.parts import plan_for_rank
 from shardwise.tensor.reductions import check_reducible
@@ -53,7 +53,7 @@ class MovableTensor(Protocol):
 
 
 def target_layout(layout: Layout, target: Any) -> Layout:
-    """The layout that a user asked for: a spec, a Layout, or placements on the same mesh, also in notation."""
+    """The layout that a user requested: a spec, a Layout, or placements on the same mesh, also in notation."""
     if isinstance(target, ShardingSpec):
         return target.layout(layout.shape)
     if isinstance(target, Layout):
@@ -63,7 +63,7 @@ def target_layout(layout: Layout, target: Any) -> Layout:
     placements = parse_placements(target) if isinstance(target, str) else target
     if not isinstance(layout.spec, MeshSpec):
         raise LayoutError(
-            f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; give a MeshSpec(mesh, placements)"
+            f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; pass a MeshSpec(mesh, placements)"
         )
     if not isinstance(placements, Sequence):
         raise LayoutError(f"redistribute takes a spec, a Layout or placements, got {type(target).__name__}: {target!r}")
@@ -121,9 +121,14 @@ def max_elements_in_flight(src: Layout, dst: Layout) -> int:
 def check_move(
     held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
 ) -> None:
-    """Raise on every rank unless all ask for the same move and it can be done."""
+    """Raise on every rank unless all request the same move and it is possible."""
     problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
-    asked = {"from": format_layout_text(held.sharding), "to": format_layout_text(dst), "dtype": held.dtype, **(fields or {})}
+    asked = {
+        "from": format_layout_text(held.sharding),
+        "to": format_layout_text(dst),
+        "dtype": held.dtype,
+        **(fields or {}),
+    }
     agree(held.comm, asked, label=label, problem=problem)
 
 
@@ -172,7 +177,9 @@ def move_to(
     return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])
 
 
-def start_moves(held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None) -> RunningTransfers:
+def start_moves(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
+) -> RunningTransfers:
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
     room = 0
     batches: list[list[TransferJob]] = []

@@ -106,7 +106,7 @@ def local_only_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["co
 
 @lru_cache(maxsize=4096)
 def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """The collective by which all of these ranks can carry out the transfer at once: all_reduce or reduce_scatter.
+    """The collective by which all of these ranks can run the transfer at once: all_reduce or reduce_scatter.
 
     None where it is another transfer, where low precision asks for wider sums, or where a buffer limit is too tight.
 

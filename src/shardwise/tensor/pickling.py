@@ -2,7 +2,7 @@
 
 A pickled tensor is one rank's part: its layout, its local tensors, and which rank of which world wrote it. It is read
 by the same rank of a world of the same size, on the default process group or that of `load_with_process_group`. Reading
-it elsewhere would give the wrong shards, so it is an error, which names the way out: a checkpoint, which reshards.
+it elsewhere would produce the wrong shards, so it is an error, which names the fix: a checkpoint, which reshards.
 
 `torch.load` reads it with `weights_only=False`: a pickled layout is more than weights.
 """
@@ -21,7 +21,7 @@ from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.tensor import rrefs
-from shardwise.tensor.comms import resolve_comm, loading_group
+from shardwise.tensor.comms import loading_group, resolve_comm
 from shardwise.tensor.execute import view_box
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 

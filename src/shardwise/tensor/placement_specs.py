@@ -1,7 +1,7 @@
-"""torch's sharding specs: the same names and arguments, as rules that give a `Layout`.
+"""torch's sharding specs: the same names and arguments, as rules that return a `Layout`.
 
 A placement such as "rank:1/cuda:1" or "worker0/cpu" says which rank and device holds a shard. A spec of this file is a
-`shardwise.geometry.ShardingSpec`, so that it works wherever one is asked for. A user's own subclass of
+`shardwise.geometry.ShardingSpec`, so that it works wherever one is expected. A user's own subclass of
 `PlacementShardingSpec` needs only torch's two methods, `build_metadata` and `shard`.
 """
 
@@ -18,12 +18,12 @@ from torch.distributed.remote_device import _remote_device
 
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
 from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes
-from shardwise.geometry.layout import check_shape, check_piece_table
+from shardwise.geometry.layout import check_piece_table, check_shape
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.metadata_checks import check_no_overlap, check_same_ndim, check_tiles, columns_of
-from shardwise.tensor.remote_devices import with_device, rank_of
+from shardwise.tensor.remote_devices import rank_of, with_device
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def build_piece_table(shards: Sequence[ShardMetadata], shape: tuple[int, ...]) -
 
 @dataclass
 class ChunkShardingSpec(PlacementShardingSpec):
-    """Chunks along one dim, as `torch.chunk` cuts them, chunk i on `placements[i]`; a rank may stand several times.
+    """Chunks along one dim, as `torch.chunk` splits them, chunk i on `placements[i]`; a rank may appear several times.
 
     >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
     >>> [str(piece) for piece in spec.layout((3,)).pieces]
@@ -160,7 +160,7 @@ class ChunkShardingSpec(PlacementShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(PlacementShardingSpec):
-    """Any disjoint shards that cover the tensor; a rank holds none, one or many, in the order given.
+    """Any disjoint shards that cover the tensor; a rank has none, one or many, in the listed order.
 
     >>> spec = EnumerableShardingSpec([ShardMetadata([0], [3], "rank:1/cpu"), ShardMetadata([3], [1], "rank:0/cpu")])
     >>> spec.layout((4,)).local_shapes(1)
@@ -171,7 +171,7 @@ class EnumerableShardingSpec(PlacementShardingSpec):
 
     def __post_init__(self) -> None:
         if len(self.shards) == 0:
-            raise ValueError(f"Empty shard list provided: {self.shards}; give at least one ShardMetadata")
+            raise ValueError(f"Empty shard list provided: {self.shards}; pass at least one ShardMetadata")
         check_same_ndim(self.shards)
         check_no_overlap(self.shards)
 
@@ -223,7 +223,7 @@ def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ChunkShardi
 
 
 def _are_chunks(offsets: IntArray, sizes: IntArray, dim: int) -> bool:
-    """Return whether boxes in order of their offsets are the chunks of a dim; empty ones may lie anywhere."""
+    """Return whether boxes in order of their offsets are the chunks of a dim; empty ones may be anywhere."""
     lengths = sizes[:, dim]
     starts = np.cumsum(lengths) - lengths
     others = np.delete(sizes, dim, axis=1)
@@ -235,7 +235,7 @@ def _are_chunks(offsets: IntArray, sizes: IntArray, dim: int) -> bool:
 
 
 def _keeps_turns(order: IntArray, placements: Sequence[_remote_device | None]) -> bool:
-    """Return whether all have a placement and each placement keeps its shards in the order in which they were given."""
+    """Return whether all have a placement and each placement keeps its shards in their original order."""
     last: dict[_remote_device, int] = {}
     for row, placement in zip(order.tolist(), placements, strict=True):
         if placement is None or row < last.get(placement, -1):

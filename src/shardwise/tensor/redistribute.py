@@ -15,14 +15,14 @@ from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.execute import Handle, RunningTransfers
 from shardwise.tensor.move import (
     describe_tensor,
-    replicated_layout,
+    format_layout_text,
     is_move_recorded,
     move_problem,
     move_to,
+    replicated_layout,
     single_rank_layout,
     start_moves,
     target_layout,
-    format_layout_text,
 )
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -34,7 +34,7 @@ def shard(
 
     The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.)
     Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
-    that every rank has computed by way of other moves is therefore laid out with `src_rank=None`.
+    that every rank has computed through other moves is therefore laid out with `src_rank=None`.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import GridSpec
@@ -106,7 +106,7 @@ def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) ->
         values = {rank: str(given[field]) for rank, given in everyone.items() if field in given}
         if len(set(values.values())) > 1:
             found = fold_values(values)
-            raise DisagreementError(f"'shard': the ranks give different {field}s: {found}; give the same on every rank")
+            raise DisagreementError(f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank")
 
 
 def from_local(
@@ -139,11 +139,11 @@ def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, boo
     kinds = {kind.decode() for kind in comm.all_gather_bytes(own.encode(), label="from_local") if kind}
     dtypes, grads = {kind.split()[0] for kind in kinds}, {kind.split()[1] for kind in kinds}
     if len(dtypes) > 1:
-        raise DisagreementError(f"'from_local': the ranks hold different dtypes: {sorted(dtypes)}; convert them first")
+        raise DisagreementError(f"'from_local': the ranks have different dtypes: {sorted(dtypes)}; convert them first")
     if len(grads) > 1:
         raise DisagreementError(
             "'from_local': local tensors require gradients on some ranks and not on others; every rank takes part in "
-            "the backward pass, so give tensors of one kind"
+            "the backward pass, so pass tensors of one kind"
         )
     dtype = getattr(torch, dtypes.pop().removeprefix("torch.")) if dtypes else torch.get_default_dtype()
     return dtype, grads == {"True"}
@@ -167,7 +167,7 @@ def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | 
     shapes = layout.local_shapes(comm.rank)
     found = tuple(tuple(t.shape) for t in held)
     if found != shapes:
-        return f"the layout gives this rank local tensors of shapes {list(shapes)}, got {list(found)}"
+        return f"the layout assigns this rank local tensors of shapes {list(shapes)}, got {list(found)}"
     if len({(t.dtype, t.device) for t in held}) > 1:
         return f"local tensors have one dtype and device, got {sorted({f'{t.dtype} on {t.device}' for t in held})}"
     return None
@@ -182,7 +182,7 @@ def redistribute_many(
 ) -> Any:
     """Move many tensors at once: their messages share the exchanges. Returns the new tensors, in order.
 
-    With `async_op`, a Handle whose `wait()` gives them. Where gradients are recorded the tensors move one by one.
+    With `async_op`, a Handle whose `wait()` returns them. Where gradients are recorded the tensors move one by one.
     """
     label = "redistribute_many"
     if not tensors and not targets:
@@ -191,7 +191,10 @@ def redistribute_many(
     if not tensors or any(t.comm is not tensors[0].comm for t in tensors):
         raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
     dsts, problem = _resolve_target_layouts(tensors, targets)
-    moves = [f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}" for t, dst in zip(tensors, dsts, strict=False)]
+    moves = [
+        f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}"
+        for t, dst in zip(tensors, dsts, strict=False)
+    ]
     agree(tensors[0].comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
     if not async_op and any(is_move_recorded(t) for t in tensors):
         return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
@@ -209,8 +212,10 @@ def _check_sharded(tensors: Sequence[object], label: str) -> None:
         raise TypeError(f"{label}: moves ShardedTensors, got {plain[0]}; make one with shard() or from_local()")
 
 
-def _resolve_target_layouts(tensors: Sequence[ShardedTensor], targets: Sequence[Any]) -> tuple[list[Layout], str | None]:
-    """The layouts asked for, or why there are none."""
+def _resolve_target_layouts(
+    tensors: Sequence[ShardedTensor], targets: Sequence[Any]
+) -> tuple[list[Layout], str | None]:
+    """The requested layouts, or why there are none."""
     if len(tensors) != len(targets):
         return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
     try:

@@ -22,7 +22,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def reduction_identity(op: str, dtype: torch.dtype) -> float | int | bool:
     """The value that changes nothing when it is combined.
 
-    >>> reduction_identity("sum", torch.float32), reduction_identity("max", torch.int8), reduction_identity("min", torch.float64)
+    >>> kinds = ("sum", torch.float32), ("max", torch.int8), ("min", torch.float64)
+    >>> tuple(reduction_identity(*kind) for kind in kinds)
     (0, -128, inf)
     """
     if op in ("sum", "product"):
@@ -66,7 +67,7 @@ def rescale(target: Tensor, scale: tuple[int, int]) -> None:
 
 
 def check_reducible(op: str, divisor: int, dtype: torch.dtype) -> None:
-    """Raise unless this kind of reduction can be done on this dtype."""
+    """Raise unless this kind of reduction is possible on this dtype."""
     if dtype == torch.bool and op in ("sum", "product"):
         raise ValueError(
             f"a pending {op} of bool values is not defined; use Partial('max') for any, Partial('min') for all"
@@ -89,6 +90,6 @@ def check_conversion(pending: Reduction | None, old: torch.dtype, new: torch.dty
     if pending is None or pending.op in ("min", "max") or not (fractions or new == torch.bool):
         return
     raise ValueError(
-        f"addends of a pending {pending} converted from {old} to {new} do not give the converted value; "
+        f"addends of a pending {pending} converted from {old} to {new} do not yield the converted value; "
         "redistribute to Shard or Replicate first"
     )

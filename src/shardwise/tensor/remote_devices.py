@@ -31,7 +31,7 @@ def rank_of(placement: _remote_device | None) -> int:
 
 def rank_of_worker(name: str) -> int:
     """Return the rank of an RPC worker."""
-    # The two private names are the only way to ask for the world without joining it.
+    # The two private names are the only way to query the world without joining it.
     if not rpc.is_available() or not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # private
         raise RuntimeError(f"RPC framework needs to be initialized for using worker names: {name}")
     agent = rpc._get_current_rpc_agent()  # type: ignore[attr-defined]  # private

@@ -1,7 +1,7 @@
 """Remote references to the shards that other ranks hold (`init_rrefs=True`), over torch.distributed.rpc.
 
 1. A tensor gets a number, and a weak reference to it is kept under that number.
-2. The ranks tell each other their RPC rank and the tensor's number, over the tensor's comm. Every rank sees what every
+2. The ranks exchange their RPC rank and the tensor's number, over the tensor's comm. Every rank sees what every
    other said, so a mistake on one is raised on all of them, before anything is sent by RPC.
 3. Each rank sends references to its local shards to the others, which find their tensor by its number.
 4. All wait until all are done.
@@ -109,7 +109,7 @@ def _exchange_numbers(comm: Comm, number: int) -> dict[int, int]:
         if rank != rpc_rank:
             raise ValueError(
                 "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
-                f"{rank} and RPC rank: {rpc_rank}; give init_rpc the rank of init_process_group"
+                f"{rank} and RPC rank: {rpc_rank}; pass init_rpc the rank of init_process_group"
             )
     return {rank: theirs for rank, (_, theirs) in said.items()}
 

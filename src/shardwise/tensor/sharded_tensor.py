@@ -19,13 +19,18 @@ from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import dcp_protocol, pickling, rrefs
-from shardwise.tensor.autograd_mixin import LocalMemoryMixin, AutogradMixin
+from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dispatch import call_operator, enter_function
 from shardwise.tensor.execute import Handle
-from shardwise.tensor.from_shards import TensorParts, build_parts_from_metadata, gather_parts_from_shards, agree_on_parts_of_tensor
+from shardwise.tensor.from_shards import (
+    TensorParts,
+    agree_on_parts_of_tensor,
+    build_parts_from_metadata,
+    gather_parts_from_shards,
+)
 from shardwise.tensor.held_shards import make_local_shards
-from shardwise.tensor.move import check_move, replicated_layout, move_to, single_rank_layout, start_moves, target_layout
+from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
 from shardwise.tensor.placement_specs import metadata_of, spec_on_device
 from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperties
@@ -65,7 +70,7 @@ def allocate_locals(
 
 
 def size_to_tuple(size: Sequence[Any]) -> tuple[int, ...]:
-    """A size given as numbers or as one sequence of numbers."""
+    """A size passed as numbers or as one sequence of numbers."""
     numbers = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     for number in numbers:
         if not isinstance(number, int):
@@ -99,7 +104,7 @@ def wrap(
 
 
 class ShardedTensor(LocalMemoryMixin, AutogradMixin):
-    """A tensor whose pieces lie on many ranks.
+    """A tensor whose pieces are on many ranks.
 
     >>> from shardwise.comm import run_local
     >>> from shardwise.geometry import ChunkSpec
@@ -267,7 +272,9 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         comm = resolve_comm(process_group)
-        return cls._from_parts(agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm), comm, init_rrefs)
+        return cls._from_parts(
+            agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm), comm, init_rrefs
+        )
 
     @classmethod
     def _from_parts(cls, parts: TensorParts, comm: Comm, init_rrefs: bool) -> ShardedTensor:
@@ -284,7 +291,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         """The same values in another layout, as a new tensor; differentiable.
 
         `target` is a spec, a Layout, placements on this tensor's mesh, or such placements in notation ("S(0), R"). With
-        `async_op`, a Handle whose `wait()` gives the tensor (outside of autograd).
+        `async_op`, a Handle whose `wait()` returns the tensor (outside autograd).
         """
         problem = dst = None
         try:
@@ -302,7 +309,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         """The whole tensor, on every rank of the comm; differentiable.
 
         It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
-        `local_tensor()` gives it without a copy.
+        `local_tensor()` returns it without a copy.
         """
         dst = replicated_layout(tuple(self.shape), self.comm.ranks)
         check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
@@ -318,7 +325,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         *,
         max_buffer_bytes: int | None = None,
     ) -> Tensor | None:
-        """The whole tensor on rank `dst` (a global rank), exact in every dtype; `out` is filled if it is given.
+        """The whole tensor on rank `dst` (a global rank), exact in every dtype; `out` is filled if it is passed.
 
         Other ranks get None; where gradients are recorded they get a tensor without elements that is on the tape, so
         that every rank can call backward.
@@ -349,7 +356,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         return None
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """This very tensor, moved to another spec in place; `redistribute` gives a new tensor instead."""
+        """This very tensor, moved to another spec in place; `redistribute` returns a new tensor instead."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ValueError(f"reshard takes a ShardingSpec, got {type(resharding_spec)}")
         with torch.no_grad():

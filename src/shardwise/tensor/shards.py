@@ -32,7 +32,7 @@ _FORMATS = {encoding: memory_format for memory_format, encoding in _ENCODINGS.it
 
 @dataclass(init=False, slots=True)
 class ShardMetadata:
-    """Where one shard lies in the whole tensor, and on which rank and device.
+    """Where one shard is in the whole tensor, and on which rank and device.
 
     >>> ShardMetadata([2, 0], [2, 4], "rank:1/cpu")
     ShardMetadata(shard_offsets=[2, 0], shard_sizes=[2, 4], placement=rank:1/cpu)

@@ -41,7 +41,7 @@ Scatter.run = shard_by_spec
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: GroupOrComm | None = None
 ) -> Any:
-    """Return the tensor of `src_rank`, counted in the group, laid out by a spec, which a user's `shard` may carry out.
+    """Return the tensor of `src_rank`, counted in the group, laid out by a spec, which a user's `shard` may implement.
 
     >>> shard_tensor(torch.arange(4), ChunkShardingSpec(0, ["rank:0/cpu"])).full()
     tensor([0, 1, 2, 3])

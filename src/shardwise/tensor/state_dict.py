@@ -69,7 +69,7 @@ def pre_load_state_dict_hook(
 def _plain_attributes(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
     """Every plain attribute of a module and those below it: its owner, its name, and its key in a state dict.
 
-    A module that stands in several places has a key for each, as its parameters have.
+    A module that is registered in several places has a key for each, as its parameters have.
     """
     for path, owner in module.named_modules(remove_duplicate=False):
         start = f"{prefix}{path}." if path else prefix

@@ -1,4 +1,4 @@
-"""What must every rank hold? Layouts carried out on NumPy arrays, all ranks in one process: a yardstick for real code.
+"""What must every rank hold? Layouts applied to NumPy arrays, all ranks in one process: a yardstick for real code.
 
 1. `global_values` fills a tensor by a function of the global index, so that a misplaced element is seen.
 2. `scatter` cuts it into every rank's local arrays; where a reduction is pending, into addends that reduce to it.
@@ -28,7 +28,7 @@ REDUCERS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": n
 
 
 def global_values(shape: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Array:
-    """An array whose values 1, 2, 3... tell where each element belongs; they start again where the dtype runs out.
+    """An array whose values 1, 2, 3... show where each element belongs; they start again where the dtype runs out.
 
     Of booleans every third is true.
 
@@ -39,10 +39,10 @@ def global_values(shape: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Arra
     index = np.arange(np.prod(shape, dtype=np.int64)).reshape(tuple(shape))
     if np.dtype(dtype).kind == "b":
         return np.asarray(index % 3 == 0)
-    return np.asarray(index % _distinct(np.dtype(dtype)) + 1).astype(dtype)
+    return np.asarray(index % _count_exact_numbers(np.dtype(dtype)) + 1).astype(dtype)
 
 
-def _distinct(dtype: np.dtype[Any]) -> int:
+def _count_exact_numbers(dtype: np.dtype[Any]) -> int:
     """How many of the numbers 1, 2, 3... a dtype holds exactly."""
     if dtype.kind in "iu":
         return int(np.iinfo(dtype).max)
@@ -112,7 +112,7 @@ def divide(total: Array, divisor: int) -> Array:
 
 
 def simulate(transfer: Transfer, local: Mapping[int, Sequence[Array]]) -> Locals:
-    """The local arrays of every rank after a transfer, given those before it; the plan has to be that of all ranks.
+    """The local arrays of every rank after a transfer, from those before it; the plan has to be that of all ranks.
 
     Fails when a box is written twice without a reduction, when an element is never written, or when the two sides of an
     exchange do not fit.
@@ -146,7 +146,7 @@ def _run_step(step: Step, local: Mapping[int, Sequence[Array]], dtype: np.dtype[
 
 
 def _exchange(step: Step, ranks: Sequence[int], local: Mapping[int, Sequence[Array]]) -> dict[int, list[Arrival]]:
-    """Round by round, the messages of each pair of ranks; what arrives is told by the receiver's side of the plan."""
+    """Round by round, the messages of each pair of ranks; the receiver's side of the plan says what arrives."""
     sends = {rank: step.sends_of(rank) for rank in ranks}
     receives = {rank: step.receives_of(rank) for rank in ranks}
     arrived: dict[int, list[Arrival]] = {rank: [] for rank in ranks}
@@ -198,11 +198,11 @@ def _check_shapes(layout: Layout, local: Mapping[int, Sequence[Array]]) -> None:
         held = tuple(array.shape for array in local.get(rank, ()))
         if held != layout.local_shapes(rank):
             wanted = layout.local_shapes(rank)
-            raise AssertionError(f"rank {rank} holds arrays of shapes {held}; the layout gives it {wanted}")
+            raise AssertionError(f"rank {rank} has arrays of shapes {held}; the layout assigns it {wanted}")
 
 
 class _Row:
-    """One row of a layout's table: a box, and where it lies in which local array of which rank."""
+    """One row of a layout's table: a box, and where it is in which local array of which rank."""
 
     __slots__ = ("addend", "box", "here", "rank", "slot")
 

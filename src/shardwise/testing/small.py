@@ -23,7 +23,12 @@ def small_layouts(shape: Sequence[int], ranks: int, pending: bool = True) -> lis
     (2, 14)
     """
     shape = tuple(shape)
-    sources = [_chunks(shape, ranks), _meshes(shape, ranks, pending), _grids(shape, ranks), _tees(shape, ranks)]
+    sources = [
+        _chunks(shape, ranks),
+        _meshes(shape, ranks, pending),
+        _grids(shape, ranks),
+        _t_shaped_layouts(shape, ranks),
+    ]
     found = {spec.layout(shape): None for specs in sources for spec in specs}
     return list(found)
 
@@ -61,7 +66,7 @@ def _placements(shape: tuple[int, ...], count: int, pending: bool, plain: bool =
 
 
 def _sizes(length: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to cut a length in `count` parts, empty ones included."""
+    """All splits of a length into `count` parts, including empty ones."""
     if count == 1:
         yield (length,)
         return
@@ -77,7 +82,7 @@ def _grids(shape: tuple[int, ...], ranks: int) -> Iterator[ShardingSpec]:
             yield GridSpec(counts, np.array(owners).reshape((*counts, 1)))
 
 
-def _tees(shape: tuple[int, ...], ranks: int) -> Iterator[ShardingSpec]:
+def _t_shaped_layouts(shape: tuple[int, ...], ranks: int) -> Iterator[ShardingSpec]:
     """One cut right through, and one cut of the second part only: no grid explains it."""
     if len(shape) < 2 or min(shape[:2]) < 2:
         return

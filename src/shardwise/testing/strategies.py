@@ -1,8 +1,8 @@
 """Random layouts for property tests with Hypothesis: every kind of spec, on any set of ranks.
 
 1. A shape is drawn, then a set of ranks, then one kind of spec that fits both.
-2. Mesh layouts are drawn axis by axis in the order of their splits, so that given sizes always add up.
-3. Enumerable layouts come from random guillotine cuts, dealt to the ranks in no order.
+2. Mesh layouts are drawn axis by axis in the order of their splits, so that explicit sizes always add up.
+3. Enumerable layouts come from random guillotine cuts, assigned to the ranks in random order.
 
 A property of your own code over all layouts of a shape:
 
@@ -56,7 +56,7 @@ def shapes(max_dims: int = 3, max_length: int = 6, min_dims: int = 0) -> st.Sear
 
 @st.composite
 def rank_lists(draw: st.DrawFn, ranks: Ranks) -> tuple[int, ...]:
-    """One or more distinct ranks out of the given ones (a number n means 0 to n-1), in any order."""
+    """One or more distinct ranks out of those passed (a number n means 0 to n-1), in any order."""
     order = draw(st.permutations(_pool(ranks)))
     return tuple(order[: draw(st.integers(1, len(order)))])
 
@@ -205,7 +205,7 @@ def _halves(box: Box, dim: int, at: int) -> list[Box]:
 def specs(
     shape: Sequence[int], ranks: Ranks = 4, pending: bool = False, kinds: Sequence[str] = KINDS
 ) -> st.SearchStrategy[ShardingSpec]:
-    """Specs of the given kinds that fit a shape."""
+    """Specs of these kinds that fit a shape."""
     known: dict[str, st.SearchStrategy[ShardingSpec]]
     known = {"grid": grid_specs(shape, ranks), "enumerable": enumerable_specs(shape, ranks)}
     if shape:

@@ -118,7 +118,10 @@ def _collective_kind(step: Step, group: tuple[int, ...]) -> str | None:
 
 
 def _one_sender_kind(step: Step, routes: Routes, sender: int, receivers: IntArray) -> str | None:
-    if (np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers]) == _held_elements(step.src, sender)).all():
+    if (
+        np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers])
+        == _held_elements(step.src, sender)
+    ).all():
         return "broadcast"
     return "scatter" if _is_sent_once(routes) else None
 

@@ -49,11 +49,11 @@ def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_by
     if itemsize < 1:
         raise LayoutError(f"itemsize is the number of bytes of an element, got {itemsize}")
     if max_buffer_bytes is not None and max_buffer_bytes < 1:
-        raise LayoutError(f"max_buffer_bytes is at least one element, got {max_buffer_bytes}")
+        raise LayoutError(f"max_buffer_bytes must be at least one element, got {max_buffer_bytes}")
 
 
 def transfer_from_json(data: dict[str, Any]) -> Transfer:
-    """The transfer that `Transfer.to_json` wrote: planned anew from its arguments, checked against its figures."""
+    """The transfer that `Transfer.to_json` wrote: planned again from its arguments, checked against its figures."""
     topology = None if data["topology"] is None else Topology.from_json(data["topology"])
     transfer = plan_transfer(
         layout_from_json(data["src"]),

@@ -62,7 +62,7 @@ def describe_transfer(transfer: Transfer) -> str:
     """What happens, step by step, in plain words."""
     if transfer.moved_bytes == 0 and not any(len(step.fills) for step in transfer.steps):
         return (
-            f"Nothing is sent: every rank holds what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
+            f"Nothing is sent: every rank has what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
         )
     lines = [_describe_step(transfer, step) for step in transfer.steps]
     if len(lines) > 1:
@@ -71,7 +71,7 @@ def describe_transfer(transfer: Transfer) -> str:
         lines.append(f"Together this is: {transfer.collective}.")
     met = transfer.moved_bytes == transfer.lower_bound_bytes
     bound = "the lower bound" if met else f"where {format_bytes(transfer.lower_bound_bytes)} is the lower bound"
-    lines.append(f"In all {format_bytes(transfer.moved_bytes)} move, {bound}.")
+    lines.append(f"In total {format_bytes(transfer.moved_bytes)} move, {bound}.")
     return "\n".join(lines)
 
 

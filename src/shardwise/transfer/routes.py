@@ -186,12 +186,12 @@ class BufferTooSmallError(LayoutError):
         self.needed = degree * itemsize
         super().__init__(
             f"max_buffer_bytes={limit} is too small: a rank exchanges up to {degree} messages at a time with elements "
-            f"of {itemsize} bytes; give at least {self.needed} bytes"
+            f"of {itemsize} bytes; pass at least {self.needed} bytes"
         )
 
 
 def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> Routes:
-    """The same moves cut and dealt to rounds so that a rank's messages of one round add up to at most `limit` bytes."""
+    """The same moves split into rounds so that a rank's messages of one round add up to at most `limit` bytes."""
     per_message = limit // max(1, degree * itemsize)
     if per_message < 1:
         raise BufferTooSmallError(limit, degree, itemsize)

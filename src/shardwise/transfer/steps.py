@@ -3,7 +3,7 @@
 A step takes addends of the source to addends of the destination: `terms[j]` lists the source addends that make up the
 destination's addend j. An empty list means the reduction's identity.
 
-Where are pending reductions done? On ranks that hold an addend and, if there is one, need the result.
+Where are pending reductions computed? On ranks that hold an addend and, if there is one, need the result.
 
 Each region is reduced on one rank, which receives the other addends; then the result goes to whoever else needs it.
 Regions that several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a
@@ -39,17 +39,17 @@ from shardwise.transfer.routes import (
     BufferTooSmallError,
     Routes,
     Step,
+    box_volumes,
     constant_column,
     degree_bound,
     split_in_rounds,
-    box_volumes,
 )
 from shardwise.transfer.topology import Topology
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What decides a plan besides the two layouts."""
+    """What determines a plan besides the two layouts."""
 
     itemsize: int
     topology: Topology | None = None
@@ -153,7 +153,9 @@ def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
     )
 
 
-def _build_moves(src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: PlanOptions) -> Routes:
+def _build_moves(
+    src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: PlanOptions
+) -> Routes:
     """One move for each demand and term, local ones included, in order of destination rows."""
     addends = 1 if src.cells is None else src.cells.addends
     counts = np.array([len(t) for t in terms], np.int64)
@@ -212,7 +214,7 @@ def overlap_regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
 
 
 def reduction_layout(src: Layout, dst: Layout) -> Layout:
-    """The layout in which each region lies on the ranks that reduce it."""
+    """The layout in which each region is on the ranks that reduce it."""
     found, first = overlap_regions(src, dst)
     offsets, sizes, ranks = [], [], []
     for row, start, size in zip(range(len(found.boxes)), found.starts, found.sizes, strict=True):

@@ -111,7 +111,7 @@ class Transfer:
 
     @cached_property
     def collective(self) -> Collective | None:
-        """The collective that this transfer is, or None if it is none of them."""
+        """The collective that this transfer is, or None if it is not a known one."""
         return recognise_collective(self.src, self.dst, self.steps) if self.rank is None else None
 
     def estimate(self, topology: Topology) -> float:
@@ -137,7 +137,7 @@ class Transfer:
         return hash((self.src, self.dst, self.options, self.rank))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the arguments, from which `transfer_from_json` plans anew, and the figures."""
+        """Plain data: the arguments, from which `transfer_from_json` plans again, and the figures."""
         topology = None if self.options.topology is None else self.options.topology.to_json()
         edges = [[s, d, n] for (s, d), n in self.bytes_by_edge.items()]
         return {

@@ -1,7 +1,7 @@
 """L5: pictures of layouts. A model first, then characters, then colours; never imports torch."""
 
 from shardwise.view.draw import draw_layout, draw_panel, draw_picture
-from shardwise.view.lines import Line, Run, line, plain_text, print_lines
+from shardwise.view.lines import Line, TextRun, line, plain_text, print_lines
 from shardwise.view.picture import Limits, Panel, Picture, Tile, picture_of
 from shardwise.view.ranks import draw_ranks, draw_table
 
@@ -10,7 +10,7 @@ __all__ = [
     "Line",
     "Panel",
     "Picture",
-    "Run",
+    "TextRun",
     "Tile",
     "draw_layout",
     "draw_panel",

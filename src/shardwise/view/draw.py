@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 
 from shardwise.geometry import Layout
 from shardwise.geometry.mesh import format_ranks
-from shardwise.view.lines import Line, Run, line
+from shardwise.view.lines import Line, TextRun, line
 from shardwise.view.picture import Holders, Limits, Panel, Picture, Tile, picture_of
 
 # Which arms (up, down, left, right) meet in a point of a border.
@@ -87,11 +87,11 @@ def draw_panel(panel: Panel, width: int = 80) -> list[Line]:
     for tile, text in zip(panel.tiles, labels, strict=True):
         canvas.fill(tile, text)
     header = " " * margin + "".join(f" {s:^{w}}" for s, w in zip(panel.column_sizes, widths, strict=True))
-    drawn = [(Run(" " * margin), *runs) for runs in canvas.lines()]
+    drawn = [(TextRun(" " * margin), *runs) for runs in canvas.lines()]
     if panel.dims == 2:
         for size, top, height in zip(panel.row_sizes, canvas.tops, heights, strict=True):
             at = top + (height + 1) // 2
-            drawn[at] = (Run(f"{size:>{margin - 1}} "), *drawn[at][1:])
+            drawn[at] = (TextRun(f"{size:>{margin - 1}} "), *drawn[at][1:])
     return [*([line(header)] if panel.dims else []), *drawn, *_hidden(panel)]
 
 
@@ -144,7 +144,7 @@ class _Canvas:
         self.count = 0
 
     def fill(self, tile: Tile, text: str) -> None:
-        """Give the inside of a tile to it and write its label in the middle."""
+        """Fill the inside of a tile and write its label in the middle."""
         self.count += 1
         edges = [*self.tops, self.bottom]
         top, bottom = edges[tile.rows[0]], edges[tile.rows[1]]
@@ -164,7 +164,7 @@ class _Canvas:
                     self.chars[y][x] = self._border(y, x)
         return [
             tuple(
-                Run("".join(c for c, _ in run), rank)
+                TextRun("".join(c for c, _ in run), rank)
                 for rank, run in groupby(zip(chars, ranks, strict=True), key=lambda pair: pair[1])
             )
             for chars, ranks in zip(self.chars, self.ranks, strict=True)

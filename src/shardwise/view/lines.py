@@ -25,25 +25,25 @@ PLAINER = str.maketrans("│─┌┐└┘├┤┬┴┼…", "|-+++++++++~")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run of text and the rank whose colour lies behind it, or None."""
+class TextRun:
+    """A run of text and the rank whose colour is behind it, or None."""
 
     text: str
     rank: int | None = None
 
 
-Line: TypeAlias = tuple[Run, ...]
+Line: TypeAlias = tuple[TextRun, ...]
 
 
 def line(text: str = "") -> Line:
     """A line without colour."""
-    return (Run(text),)
+    return (TextRun(text),)
 
 
 def plain_text(lines: Iterable[Line]) -> str:
     """The lines without colour; blanks at line ends are cut off.
 
-    >>> plain_text([(Run(" 0 ", rank=0), Run("|")), line("x  ")])
+    >>> plain_text([(TextRun(" 0 ", rank=0), TextRun("|")), line("x  ")])
     ' 0 |\\nx'
     """
     return "\n".join("".join(run.text for run in runs).rstrip() for runs in lines)
@@ -63,10 +63,10 @@ def print_lines(lines: Sequence[Line], stream: TextIO) -> None:
     if wants_colour(stream):
         _print_colours(lines, stream)
     else:
-        stream.write(fitting(plain_text(lines), stream.encoding) + "\n")
+        stream.write(replace_unencodable(plain_text(lines), stream.encoding) + "\n")
 
 
-def fitting(text: str, encoding: str | None) -> str:
+def replace_unencodable(text: str, encoding: str | None) -> str:
     """The text, with plainer characters where the encoding lacks those of the drawing; None: a stream of any text."""
     try:
         text.encode(encoding or "utf-8")
@@ -82,7 +82,9 @@ def _print_colours(lines: Sequence[Line], stream: TextIO) -> None:
 
     console = Console(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
     for runs in lines:
-        spans = [(fitting(r.text, stream.encoding), "" if r.rank is None else colour_of(r.rank)) for r in runs]
+        spans = [
+            (replace_unencodable(r.text, stream.encoding), "" if r.rank is None else colour_of(r.rank)) for r in runs
+        ]
         console.print(Text.assemble(*spans))
 
 

@@ -1,7 +1,7 @@
 """What is there to draw of a layout? A model of tiles between cuts, free of characters and colours.
 
 1. The pieces that hold something are cut along all dims but the last two: each combination of cuts is a panel.
-2. In a panel, rows and columns lie between consecutive cuts of the last two dims, however long they are.
+2. In a panel, rows and columns are between consecutive cuts of the last two dims, however long they are.
 3. A tile is one box: the rows and columns it spans, and who holds it. Replicas share a tile, and so do pending addends.
 4. Only so many panels, rows and columns are kept; the model counts what it leaves out.
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.geometry import TensorType
 from shardwise.transfer.report import format_bytes
-from shardwise.view.lines import Line, Run, line
+from shardwise.view.lines import Line, TextRun, line
 
 FIRST, LAST, LONGEST_SHAPES = 10, 4, 40
 
@@ -45,7 +45,9 @@ def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], ranks: Sequ
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     texts = [[f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)] for row in (header, *rows)]
     colours = [None, *(ranks or [None] * len(rows))]
-    return [(Run(row[0], rank), Run("  " + "  ".join(row[1:]))) for row, rank in zip(texts, colours, strict=True)]
+    return [
+        (TextRun(row[0], rank), TextRun("  " + "  ".join(row[1:]))) for row, rank in zip(texts, colours, strict=True)
+    ]
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:

@@ -45,7 +45,7 @@ _DTYPES = {code: find_dtype(name) for name, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a safetensors file: `begin` counts from the start of the file."""
 
     dtype: DType
@@ -53,10 +53,10 @@ class Entry:
     begin: int
 
 
-def described(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
+def safetensors_code_and_shape(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
     """The code and shape under which a tensor is stored; dtypes that safetensors has no code for are bytes there.
 
-    >>> described(find_dtype("bf16"), (2, 3)), described(find_dtype("c128"), (2, 3))
+    >>> safetensors_code_and_shape(find_dtype("bf16"), (2, 3)), safetensors_code_and_shape(find_dtype("c128"), (2, 3))
     (('BF16', [2, 3]), ('U8', [96]))
     """
     code = CODES.get(dtype.torch_name)
@@ -72,10 +72,10 @@ def header_bytes(entries: Mapping[str, tuple[str, list[int], int]], count: int |
     '{"__metadata__":{"format":"pt"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     """
     if _METADATA in entries:
-        raise CheckpointError(f"a tensor is called {_METADATA}, which safetensors keeps for itself; rename it")
+        raise CheckpointError(f"a tensor is called {_METADATA}, which safetensors reserves; rename it")
     if count is not None and len(entries) != count:
         raise CheckpointError(
-            "a tensor has the name of a part of another, such as 'w[0:2]' beside a 'w' whose part [0:2] is stored; "
+            "a tensor is named like a part of another, such as 'w[0:2]' next to a 'w' whose part [0:2] is stored; "
             "rename one of them"
         )
     content: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -93,13 +93,13 @@ def header_size(start: bytes, file_bytes: int, name: str) -> int:
     length = int.from_bytes(start[:_PREFIX], "little")
     if len(start) < _PREFIX or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - _PREFIX):
         raise CheckpointError(
-            f"{name}: a file of {file_bytes} bytes that claims a header of {length} bytes is no safetensors file; "
+            f"{name}: a file of {file_bytes} bytes that claims a header of {length} bytes is not a safetensors file; "
             "it is truncated, damaged, or something else"
         )
     return _PREFIX + length
 
 
-def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, Entry]:
+def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEntry]:
     """The tensors of a file, from its start as far as `header_size` says; every number is checked.
 
     >>> parse_header(header_bytes({"x": ("F32", [2], 8)}), 136, "a file")["x"].shape
@@ -113,21 +113,19 @@ def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, Entry]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{name}: the header is a {type(content).__name__}, it should be an object")
     content.pop(_METADATA, None)
-    entries = {key: _entry(key, value, data_start, file_bytes, name) for key, value in content.items()}
+    entries = {key: _parse_header_entry(key, value, data_start, file_bytes, name) for key, value in content.items()}
     _check_no_gaps(entries, data_start, file_bytes, name)
     return entries
 
 
-def _entry(key: str, value: object, data_start: int, file_bytes: int, name: str) -> Entry:
+def _parse_header_entry(key: str, value: object, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
     try:
         assert isinstance(value, dict)
         code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
         assert numbers and isinstance(code, str)
     except (AssertionError, KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{name}: tensor {key!r}: its entry has no dtype, shape and data_offsets that make sense"
-        ) from None
+        raise CheckpointError(f"{name}: tensor {key!r}: its entry has no valid dtype, shape and data_offsets") from None
     if code not in _DTYPES:
         raise CheckpointError(f"{name}: tensor {key!r}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
     size = math.prod(shape) * _DTYPES[code].itemsize
@@ -136,10 +134,10 @@ def _entry(key: str, value: object, data_start: int, file_bytes: int, name: str)
             f"{name}: tensor {key!r}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
             f"{file_bytes - data_start} bytes of data in the file"
         )
-    return Entry(_DTYPES[code], shape, data_start + begin)
+    return HeaderEntry(_DTYPES[code], shape, data_start + begin)
 
 
-def _check_no_gaps(entries: Mapping[str, Entry], data_start: int, file_bytes: int, name: str) -> None:
+def _check_no_gaps(entries: Mapping[str, HeaderEntry], data_start: int, file_bytes: int, name: str) -> None:
     position = data_start
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, math.prod(item[1].shape))):
         if entry.begin != position:

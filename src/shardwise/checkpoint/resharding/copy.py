@@ -1,8 +1,8 @@
 """Copying a segment: bytes from the mapped source into one file, a block at a time, with checksums both ways.
 
-1. A block of the target is a run of elements of a box; it meets some boxes of the source. A block that lies in one run
+1. A block of the target is a run of elements of a box; it meets some boxes of the source. A block that is in one run
    of the source is hashed and written from there; else its parts are put together in a buffer.
-2. Every block of the source is checked by whoever needs it first. `Marks` says which have been, to all workers.
+2. Every block of the source is checked by whoever needs it first. `VerifiedBlocks` tells all workers which have been.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
-from shardwise.checkpoint.files import SyncedFile, naming
+from shardwise.checkpoint.files import SyncedFile, add_path_to_error
 from shardwise.checkpoint.index import Index, TensorEntry
-from shardwise.checkpoint.resharding.plan import Range, Segment, Sums, runs
+from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment, split_into_boxes
 from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.geometry import Box
 from shardwise.geometry.mesh import IntArray
 
-_COLLECTED = 1 << 20
-_REMEMBERED = 4096
+_COLLECT_BYTES = 1 << 20
+_MAX_CACHED_OVERLAPS = 4096
 
 
-class Marks:
+class VerifiedBlocks:
     """Which blocks of a checkpoint have been checked: one byte each, in a file that all workers map."""
 
     def __init__(self, index: Index, path: Path) -> None:
@@ -66,28 +66,28 @@ class Marks:
 class Copier:
     """Copies segments of a checkpoint into the files of a folder. `crc`: find the CRC-32 of each range as well."""
 
-    def __init__(self, store: Store, folder: Path, marks: Marks | None, crc: bool) -> None:
+    def __init__(self, store: Store, folder: Path, marks: VerifiedBlocks | None, crc: bool) -> None:
         self._store, self._folder, self._marks, self._crc = store, folder, marks, crc
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
-        self._meetings: dict[tuple[int, Box], Meeting] = {}
+        self._overlaps: dict[tuple[int, Box], Overlap] = {}
 
-    def copy(self, segment: Segment) -> list[Sums]:
+    def copy(self, segment: Segment) -> list[RangeSums]:
         """Copy a segment and sync it; return the checksums of the blocks of each range, and its CRC-32."""
-        with Output(self._folder / segment.name) as output:
+        with PositionedFile(self._folder / segment.name) as output:
             return [self._copy_range(part, output) for part in segment.ranges]
 
-    def holds(self, segment: Segment, known: Sequence[Sums]) -> bool:
+    def is_unchanged(self, segment: Segment, known: Sequence[RangeSums]) -> bool:
         """Whether a segment that was copied before is still as it was."""
         try:
             handle = os.open(self._folder / segment.name, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            return all(self._range_holds(handle, p, s) for p, (s, _) in zip(segment.ranges, known, strict=True))
+            return all(self._is_range_unchanged(handle, p, s) for p, (s, _) in zip(segment.ranges, known, strict=True))
         finally:
             os.close(handle)
 
-    def _range_holds(self, handle: int, part: Range, sums: str) -> bool:
+    def _is_range_unchanged(self, handle: int, part: ItemRange, sums: str) -> bool:
         for number, low in enumerate(range(part.low, part.high, BLOCK_BYTES)):
             view = self._buffer.data[: min(BLOCK_BYTES, part.high - low)]
             read = os.preadv(handle, [view], part.begin + low - part.low)
@@ -95,7 +95,7 @@ class Copier:
                 return False
         return True
 
-    def _copy_range(self, part: Range, output: Output) -> Sums:
+    def _copy_range(self, part: ItemRange, output: PositionedFile) -> RangeSums:
         entry = self._store.index.tensors[part.tensor]
         meets = self._meeting(entry, part.box)
         sums, crc = [], 0
@@ -107,16 +107,16 @@ class Copier:
             output.write(part.begin + low - part.low, data)
         return "".join(sums), crc
 
-    def _meeting(self, entry: TensorEntry, box: Box) -> Meeting:
+    def _meeting(self, entry: TensorEntry, box: Box) -> Overlap:
         """Which boxes of the source a box meets; found once for tensors that are cut alike."""
         key = (id(entry.cut), box)
-        if key not in self._meetings:
-            if len(self._meetings) >= _REMEMBERED:
-                self._meetings.clear()
-            self._meetings[key] = Meeting(entry, box)
-        return self._meetings[key]
+        if key not in self._overlaps:
+            if len(self._overlaps) >= _MAX_CACHED_OVERLAPS:
+                self._overlaps.clear()
+            self._overlaps[key] = Overlap(entry, box)
+        return self._overlaps[key]
 
-    def _block(self, entry: TensorEntry, meets: Meeting, low: int, high: int) -> memoryview:
+    def _block(self, entry: TensorEntry, meets: Overlap, low: int, high: int) -> memoryview:
         """Some bytes of a box, in the source itself or in the buffer."""
         itemsize = entry.dtype.itemsize
         found = meets.between(low // itemsize, high // itemsize)
@@ -132,7 +132,7 @@ class Copier:
             position += run.numel
             begin = meets.offsets + np.array(run.offsets, np.int64)
             for cell, start, size in zip(cells.tolist(), starts, sizes, strict=True):
-                self._fill(_part(target, start - begin, size), self._source(entry, cell, start, size))
+                self._fill(_box_view(target, start - begin, size), self._source(entry, cell, start, size))
         return self._buffer.data[: high - low]
 
     def _source(self, entry: TensorEntry, cell: int, start: IntArray, size: IntArray) -> npt.NDArray[Any]:
@@ -140,7 +140,7 @@ class Copier:
         there = start - entry.cut.offsets[cell]
         if self._marks is not None:
             self._marks.verify(self._store, entry, cell, *self._blocks(entry, cell, there.tolist(), size.tolist()))
-        return _part(self._store.piece(entry, cell), there, size)
+        return _box_view(self._store.map_box(entry, cell), there, size)
 
     def _blocks(self, entry: TensorEntry, cell: int, there: list[int], size: list[int]) -> tuple[int, int]:
         first = last = 0
@@ -151,7 +151,7 @@ class Copier:
 
     def _fill(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         """Copy in steps that touch a bounded part of the mapped file each."""
-        span = _span(source)
+        span = _source_span(source)
         if span <= self._store.step_bytes or source.ndim == 0:
             np.copyto(target, source)
             self._store.touch(span)
@@ -162,20 +162,20 @@ class Copier:
             self._fill(target[rows], source[rows])
 
 
-def _part(array: npt.NDArray[Any], start: IntArray, size: IntArray) -> npt.NDArray[Any]:
+def _box_view(array: npt.NDArray[Any], start: IntArray, size: IntArray) -> npt.NDArray[Any]:
     """A box of an array, as a view."""
     place: Any = (*(slice(a, a + n) for a, n in zip(start.tolist(), size.tolist(), strict=True)), ...)
     part: npt.NDArray[Any] = array[place]
     return part
 
 
-def _span(source: npt.NDArray[Any]) -> int:
+def _source_span(source: npt.NDArray[Any]) -> int:
     """The bytes of the file from the first to the last element of a part: a narrow one touches the pages of all."""
     steps = (abs(s) * (n - 1) for s, n in zip(source.strides, source.shape, strict=True))
     return source.itemsize + sum(steps) if source.size else 0
 
 
-class Meeting:
+class Overlap:
     """The boxes of the source that a box of the target meets."""
 
     def __init__(self, entry: TensorEntry, box: Box) -> None:
@@ -190,7 +190,7 @@ class Meeting:
     def between(self, first: int, last: int) -> list[tuple[Box, IntArray, IntArray, IntArray]]:
         """Elements `first` to `last` of the box as runs: each with the stored boxes it meets, where, and how far."""
         if self._last[0] != (first, last):
-            found = [(run, *self._parts(run)) for run in runs(self._sizes, first, last)]
+            found = [(run, *self._parts(run)) for run in split_into_boxes(self._sizes, first, last)]
             self._last = ((first, last), found)
         return self._last[1]
 
@@ -202,7 +202,7 @@ class Meeting:
         return self._cells[rows], low[rows], sizes[rows]
 
 
-class Output(SyncedFile):
+class PositionedFile(SyncedFile):
     """A file that is written in places; neighbouring small parts are collected; synced when it is closed."""
 
     def __init__(self, path: Path) -> None:
@@ -212,10 +212,10 @@ class Output(SyncedFile):
 
     def write(self, position: int, data: memoryview | bytes) -> None:
         """Write bytes at a place."""
-        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECTED:
+        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECT_BYTES:
             self._flush()
             self._begin = position
-        if len(data) >= _COLLECTED:
+        if len(data) >= _COLLECT_BYTES:
             self._put(position, memoryview(data))
             self._begin = position + len(data)
         else:
@@ -226,7 +226,7 @@ class Output(SyncedFile):
         self._put(self._begin, memoryview(data))
 
     def _put(self, position: int, data: memoryview) -> None:
-        with naming(self._path):
+        with add_path_to_error(self._path):
             while len(data):
                 written = os.pwrite(self._handle, data, position)
                 data, position = data[written:], position + written

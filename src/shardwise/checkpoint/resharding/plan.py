@@ -1,7 +1,7 @@
 """What is written where? The files of the new checkpoint as values, and the segments in which they are written.
 
-An `Item` is a box of a tensor that lies in one run of bytes of a file. A segment is a part of a file that is copied,
-synced and noted as done at once: some items, or some blocks of a large one. Segments do not depend on the number of
+A `FileItem` is a box of a tensor that is one run of bytes of a file. A segment is a part of a file that is copied,
+synced and recorded as one unit: some items, or some blocks of a large one. Segments do not depend on the number of
 workers, so an interrupted run is taken up by any number of them.
 """
 
@@ -16,11 +16,11 @@ from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.geometry import Box
 
 SEGMENT_BYTES = 8 * BLOCK_BYTES
-Sums: TypeAlias = tuple[str, int]
+RangeSums: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class FileItem:
     """A box of a tensor, whose bytes begin at `begin` in its file."""
 
     tensor: str
@@ -35,11 +35,11 @@ class TargetFile:
 
     name: str
     bytes: int
-    items: Sequence[Item]
+    items: Sequence[FileItem]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ItemRange:
     """The bytes `low` to `high` of an item, which begin at `begin` in the file."""
 
     item: int
@@ -56,26 +56,26 @@ class Segment:
 
     file: int
     name: str
-    ranges: tuple[Range, ...]
+    ranges: tuple[ItemRange, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(r.high - r.low for r in self.ranges)
 
 
-def segments_of(files: Sequence[TargetFile], index: Index) -> list[Segment]:
+def plan_segments(files: Sequence[TargetFile], index: Index) -> list[Segment]:
     """All segments, in the order in which the source stores what they begin with.
 
     Files that need the same part of the source then ask for it one after another, while it is in memory.
     """
-    found = [s for number, file in enumerate(files) for s in _segments(number, file)]
-    return sorted(found, key=lambda s: (*_place(index.tensors[s.ranges[0].tensor], s.ranges[0]), s.file))
+    found = [s for number, file in enumerate(files) for s in _split_into_segments(number, file)]
+    return sorted(found, key=lambda s: (*_find_source_place(index.tensors[s.ranges[0].tensor], s.ranges[0]), s.file))
 
 
-def _segments(number: int, file: TargetFile) -> Iterator[Segment]:
-    gathered: list[Range] = []
+def _split_into_segments(number: int, file: TargetFile) -> Iterator[Segment]:
+    gathered: list[ItemRange] = []
     size = 0
-    for part in _ranges(file):
+    for part in _split_into_ranges(file):
         if gathered and size + part.high - part.low > SEGMENT_BYTES:
             yield Segment(number, file.name, tuple(gathered))
             gathered, size = [], 0
@@ -85,17 +85,17 @@ def _segments(number: int, file: TargetFile) -> Iterator[Segment]:
         yield Segment(number, file.name, tuple(gathered))
 
 
-def _ranges(file: TargetFile) -> Iterator[Range]:
+def _split_into_ranges(file: TargetFile) -> Iterator[ItemRange]:
     for number, item in enumerate(file.items):
         for low in range(0, item.nbytes, SEGMENT_BYTES):
             high = min(item.nbytes, low + SEGMENT_BYTES)
-            yield Range(number, item.tensor, item.box, item.begin + low, low, high)
+            yield ItemRange(number, item.tensor, item.box, item.begin + low, low, high)
 
 
-def _place(entry: TensorEntry, part: Range) -> tuple[int, int]:
+def _find_source_place(entry: TensorEntry, part: ItemRange) -> tuple[int, int]:
     """The file of the source, and the place in it, that holds the first element of a range, about."""
     first = part.low // entry.dtype.itemsize
-    at = [o + i for o, i in zip(part.box.offsets, unravelled(first, part.box.sizes), strict=True)]
+    at = [o + i for o, i in zip(part.box.offsets, unravel_offset(first, part.box.sizes), strict=True)]
     inside = ((entry.cut.offsets <= at) & (at < entry.cut.offsets + entry.cut.sizes)).all(axis=1)
     number = int(inside.argmax())
     row = 0
@@ -106,10 +106,10 @@ def _place(entry: TensorEntry, part: Range) -> tuple[int, int]:
     return entry.files[number], entry.begins[number] + row * entry.dtype.itemsize
 
 
-def unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def unravel_offset(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The coordinates of an element, from its number in row-major order.
 
-    >>> unravelled(7, (2, 3, 4))
+    >>> unravel_offset(7, (2, 3, 4))
     (0, 1, 3)
     """
     found: list[int] = []
@@ -119,10 +119,10 @@ def unravelled(place: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def runs(sizes: Sequence[int], first: int, last: int) -> Iterator[Box]:
+def split_into_boxes(sizes: Sequence[int], first: int, last: int) -> Iterator[Box]:
     """The elements `first` to `last` of a box in row-major order, as boxes in that order.
 
-    >>> [str(box) for box in runs((3, 4), 2, 9)]
+    >>> [str(box) for box in split_into_boxes((3, 4), 2, 9)]
     ['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:1]']
     """
     if first >= last:
@@ -135,22 +135,22 @@ def runs(sizes: Sequence[int], first: int, last: int) -> Iterator[Box]:
         row *= size
     top, bottom = -(-first // row), last // row
     if top > bottom:  # within one row
-        yield from _in_row(sizes, bottom, first - bottom * row, last - bottom * row)
+        yield from _split_row(sizes, bottom, first - bottom * row, last - bottom * row)
         return
     if first < top * row:
-        yield from _in_row(sizes, top - 1, first - (top - 1) * row, row)
+        yield from _split_row(sizes, top - 1, first - (top - 1) * row, row)
     if top < bottom:
         yield Box((top, *(0 for _ in sizes[1:])), (bottom - top, *sizes[1:]))
-    yield from _in_row(sizes, bottom, 0, last - bottom * row)
+    yield from _split_row(sizes, bottom, 0, last - bottom * row)
 
 
-def _in_row(sizes: Sequence[int], number: int, first: int, last: int) -> Iterator[Box]:
-    for box in runs(sizes[1:], first, last):
+def _split_row(sizes: Sequence[int], number: int, first: int, last: int) -> Iterator[Box]:
+    for box in split_into_boxes(sizes[1:], first, last):
         yield Box((number, *box.offsets), (1, *box.sizes))
 
 
-def joined_sums(
-    segments: Sequence[Segment], done: Mapping[int, Sequence[Sums]]
+def join_sums(
+    segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
 ) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
     """For each (file, item) the checksums, CRC-32 and length of its ranges, in order; `done` is by segment."""
     found: dict[tuple[int, int], list[tuple[int, str, int, int]]] = {}

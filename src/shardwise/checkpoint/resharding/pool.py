@@ -1,4 +1,4 @@
-"""Segments dealt to workers: in this process for one, else to processes that know nothing but how to copy."""
+"""Segments assigned to workers: in this process for one, else to processes that know nothing but how to copy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.resharding.copy import Copier, Marks
-from shardwise.checkpoint.resharding.plan import Segment, Sums
-from shardwise.checkpoint.resharding.worker import perform, task_json
+from shardwise.checkpoint.resharding.copy import Copier, VerifiedBlocks
+from shardwise.checkpoint.resharding.plan import RangeSums, Segment
+from shardwise.checkpoint.resharding.worker import copy_or_keep_segment, task_json
 from shardwise.checkpoint.store import Store
 
 PROCESS_BYTES = 48 << 20
@@ -24,8 +24,8 @@ _WORKER = "shardwise.checkpoint.resharding.worker"
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all workers are told: where from, where to, and how."""
+class CopyJob:
+    """What all workers receive: where from, where to, and how."""
 
     source: Path
     folder: Path
@@ -35,18 +35,18 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedSegment:
     """A segment that is in place: its number, its checksums, and whether an earlier run had put it there."""
 
     number: int
-    sums: list[Sums]
+    sums: list[RangeSums]
     kept: bool
 
 
-def share_memory(limit: int, workers: int) -> tuple[int, int]:
+def divide_memory(limit: int, workers: int) -> tuple[int, int]:
     """How many workers fit a limit on memory, interpreters included, and what each may use for buffers and pages.
 
-    >>> share_memory(256 << 20, 8), share_memory(32 << 20, 8), share_memory(8 << 30, 8)
+    >>> divide_memory(256 << 20, 8), divide_memory(32 << 20, 8), divide_memory(8 << 30, 8)
     ((3, 22369621), (1, 16777216), (8, 67108864))
     """
     while workers > 1 and limit - (workers + 1) * PROCESS_BYTES < workers * _LEAST:
@@ -55,28 +55,28 @@ def share_memory(limit: int, workers: int) -> tuple[int, int]:
     return workers, min(_MOST, max(_LEAST, (limit - processes * PROCESS_BYTES) // workers))
 
 
-def copy_here(
-    store: Store, job: Job, segments: Sequence[Segment], known: Mapping[int, Sequence[Sums]]
-) -> Generator[Copied, None, None]:
+def copy_in_this_process(
+    store: Store, job: CopyJob, segments: Sequence[Segment], known: Mapping[int, Sequence[RangeSums]]
+) -> Generator[CopiedSegment, None, None]:
     """Copy all segments in this process."""
-    marks = Marks(store.index, job.marks) if job.verify else None
+    marks = VerifiedBlocks(store.index, job.marks) if job.verify else None
     copier = Copier(store, job.folder, marks, job.crc)
     for number, segment in enumerate(segments):
-        sums, kept = perform(copier, segment, known.get(number))
-        yield Copied(number, sums, kept)
+        sums, kept = copy_or_keep_segment(copier, segment, known.get(number))
+        yield CopiedSegment(number, sums, kept)
 
 
 def copy_in_processes(
-    job: Job, segments: Sequence[Segment], known: Mapping[int, Sequence[Sums]], workers: int, limit: int
-) -> Generator[Copied, None, None]:
+    job: CopyJob, segments: Sequence[Segment], known: Mapping[int, Sequence[RangeSums]], workers: int, limit: int
+) -> Generator[CopiedSegment, None, None]:
     """Copy all segments in worker processes, in any order; all have ended when this does."""
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Copied | BaseException | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[CopiedSegment | BaseException | None] = queue.SimpleQueue()
     for number in range(len(segments)):
         todo.put(number)
-    processes = [_started(job, limit) for _ in range(workers)]
+    processes = [_start_worker(job, limit) for _ in range(workers)]
     threads = [
-        threading.Thread(target=_deal, args=(process, segments, known, todo, done), daemon=True)
+        threading.Thread(target=_feed_worker, args=(process, segments, known, todo, done), daemon=True)
         for process in processes
     ]
     try:
@@ -91,10 +91,10 @@ def copy_in_processes(
             if found is not None:
                 yield found
     finally:
-        _stop(processes)
+        _stop_workers(processes)
 
 
-def _started(job: Job, limit: int) -> subprocess.Popen[bytes]:
+def _start_worker(job: CopyJob, limit: int) -> subprocess.Popen[bytes]:
     """A worker in a session of its own: Ctrl-C reaches this process alone, which stops its workers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(
@@ -114,25 +114,27 @@ def _started(job: Job, limit: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _deal(
+def _feed_worker(
     process: subprocess.Popen[bytes],
     segments: Sequence[Segment],
-    known: Mapping[int, Sequence[Sums]],
+    known: Mapping[int, Sequence[RangeSums]],
     todo: queue.SimpleQueue[int],
-    done: queue.SimpleQueue[Copied | BaseException | None],
+    done: queue.SimpleQueue[CopiedSegment | BaseException | None],
 ) -> None:
-    """Give one worker segment after segment until there are no more."""
+    """Send one worker segment after segment until there are no more."""
     try:
         while True:
             number = todo.get_nowait()
-            done.put(_asked(process, number, segments[number], known.get(number)))
+            done.put(_request_segment(process, number, segments[number], known.get(number)))
     except queue.Empty:
         done.put(None)
     except BaseException as error:
         done.put(error)
 
 
-def _asked(process: subprocess.Popen[bytes], number: int, segment: Segment, known: Sequence[Sums] | None) -> Copied:
+def _request_segment(
+    process: subprocess.Popen[bytes], number: int, segment: Segment, known: Sequence[RangeSums] | None
+) -> CopiedSegment:
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(task_json(segment, known)).encode() + b"\n")
@@ -142,17 +144,17 @@ def _asked(process: subprocess.Popen[bytes], number: int, segment: Segment, know
         line = b""
     if not line.endswith(b"\n"):
         raise CheckpointError(
-            f"a worker ended with exit status {process.wait()} while it wrote {segment.name}; what is done is kept: "
-            "run the same again to go on"
+            f"a worker ended with exit status {process.wait()} while it wrote {segment.name}; what was done is kept: "
+            "run the same again to continue"
         )
     reply = json.loads(line)
     if "error" in reply:
         raise CheckpointError(reply["error"])
     sums, kept = reply["result"]
-    return Copied(number, [(text, crc) for text, crc in sums], kept)
+    return CopiedSegment(number, [(text, crc) for text, crc in sums], kept)
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop_workers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.terminate()
     for process in processes:

@@ -3,7 +3,7 @@
 1. Every tensor gets its layout; the files of the new checkpoint are planned, and cut into segments.
 2. Workers copy segments from the mapped source, a block at a time, and check every block of the source on the way.
    Finished segments are noted, so a run that was killed is taken up where it stopped.
-3. Headers and the index come last; then the folder is put in place at once.
+3. Headers and the index come last; then the folder is put in place atomically.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Literal
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.describe import Described
+from shardwise.checkpoint.describe import TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.dcp.target import DcpTarget
-from shardwise.checkpoint.resharding.copy import Output
-from shardwise.checkpoint.resharding.layouts import Chosen, Plan, choose_layouts
-from shardwise.checkpoint.resharding.plan import Segment, Sums, joined_sums, segments_of
-from shardwise.checkpoint.resharding.pool import Job, copy_here, copy_in_processes, share_memory
+from shardwise.checkpoint.resharding.copy import PositionedFile
+from shardwise.checkpoint.resharding.layouts import ChosenLayouts, LayoutPlan, choose_layouts
+from shardwise.checkpoint.resharding.plan import RangeSums, Segment, join_sums, plan_segments
+from shardwise.checkpoint.resharding.pool import CopyJob, copy_in_processes, copy_in_this_process, divide_memory
 from shardwise.checkpoint.resharding.targets import HuggingFaceTarget, ShardwiseTarget, Target
-from shardwise.checkpoint.resharding.work import Work, segments_done
+from shardwise.checkpoint.resharding.work import ReshardWorkFolder, select_finished_segments
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.geometry import ShardingSpec
 
 Format = Literal["shardwise", "dcp", "hf"]
 FORMATS = ("shardwise", "dcp", "hf")
-_BYTES_FOR_A_WORKER = 128 << 20
-_MOST_WORKERS = 8
+_MIN_BYTES_PER_WORKER = 128 << 20
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    plan: Plan | None = None,
+    plan: LayoutPlan | None = None,
     layout: ShardingSpec | str | None = None,
     ranks: int | None = None,
     format: Format = "shardwise",
@@ -74,14 +74,14 @@ def reshard(
     resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReshardReport:
-    """Write a checkpoint anew in another layout, for another number of ranks, or in another format. One process calls.
+    """Rewrite a checkpoint in another layout, for another number of ranks, or in another format. One process calls.
 
     - `plan` is a `shardwise.nn.ModelPlan`; or `layout` is one layout for all tensors, as a text such as "S(0)" (with
       `ranks`) or "on dp=2,tp=4: R, S(1)"; with neither, tensors keep their layouts.
     - `workers`: processes to copy with; one copies in this process. `max_buffer_bytes` bounds the memory of all.
     - `verify`: check every block of the source before it is used.
-    - `resume`: take up a run with the same arguments that was killed; else start anew.
-    - `progress` is called with the bytes done and the bytes in all.
+    - `resume`: resume a run with the same arguments that was killed; otherwise start over.
+    - `progress` is called with the bytes done and the total bytes.
 
     >>> import tempfile, torch, shardwise
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -91,17 +91,17 @@ def reshard(
     (2, 24, ((1, 2),))
     """
     started = time.monotonic()
-    source, target_path = folders.absolute(src), folders.absolute(dst)
+    source, target_path = folders.absolute_path(src), folders.absolute_path(dst)
     if source == target_path:
-        raise CheckpointError(f"{source} is both source and destination; give the new checkpoint a name of its own")
+        raise CheckpointError(f"{source} is both source and destination; choose another name for the new checkpoint")
     if source in target_path.parents:
-        raise CheckpointError(f"{target_path} lies in the source {source}; give a place outside of it")
-    _check(format, workers, max_buffer_bytes, max_file_bytes, ranks)
-    store = open_store(source, share_memory(max_buffer_bytes, 1)[1])
+        raise CheckpointError(f"{target_path} is inside the source {source}; choose a path outside it")
+    _check_reshard_arguments(format, workers, max_buffer_bytes, max_file_bytes, ranks)
+    store = open_store(source, divide_memory(max_buffer_bytes, 1)[1])
     try:
-        chosen = _chosen(store, plan, layout, ranks, format)
-        target = _target(store, chosen, format, max_file_bytes)
-        run = Run(store, source, target, target_path, overwrite, verify, workers, max_buffer_bytes, progress)
+        chosen = _choose_target_layouts(store, plan, layout, ranks, format)
+        target = _make_target(store, chosen, format, max_file_bytes)
+        run = ReshardRun(store, source, target, target_path, overwrite, verify, workers, max_buffer_bytes, progress)
         kept, total, used = run.run(resume, format)
     finally:
         store.close()
@@ -120,7 +120,7 @@ def reshard(
     )
 
 
-def _check(
+def _check_reshard_arguments(
     format: str, workers: int | None, max_buffer_bytes: int, max_file_bytes: int | None, ranks: int | None
 ) -> None:
     if format not in FORMATS:
@@ -128,45 +128,41 @@ def _check(
     limits = {"workers": workers, "ranks": ranks, "max_file_bytes": max_file_bytes}
     for name, value in limits.items():
         if value is not None and value < 1:
-            raise CheckpointError(f"{name} is at least 1, got {value}")
+            raise CheckpointError(f"{name} must be at least 1, got {value}")
     if max_buffer_bytes < 1 << 20:
-        raise CheckpointError(f"max_buffer_bytes is at least 1048576 (1 MiB), got {max_buffer_bytes}")
+        raise CheckpointError(f"max_buffer_bytes must be at least 1048576 (1 MiB), got {max_buffer_bytes}")
 
 
-def _chosen(
-    store: Store, plan: Plan | None, layout: ShardingSpec | str | None, ranks: int | None, format: Format
-) -> Chosen:
+def _choose_target_layouts(
+    store: Store, plan: LayoutPlan | None, layout: ShardingSpec | str | None, ranks: int | None, format: Format
+) -> ChosenLayouts:
     if format == "hf" and not (plan is None and layout is None and ranks is None):
-        raise CheckpointError("a Hugging Face folder holds every tensor whole; leave plan, layout and ranks out")
+        raise CheckpointError("a Hugging Face folder stores every tensor whole; omit plan, layout and ranks")
     return choose_layouts(store.index, plan, layout, ranks)
 
 
-def _target(store: Store, chosen: Chosen, format: Format, max_file_bytes: int | None) -> Target:
+def _make_target(store: Store, chosen: ChosenLayouts, format: Format, max_file_bytes: int | None) -> Target:
     limit = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
     if format == "hf":
         return HuggingFaceTarget(store.index, **limit)
-    tensors = [Described(e.name, e.dtype, chosen.layouts[e.name]) for e in store.index.tensors.values()]
+    tensors = [TensorToSave(e.name, e.dtype, chosen.layouts[e.name]) for e in store.index.tensors.values()]
     if format == "dcp":
         if max_file_bytes is not None:
-            raise CheckpointError(
-                "a folder of torch.distributed.checkpoint has one file for each rank; leave the limit out"
-            )
+            raise CheckpointError("a folder of torch.distributed.checkpoint has one file for each rank; omit the limit")
         return DcpTarget(tensors, store.index.tree, store.index.opaque)
     return ShardwiseTarget(tensors, store.index.tree, store.index.opaque, **limit)
 
 
-def _check_place(path: Path, overwrite: bool) -> None:
-    folders.recover(path)
+def _check_destination(path: Path, overwrite: bool) -> None:
+    folders.recover_commit(path)
     if overwrite:
         folders.check_target(path)
     elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{path} exists; give another name, or overwrite=True (--overwrite) to replace it when all is written"
-        )
+        raise CheckpointError(f"{path} exists; choose another name, or pass overwrite=True (--overwrite) to replace it")
 
 
-def fingerprint(store: Store) -> str:
-    """What tells one source from another: its index, and length and time of every file."""
+def fingerprint_source(store: Store) -> str:
+    """What identifies a source: its index, and the length and time of every file."""
     try:
         stats = [(f.name, (store.folder / f.name).stat()) for f in store.index.files]
     except OSError as error:
@@ -176,7 +172,7 @@ def fingerprint(store: Store) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReshardRun:
     """One run: from the plan of a target to the checkpoint in its place."""
 
     store: Store
@@ -191,43 +187,43 @@ class Run:
 
     def run(self, resume: bool, format: Format) -> tuple[int, int, int]:
         """Do it; return the bytes that were there, the bytes in all, and the number of workers."""
-        segments = segments_of(self.target.files, self.store.index)
+        segments = plan_segments(self.target.files, self.store.index)
         asked = {"source": str(self.source), "format": format, "verify": self.verify, **self._digests(segments)}
-        with Work(self.path) as work:
+        with ReshardWorkFolder(self.path) as work:
             total = sum(s.nbytes for s in segments)
-            token = work.unfinished(asked) if resume else None
+            token = work.find_unfinished(asked) if resume else None
             if token is not None and work.finish_commit(token):
                 work.remove()
                 return total, total, 0
-            _check_place(self.path, self.overwrite)
+            _check_destination(self.path, self.overwrite)
             token, done = work.begin(asked, token if work.files.exists() else None)
-            kept, workers = self._copy(work, segments, segments_done(segments, done))
-            if fingerprint(self.store) != asked["source state"]:
-                raise CheckpointError(f"{self.store.folder} was changed while it was read; start anew")
+            kept, workers = self._copy(work, segments, select_finished_segments(segments, done))
+            if fingerprint_source(self.store) != asked["source state"]:
+                raise CheckpointError(f"{self.store.folder} was changed while it was read; start over")
             work.commit(token)
         return kept, total, workers
 
     def _digests(self, segments: Sequence[Segment]) -> dict[str, str]:
         plan = json.dumps([[f.name, f.bytes] for f in self.target.files]) + repr(segments)
-        return {"source state": fingerprint(self.store), "files to write": checksum(plan.encode())}
+        return {"source state": fingerprint_source(self.store), "files to write": checksum(plan.encode())}
 
-    def _copy(self, work: Work, segments: Sequence[Segment], known: dict[int, Any]) -> tuple[int, int]:
+    def _copy(self, work: ReshardWorkFolder, segments: Sequence[Segment], known: dict[int, Any]) -> tuple[int, int]:
         work.make_files(self.target.files)
         for number in range(len(self.store.index.files)):
             self.store.verify_header(number)
         total, finished, kept = sum(s.nbytes for s in segments), 0, 0
-        job = Job(self.source, work.files, work.marks, self.verify, self.target.crc)
-        workers, limit = share_memory(self.max_buffer_bytes, self._wanted(total))
+        job = CopyJob(self.source, work.files, work.marks, self.verify, self.target.crc)
+        workers, limit = divide_memory(self.max_buffer_bytes, self._choose_worker_count(total))
         if workers == 1:
-            copied = copy_here(self.store, job, segments, known)
+            copied = copy_in_this_process(self.store, job, segments, known)
         else:
             copied = copy_in_processes(job, segments, known, workers, limit)
-        found: dict[int, Sequence[Sums]] = {}
+        found: dict[int, Sequence[RangeSums]] = {}
         with closing(copied):
             for one in copied:
                 found[one.number] = one.sums
                 if not one.kept:
-                    work.note(one.number, one.sums)
+                    work.log_segment(one.number, one.sums)
                 size = segments[one.number].nbytes
                 finished, kept = finished + size, kept + size * one.kept
                 if self.progress is not None:
@@ -235,17 +231,19 @@ class Run:
         self._finish(work, segments, found)
         return kept, workers
 
-    def _wanted(self, total: int) -> int:
+    def _choose_worker_count(self, total: int) -> int:
         if self.workers is not None:
             return self.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(_MOST_WORKERS, cores, total // _BYTES_FOR_A_WORKER))
+        return max(1, min(_MAX_WORKERS, cores, total // _MIN_BYTES_PER_WORKER))
 
-    def _finish(self, work: Work, segments: Sequence[Segment], found: dict[int, Sequence[Sums]]) -> None:
+    def _finish(
+        self, work: ReshardWorkFolder, segments: Sequence[Segment], found: dict[int, Sequence[RangeSums]]
+    ) -> None:
         """Write what is between the items, and the index."""
-        sums = joined_sums(segments, found)
+        sums = join_sums(segments, found)
         for number, file in enumerate(self.target.files):
-            with Output(work.files / file.name) as output:
+            with PositionedFile(work.files / file.name) as output:
                 for position, data in self.target.between(number, sums):
                     output.write(position, data)
         index = self.target.index(sums)

@@ -1,8 +1,8 @@
-"""The folder in which a reshard works: what is done so far, and how a run that was killed is taken up again.
+"""The folder in which a reshard works: what is done so far, and how a run that was killed is resumed.
 
-A reshard to `ckpt` works in `.ckpt.resharding-work` beside it:
+A reshard to `ckpt` works in `.ckpt.resharding-work` next to it:
 
-- `manifest.json` says what was asked, with a digest of the source and of all that decides a byte of the result;
+- `manifest.json` records the request, with a digest of the source and of all that determines the result;
 - `journal` has a line for each segment that is copied and synced, with its checksums;
 - `files` is the checkpoint to be; `verified` are the marks of source blocks that were checked in this run.
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.resharding.plan import Segment, Sums, TargetFile
+from shardwise.checkpoint.resharding.plan import RangeSums, Segment, TargetFile
 
 _TOKEN = "work"
 
@@ -35,10 +35,10 @@ def work_folder(path: Path) -> Path:
     >>> work_folder(Path("runs/ckpt")).as_posix()
     'runs/.ckpt.resharding-work'
     """
-    return folders.sibling(path, folders.RESHARDING, _TOKEN)
+    return folders.temporary_folder(path, folders.RESHARDING, _TOKEN)
 
 
-class Work:
+class ReshardWorkFolder:
     """The work folder of one run, locked while it is open."""
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Work:
     def marks(self) -> Path:
         return self.folder / "verified"
 
-    def __enter__(self) -> Work:
+    def __enter__(self) -> ReshardWorkFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
@@ -62,7 +62,7 @@ class Work:
         except OSError as error:
             os.close(self._lock)
             raise CheckpointError(
-                f"another reshard to {self.path} is under way in {self.folder}; wait for it, or end it"
+                f"another reshard to {self.path} is running in {self.folder}; wait for it, or stop it"
             ) from error
         return self
 
@@ -74,13 +74,15 @@ class Work:
         os.close(self._lock)
 
     def _holds_nothing(self, kind: type[BaseException]) -> bool:
-        """Whether there is nothing to take up again: no run, or one that failed before its first segment."""
+        """Whether there is nothing to resume: no run, or one that failed before its first segment."""
         if not (self.folder / "manifest.json").exists():
             return True
-        return self._journal >= 0 and issubclass(kind, Exception) and _size(self.folder / "journal") == 0
+        return (
+            self._journal >= 0 and issubclass(kind, Exception) and _file_size_or_missing(self.folder / "journal") == 0
+        )
 
-    def begin(self, asked: Mapping[str, Any], token: str | None) -> tuple[str, dict[int, list[Sums]]]:
-        """Take up the run of a token, or start one; return its token and what is done of each segment."""
+    def begin(self, asked: Mapping[str, Any], token: str | None) -> tuple[str, dict[int, list[RangeSums]]]:
+        """Resume the run of a token, or start one; return its token and what is done of each segment."""
         if token is None:
             self._clear()
             token = secrets.token_hex(8)
@@ -92,8 +94,8 @@ class Work:
         self.marks.unlink(missing_ok=True)
         return token, done
 
-    def unfinished(self, asked: Mapping[str, Any]) -> str | None:
-        """The token of a run that was killed, if there is one; an error if it was asked for something else."""
+    def find_unfinished(self, asked: Mapping[str, Any]) -> str | None:
+        """The token of a run that was killed, if there is one; an error if its request was different."""
         try:
             known = json.loads((self.folder / "manifest.json").read_bytes())
             assert known["version"] == 1 and isinstance(known["token"], str)
@@ -103,13 +105,13 @@ class Work:
         if differs:
             told = "; ".join(f"{key} was {str(known.get(key))[:80]}, is {str(asked[key])[:80]}" for key in differs)
             raise CheckpointError(
-                f"{self.folder} holds an unfinished reshard of something else: {told}. Run it again as it was to "
-                "finish it, or start anew with resume=False (--restart), which removes it"
+                f"{self.folder} contains an unfinished reshard of something else: {told}. Run it again as it was to "
+                "finish it, or start over with resume=False (--restart), which removes it"
             )
         return str(known["token"])
 
     def _clear(self, keep: str = "") -> None:
-        if not keep:  # first of all: a manifest without files would say that all is done
+        if not keep:  # first: a manifest without files would say that all is done
             (self.folder / "manifest.json").unlink(missing_ok=True)
         for entry in (e for e in list(self.folder.iterdir()) if e.name != keep):
             if entry.is_dir():
@@ -117,9 +119,9 @@ class Work:
             else:
                 os.unlink(entry)
 
-    def _read_journal(self) -> dict[int, list[Sums]]:
+    def _read_journal(self) -> dict[int, list[RangeSums]]:
         """What the journal says; a line that was cut off by a kill, and all after it, does not count."""
-        done: dict[int, list[Sums]] = {}
+        done: dict[int, list[RangeSums]] = {}
         try:
             lines = (self.folder / "journal").read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -136,7 +138,7 @@ class Work:
             folders.write_synced(self.folder / "journal", b"".join(line + b"\n" for line in lines[:whole]))
         return done
 
-    def note(self, number: int, sums: Sequence[Sums]) -> None:
+    def log_segment(self, number: int, sums: Sequence[RangeSums]) -> None:
         """Note that a segment is copied and synced."""
         line = json.dumps([number, sums], separators=(",", ":")).encode() + b"\n"
         while line:
@@ -145,11 +147,11 @@ class Work:
 
     def make_files(self, files: Sequence[TargetFile]) -> None:
         """Make all files in their full length, and see that there is room for them."""
-        missing = [f for f in files if _size(self.files / f.name) != f.bytes]
+        missing = [f for f in files if _file_size_or_missing(self.files / f.name) != f.bytes]
         needed, free = sum(f.bytes for f in missing), shutil.disk_usage(self.folder).free
         if needed > free:
             raise CheckpointError(
-                f"{self.path}: {needed} bytes are to be written, but only {free} are free there; make room"
+                f"{self.path}: {needed} bytes must be written, but only {free} are free there; free some space"
             )
         for file in missing:
             handle = os.open(self.files / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -162,18 +164,20 @@ class Work:
         """Complete the commit of a run that was killed in it; whether there was one."""
         if self.files.exists():
             return False
-        folders.recover(self.path)
-        saving, replaced = (folders.sibling(self.path, kind, token) for kind in (folders.SAVING, folders.REPLACED))
+        folders.recover_commit(self.path)
+        saving, replaced = (
+            folders.temporary_folder(self.path, kind, token) for kind in (folders.SAVING, folders.REPLACED)
+        )
         if saving.exists():
-            folders.commit(self.path, token)
+            folders.commit_checkpoint(self.path, token)
         if replaced.exists():
             shutil.rmtree(replaced)
         return folders.is_complete(self.path)
 
     def commit(self, token: str) -> None:
         """Put the files in place of the checkpoint, and remove the work folder."""
-        os.rename(self.files, folders.sibling(self.path, folders.SAVING, token))
-        folders.commit(self.path, token)
+        os.rename(self.files, folders.temporary_folder(self.path, folders.SAVING, token))
+        folders.commit_checkpoint(self.path, token)
         self.remove()
 
     def remove(self) -> None:
@@ -183,13 +187,15 @@ class Work:
         os.rmdir(self.folder)
 
 
-def _size(path: Path) -> int:
+def _file_size_or_missing(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
 
 
-def segments_done(segments: Sequence[Segment], done: Mapping[int, Sequence[Sums]]) -> dict[int, Sequence[Sums]]:
+def select_finished_segments(
+    segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
+) -> dict[int, Sequence[RangeSums]]:
     """Of what a journal says, that which fits the segments."""
     return {n: sums for n, sums in done.items() if n < len(segments) and len(segments[n].ranges) == len(sums)}

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.checkpoint.resharding.copy import Copier, Marks
-from shardwise.checkpoint.resharding.plan import Range, Segment, Sums
+from shardwise.checkpoint.resharding.copy import Copier, VerifiedBlocks
+from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment
 from shardwise.checkpoint.store import open_store
 from shardwise.geometry import Box
 
 
-def task_json(segment: Segment, known: Sequence[Sums] | None) -> list[Any]:
+def task_json(segment: Segment, known: Sequence[RangeSums] | None) -> list[Any]:
     """A segment, and what is known of it from an earlier run, as plain data.
 
-    >>> part = Range(0, "w", Box((0,), (4,)), 64, 0, 16)
+    >>> part = ItemRange(0, "w", Box((0,), (4,)), 64, 0, 16)
     >>> task_json(Segment(2, "a.safetensors", (part,)), None)
     [2, 'a.safetensors', [[0, 'w', [0], [4], 64, 0, 16]], None]
     """
@@ -31,21 +31,23 @@ def task_json(segment: Segment, known: Sequence[Sums] | None) -> list[Any]:
     return [segment.file, segment.name, ranges, known]
 
 
-def task_from_json(data: Any) -> tuple[Segment, list[Sums] | None]:
+def task_from_json(data: Any) -> tuple[Segment, list[RangeSums] | None]:
     """The segment that `task_json` wrote, and what is known of it.
 
-    >>> part = Range(0, "w", Box((0,), (4,)), 64, 0, 16)
+    >>> part = ItemRange(0, "w", Box((0,), (4,)), 64, 0, 16)
     >>> task_from_json(task_json(Segment(2, "a.safetensors", (part,)), None))[0].ranges == (part,)
     True
     """
     file, name, ranges, known = data
-    parts = tuple(Range(i, t, Box(tuple(o), tuple(s)), b, low, high) for i, t, o, s, b, low, high in ranges)
+    parts = tuple(ItemRange(i, t, Box(tuple(o), tuple(s)), b, low, high) for i, t, o, s, b, low, high in ranges)
     return Segment(file, name, parts), known and [(text, crc) for text, crc in known]
 
 
-def perform(copier: Copier, segment: Segment, known: Sequence[Sums] | None) -> tuple[list[Sums], bool]:
-    """The checksums of a segment, and whether it was there already and still right; else it is copied."""
-    if known is not None and copier.holds(segment, known):
+def copy_or_keep_segment(
+    copier: Copier, segment: Segment, known: Sequence[RangeSums] | None
+) -> tuple[list[RangeSums], bool]:
+    """The checksums of a segment, and whether it already existed and is still valid; else it is copied."""
+    if known is not None and copier.is_unchanged(segment, known):
         return list(known), True
     return copier.copy(segment), False
 
@@ -54,11 +56,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more; the first line says what all of them are about."""
     job = json.loads(requests.readline())
     store = open_store(job["source"], job["limit"])
-    marks = Marks(store.index, Path(job["marks"])) if job["verify"] else None
+    marks = VerifiedBlocks(store.index, Path(job["marks"])) if job["verify"] else None
     copier = Copier(store, Path(job["folder"]), marks, job["crc"])
     for line in requests:
         try:
-            reply: dict[str, Any] = {"result": perform(copier, *task_from_json(json.loads(line)))}
+            reply: dict[str, Any] = {"result": copy_or_keep_segment(copier, *task_from_json(json.loads(line)))}
         except (ValueError, OSError) as error:
             reply = {"error": str(error)}
         replies.write(json.dumps(reply).encode() + b"\n")

@@ -18,7 +18,7 @@ AFTER = "on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)"
 
 @dataclass(frozen=True)
 class Chapter:
-    """One step of the story: what is told, the same as plain data, and whether it came out right."""
+    """One chapter of the demo: its text, the same as plain data, and whether it was correct."""
 
     heading: str
     lines: list[Line]
@@ -26,27 +26,27 @@ class Chapter:
     right: bool = True
 
 
-def layouts() -> tuple[TensorType, TensorType]:
-    """The tensor of the first chapters: where it lies, and where it is wanted."""
+def parse_demo_layouts() -> tuple[TensorType, TensorType]:
+    """The tensor of the first chapters: its layout, and its target layout."""
     before = parse_layout(BEFORE)
     return before, parse_layout(AFTER, like=before)
 
 
 def draw_before() -> Chapter:
     """A tensor cut in quarters over a 2 x 2 mesh."""
-    before, _ = layouts()
+    before, _ = parse_demo_layouts()
     return Chapter("A tensor is laid out over a 2 x 2 mesh of ranks.", tensor_lines(before, terminal_width()))
 
 
 def draw_after() -> Chapter:
     """The same tensor with uneven rows, on the same ranks in another order."""
-    _, after = layouts()
-    return Chapter("It is wanted with uneven rows, ranks in another order.", tensor_lines(after, terminal_width()))
+    _, after = parse_demo_layouts()
+    return Chapter("The target has uneven rows and another order of ranks.", tensor_lines(after, terminal_width()))
 
 
 def explain_transfer() -> Chapter:
-    """The plan that leads from one to the other."""
-    before, after = layouts()
+    """The plan from one to the other."""
+    before, after = parse_demo_layouts()
     topology = Topology(ranks_per_host=8)
     transfer = plan_between(before, after, topology)
     figures = {"moved_bytes": transfer.moved_bytes, "lower_bound_bytes": transfer.lower_bound_bytes}

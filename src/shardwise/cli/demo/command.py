@@ -1,4 +1,4 @@
-"""`shardwise demo`: the main job from a drawing to a checkpoint that goes on elsewhere."""
+"""`shardwise demo`: the whole workflow, from a drawing to a checkpoint that is resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ What to try next:
 
 
 def demo(as_json: AsJson = False) -> None:
-    """Draw, plan and carry out a move; shard, train, save, reshard and resume a model on local ranks.
+    """Draw, plan and run a move; shard, train, save, reshard and resume a model on local ranks.
 
     Everything is checked against the same model whole; the exit status is 1 if anything differs. Files are made in a
     temporary folder and removed.
@@ -36,10 +36,10 @@ def demo(as_json: AsJson = False) -> None:
       shardwise demo
     """
     chapters = []
-    for number, chapter in enumerate(story(show=not as_json), start=1):
+    for number, chapter in enumerate(run_chapters(show=not as_json), start=1):
         chapters.append(chapter)
         if not as_json:
-            _tell(number, chapter)
+            _print_chapter(number, chapter)
     right = all(chapter.right for chapter in chapters)
     if as_json:
         print_json({key: value for chapter in chapters for key, value in chapter.data.items()} | {"right": right})
@@ -49,7 +49,7 @@ def demo(as_json: AsJson = False) -> None:
         raise typer.Exit(NO)
 
 
-def _tell(number: int, chapter: Chapter) -> None:
+def _print_chapter(number: int, chapter: Chapter) -> None:
     bold, normal = ("\x1b[1m", "\x1b[0m") if wants_colour(sys.stdout) else ("", "")
     print(f"{bold}{number}. {chapter.heading}{normal}\n", flush=True)
     if chapter.lines:
@@ -57,10 +57,10 @@ def _tell(number: int, chapter: Chapter) -> None:
         sys.stdout.flush()
 
 
-def story(show: bool) -> Iterator[Chapter]:
+def run_chapters(show: bool) -> Iterator[Chapter]:
     """All chapters in order; `show`: with progress bars."""
     yield draw_before()
     yield draw_after()
     yield explain_transfer()
     with tempfile.TemporaryDirectory(prefix="shardwise-demo-") as folder:
-        yield from import_module("shardwise.cli.demo.story").on_ranks(Path(folder), show)
+        yield from import_module("shardwise.cli.demo.story").run_rank_chapters(Path(folder), show)

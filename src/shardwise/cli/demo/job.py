@@ -1,4 +1,4 @@
-"""The part of the demo that computes: what each rank does, and what it tells."""
+"""The part of the demo that computes: what each rank does, and what it reports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WORLD, SMALLER_WORLD = Mesh.of(dp=2, tp=2), Mesh.of(tp=2)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run on 4 ranks tells: losses of both models, how far their parameters are apart, and what was saved.
+class TrainingResult:
+    """What a run on 4 ranks reports: losses of both models, how far their parameters are apart, and what was saved.
 
     `moves` are the kinds of moves in one step: operation, from, to, how often, bytes in all.
     """
@@ -40,14 +40,14 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a run on 2 ranks tells: what was loaded, and the losses of further steps."""
+class ResumeResult:
+    """What a run on 2 ranks reports: what was loaded, and the losses of further steps."""
 
     loaded: dict[str, Tensor]
     losses: list[float]
 
 
-def move(before: str, after: str) -> bool:
+def move_exactly(before: str, after: str) -> bool:
     """Move a tensor between two layouts; whether every element arrived."""
     source = parse_layout(before)
     values = torch.arange(float(source.layout.numel)).reshape(source.layout.shape)
@@ -55,24 +55,24 @@ def move(before: str, after: str) -> bool:
     return bool(torch.equal(moved.full(), values))
 
 
-def train(folder: str, show: bool) -> Trained:
-    """Train sharded and whole side by side, save the sharded model, and go on with the whole one."""
+def train(folder: str, show: bool) -> TrainingResult:
+    """Train sharded and whole side by side, save the sharded model, and continue with the whole one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dense = Transformer().double()
-    run, whole = Run(copy.deepcopy(dense), plan_for(WORLD)), Run(dense, None)
+    run, whole = TrainingRun(copy.deepcopy(dense), plan_for(WORLD)), TrainingRun(dense, None)
     losses, dense_losses = [], []
-    for step in _shown(range(STEPS), show, "training on 4 ranks"):
+    for step in _show_steps(range(STEPS), show, "training on 4 ranks"):
         with explain() as log:
             losses.append(run.step(step))
         dense_losses.append(whole.step(step))
     difference = run.distance(whole)
     save({**run.state(), "step": STEPS}, folder)
     dense_losses += [whole.step(step) for step in range(STEPS, STEPS + MORE_STEPS)]
-    return Trained(losses, dense_losses, difference, _kinds(log.entries), _whole(run.state()))
+    return TrainingResult(losses, dense_losses, difference, _summarize_moves(log.entries), _gather_state(run.state()))
 
 
-def _kinds(entries: Sequence[LogEntry]) -> list[tuple[str, str, str, int, int]]:
+def _summarize_moves(entries: Sequence[LogEntry]) -> list[tuple[str, str, str, int, int]]:
     """The moves among recorded operations, those that differ in bytes only taken together."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for entry in (entry for entry in entries if entry.moved_bytes):
@@ -82,18 +82,18 @@ def _kinds(entries: Sequence[LogEntry]) -> list[tuple[str, str, str, int, int]]:
     return [(*kind, times, nbytes) for kind, (times, nbytes) in found.items()]
 
 
-def resume(folder: str, show: bool) -> Resumed:
-    """Load model and optimizer into other layouts, and go on training."""
+def resume(folder: str, show: bool) -> ResumeResult:
+    """Load model and optimizer into other layouts, and continue training."""
     torch.set_num_threads(1)
-    torch.manual_seed(1)  # other numbers than the saved ones: what is right afterwards was loaded
-    run = Run(Transformer().double(), plan_for(SMALLER_WORLD))
+    torch.manual_seed(1)  # other numbers than the saved ones: what matches afterwards was loaded
+    run = TrainingRun(Transformer().double(), plan_for(SMALLER_WORLD))
     first = run.load(folder)
-    loaded = _whole(run.state())
+    loaded = _gather_state(run.state())
     steps = range(first, first + MORE_STEPS)
-    return Resumed(loaded, [run.step(step) for step in _shown(steps, show, "going on with 2 ranks")])
+    return ResumeResult(loaded, [run.step(step) for step in _show_steps(steps, show, "continuing on 2 ranks")])
 
 
-class Run:
+class TrainingRun:
     """A model and its optimizer; sharded as a plan says, or whole on every rank without one."""
 
     def __init__(self, model: nn.Module, plan: ModelPlan | None) -> None:
@@ -108,7 +108,7 @@ class Run:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return float(_full(loss.detach()))
+        return float(_gather_full(loss.detach()))
 
     def _mine(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch."""
@@ -128,25 +128,25 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
-    def distance(self, whole: Run) -> float:
+    def distance(self, whole: TrainingRun) -> float:
         """The largest difference between the parameters of two runs, the other one whole."""
         pairs = zip(self.model.parameters(), whole.model.parameters(), strict=True)
-        return max(float((_full(mine.detach()) - other.detach()).abs().max()) for mine, other in pairs)
+        return max(float((_gather_full(mine.detach()) - other.detach()).abs().max()) for mine, other in pairs)
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _gather_full(tensor: Tensor) -> Tensor:
     return tensor.full() if isinstance(tensor, ShardedTensor) else tensor
 
 
-def _whole(state: Any, name: str = "") -> dict[str, Tensor]:
+def _gather_state(state: Any, name: str = "") -> dict[str, Tensor]:
     """Every sharded tensor of a nested state, whole."""
     if isinstance(state, ShardedTensor):
         return {name: state.detach().full()}
     items = state.items() if isinstance(state, dict) else ()
-    return {path: tensor for key, value in items for path, tensor in _whole(value, f"{name}.{key}").items()}
+    return {path: tensor for key, value in items for path, tensor in _gather_state(value, f"{name}.{key}").items()}
 
 
-def _shown(steps: range, show: bool, what: str) -> Iterator[int]:
+def _show_steps(steps: range, show: bool, what: str) -> Iterator[int]:
     """The steps, with a progress bar where the error stream is a terminal."""
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal and default_comm().rank == 0)

@@ -33,8 +33,8 @@ def plan_for(mesh: Mesh) -> ModelPlan:
     )
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+class DemoBlock(nn.Module):
+    """Attention and a perceptron, each behind a norm and with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(DemoBlock() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH, bias=False), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:

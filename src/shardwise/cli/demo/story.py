@@ -1,4 +1,4 @@
-"""The chapters of the demo that run on processes: a move, training, a checkpoint, and going on elsewhere."""
+"""The chapters of the demo that run on processes: a move, training, a checkpoint, and resuming elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.checkpoint import reshard
 from shardwise.cli.demo.chapters import AFTER, BEFORE, Chapter
-from shardwise.cli.demo.job import MORE_STEPS, SMALLER_WORLD, STEPS, WORLD, Resumed, Trained, move, resume, train
+from shardwise.cli.demo.job import (
+    MORE_STEPS,
+    SMALLER_WORLD,
+    STEPS,
+    WORLD,
+    ResumeResult,
+    TrainingResult,
+    move_exactly,
+    resume,
+    train,
+)
 from shardwise.cli.demo.model import Transformer, plan_for
 from shardwise.comm import LocalWorld
 from shardwise.geometry import Layout, format_layout
@@ -24,28 +34,28 @@ OFFLINE = "S(0)"
 SHOWN = ("model.blocks.0.qkv.weight", "optimizer.state.blocks.0.down.weight.exp_avg")
 
 
-def on_ranks(folder: Path, show: bool) -> Iterator[Chapter]:
+def run_rank_chapters(folder: Path, show: bool) -> Iterator[Chapter]:
     """All chapters that need processes; files are made in the folder."""
     with LocalWorld(WORLD.size, timeout=TIMEOUT) as world:
-        yield moved(all(world.run(move, BEFORE, AFTER)))
-        yield planned()
+        yield move_chapter(all(world.run(move_exactly, BEFORE, AFTER)))
+        yield plan_chapter()
         trained = world.run(train, str(folder / "trained"), show)[0]
-    yield training(trained)
-    yield one_step(trained)
-    yield resharded(folder)
+    yield training_chapter(trained)
+    yield step_chapter(trained)
+    yield reshard_chapter(folder)
     with LocalWorld(SMALLER_WORLD.size, timeout=TIMEOUT) as world:
         found = world.run(resume, str(folder / "resharded"), show)[0]
-    yield loaded(trained, found)
-    yield going_on(trained, found)
+    yield load_chapter(trained, found)
+    yield resume_chapter(trained, found)
 
 
-def moved(exact: bool) -> Chapter:
-    """The move of the first chapters, carried out."""
+def move_chapter(exact: bool) -> Chapter:
+    """The move of the first chapters, executed."""
     verdict = "every element arrived" if exact else "WRONG VALUES"
     return Chapter(f"The same move on 4 processes: {verdict}.", [], {"move_is_exact": exact}, exact)
 
 
-def planned() -> Chapter:
+def plan_chapter() -> Chapter:
     """The plan of the model: its patterns, and what they come to as a table."""
     plan = plan_for(WORLD)
     table = describe_plan(plan, Transformer().double())
@@ -54,17 +64,17 @@ def planned() -> Chapter:
     return Chapter("A transformer is sharded by a plan of 6 patterns; its code stays as it is.", lines, {"plan": data})
 
 
-def training(trained: Trained) -> Chapter:
-    """The losses of the sharded model beside those of the whole one."""
+def training_chapter(trained: TrainingResult) -> Chapter:
+    """The losses of the sharded model next to those of the whole one."""
     dense = trained.dense_losses[:STEPS]
     lines = [*_losses(0, trained.losses, dense), line(f"parameters differ by {trained.difference:.1e} at most")]
-    right = trained.difference < TOLERANCE and _close(trained.losses, dense)
+    right = trained.difference < TOLERANCE and _are_losses_close(trained.losses, dense)
     data = {"losses": trained.losses, "dense_losses": dense, "largest_difference": trained.difference}
-    heading = f"It is trained on 4 ranks, beside the same model whole: {_verdict(right)}."
+    heading = f"It is trained on 4 ranks, next to the same model unsharded: {_verdict(right)}."
     return Chapter(heading, lines, {"training": data}, right)
 
 
-def one_step(trained: Trained) -> Chapter:
+def step_chapter(trained: TrainingResult) -> Chapter:
     """What one step of training moved."""
     rows = [(name, a, b, str(times), format_bytes(nbytes)) for name, a, b, times, nbytes in trained.moves]
     total = sum(nbytes for *_, nbytes in trained.moves)
@@ -72,18 +82,18 @@ def one_step(trained: Trained) -> Chapter:
     return Chapter(f"One step moved {format_bytes(total)} between the ranks.", lines, {"step_moved_bytes": total})
 
 
-def resharded(folder: Path) -> Chapter:
-    """The checkpoint of 4 ranks, written anew for 2 by this process alone."""
+def reshard_chapter(folder: Path) -> Chapter:
+    """The checkpoint of 4 ranks, rewritten for 2 by this process alone."""
     report = reshard(folder / "trained", folder / "resharded", layout=OFFLINE, ranks=SMALLER_WORLD.size, workers=1)
     with open_checkpoint(folder / "trained") as old, open_checkpoint(folder / "resharded") as new:
-        rows = [(name, _brief(old[name].layout), _brief(new[name].layout)) for name in SHOWN]
+        rows = [(name, _format_layout_rule(old[name].layout), _format_layout_rule(new[name].layout)) for name in SHOWN]
     data = {"tensors": report.tensors, "bytes": report.bytes, "ranks": len(report.ranks)}
     told = f"{report.tensors} tensors, {format_bytes(report.bytes)}"
     heading = f"The checkpoint of 4 ranks ({told}) is resharded for 2, without starting any."
     return Chapter(heading, _table(("tensor", "on 4 ranks", "on 2 ranks"), *rows), {"resharded": data})
 
 
-def loaded(trained: Trained, found: Resumed) -> Chapter:
+def load_chapter(trained: TrainingResult, found: ResumeResult) -> Chapter:
     """Whether 2 ranks loaded what 4 ranks saved."""
     saved = trained.saved
     equal = [name for name in saved if name in found.loaded and torch.equal(saved[name], found.loaded[name])]
@@ -93,12 +103,12 @@ def loaded(trained: Trained, found: Resumed) -> Chapter:
     return Chapter(heading, [], {"loaded": {"tensors": len(saved), "equal": len(equal)}}, exact)
 
 
-def going_on(trained: Trained, found: Resumed) -> Chapter:
-    """The losses of further steps, beside those of the model that stayed whole."""
+def resume_chapter(trained: TrainingResult, found: ResumeResult) -> Chapter:
+    """The losses of further steps, next to those of the unsharded model."""
     dense = trained.dense_losses[STEPS:]
-    right = len(found.losses) == MORE_STEPS and _close(found.losses, dense)
+    right = len(found.losses) == MORE_STEPS and _are_losses_close(found.losses, dense)
     data = {"losses": found.losses, "dense_losses": dense}
-    heading = f"They go on training where the 4 stopped: {_verdict(right)}."
+    heading = f"They resume training where the 4 stopped: {_verdict(right)}."
     return Chapter(heading, _losses(STEPS, found.losses, dense), {"going_on": data}, right)
 
 
@@ -106,7 +116,7 @@ def _verdict(right: bool) -> str:
     return "the losses are equal" if right else "THE LOSSES DIFFER"
 
 
-def _close(losses: list[float], dense: list[float]) -> bool:
+def _are_losses_close(losses: list[float], dense: list[float]) -> bool:
     return all(abs(ours - other) < TOLERANCE for ours, other in zip(losses, dense, strict=True))
 
 
@@ -116,7 +126,7 @@ def _losses(first: int, losses: list[float], dense: list[float]) -> list[Line]:
     return _table(("step", "sharded", "whole"), *rows)
 
 
-def _brief(layout: Layout) -> str:
+def _format_layout_rule(layout: Layout) -> str:
     return format_layout(layout).partition(" on ")[2]
 
 

@@ -53,11 +53,11 @@ class Engine(Protocol):
         ...
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """Tell the others, if there is a way, that this rank will not go on."""
+        """Notify the others, if possible, that this rank has stopped."""
         ...
 
     def close(self) -> None:
-        """Let go of what the engine holds."""
+        """Release what the engine holds."""
         ...
 
 
@@ -102,7 +102,7 @@ class Stage:
         return {rank: [self.write(t) for t in ts] for rank, ts in edges.items()}
 
     def finish(self) -> None:
-        """Copy the results to where they were asked for."""
+        """Copy the results to where they were requested."""
         for given, staged in self._back:
             given.copy_(staged)
 

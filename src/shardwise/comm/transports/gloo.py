@@ -1,4 +1,4 @@
-"""Host memory over a gloo group: point-to-point straight from and into the given tensors.
+"""Host memory over a gloo group: point-to-point straight from and into the passed tensors.
 
 Reductions are an exchange of runs and a sum on arrival, in rank order: half the bytes of gloo's reduce-scatter, every
 dtype, the same bits on every rank. They are complete when the call returns, and go through in windows:
@@ -113,7 +113,7 @@ class GlooEngine:
         return [(slot[_SLOT_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """The notes in the store tell it."""
+        """The notes in the store report it."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -140,7 +140,9 @@ def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
     middle = _FRAME_HEADER.size + text
     if len(buffer) < middle + body:
         return None
-    frame = Frame(rank, FrameKind(kind), number, buffer[_FRAME_HEADER.size : middle].decode(), buffer[middle : middle + body])
+    frame = Frame(
+        rank, FrameKind(kind), number, buffer[_FRAME_HEADER.size : middle].decode(), buffer[middle : middle + body]
+    )
     del buffer[: middle + body]
     return frame
 

@@ -60,7 +60,7 @@ class NativeEngine:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """The notes in the store tell it."""
+        """The notes in the store report it."""
 
     def close(self) -> None:
         """Nothing is held."""

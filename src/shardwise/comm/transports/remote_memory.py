@@ -36,7 +36,7 @@ class _IoVec(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Say whether this system has the call; whether it is allowed only a trial tells."""
+    """Say whether this system has the call; only a trial shows whether it is allowed."""
     return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
 
 
@@ -57,7 +57,9 @@ def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[Memory
             raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
 
 
-def _batch_ranges(source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
+def _batch_ranges(
+    source: Sequence[MemoryRange], target: Sequence[MemoryRange]
+) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
     """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
     remote: list[MemoryRange] = []
     local: list[MemoryRange] = []

@@ -1,18 +1,18 @@
 """Find out together whether all ranks of a group can read each other's memory, and connect them if so.
 
-1. Each rank listens and tells the others, over the group's own backend: its host, process, listener, and the address
+1. Each rank listens and sends the others, over the group's own backend: its host, process, listener, and the address
    of a secret.
 2. If all are on one host, of one user, and none declines, they connect, and each reads the others' secrets.
-3. They tell each other how that went. Only if all succeeded is the engine used; else all keep to the backend.
+3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend.
 
 Ranks of one host: bytes go straight from one process's memory into another's.
 
-1. A sender tells the receiver where its bytes are (RANGES), or sends them along if they are few (DATA).
+1. A sender sends the receiver the addresses of its bytes (RANGES), or the bytes themselves if they are few (DATA).
 2. The receiver copies them into place with one system call and confirms (TAKEN); the sender's memory is free then.
 3. Every call has a number and a label. An offer under another label means that the ranks made different calls.
 4. Whoever waits serves all started operations, so the order in which ranks wait does not matter. Nothing moves while
    no rank is inside a call.
-5. A rank that gives up tells its peers why (FAILED); a process that ends closes its sockets. Both end all waits.
+5. A rank that gives up sends its peers the reason (FAILED); a process that ends closes its sockets. Both end all waits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.faults import TransportError
-from shardwise.comm.flat_tensors import Edges, as_bytes, accumulate_run, finish_average
+from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
-from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets, Listener
-from shardwise.comm.transports.remote_memory import CollectOperation, CopyOperation, HostOperation, ReduceOperation, pack_offer
+from shardwise.comm.transports.links import Frame, FrameKind, Listener, PeerSockets
+from shardwise.comm.transports.remote_memory import (
+    CollectOperation,
+    CopyOperation,
+    HostOperation,
+    ReduceOperation,
+    pack_offer,
+)
 
 _CONNECT_SECONDS = 10.0
 _SECRET_BYTES = 16
@@ -89,7 +95,7 @@ def _make_card(listener: Listener, secret: ctypes.Array[ctypes.c_char]) -> dict[
 
 
 def _host_identity() -> str:
-    """Return what tells one running kernel, its process numbers, its sockets and its user from any other."""
+    """Return what identifies a running kernel, its process numbers, its sockets and its user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]
     return "/".join([socket.gethostname(), boot, str(os.getuid()), *spaces])
@@ -155,7 +161,7 @@ class SameHostEngine:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
-        call = f"all_reduce {label!r} of {tensor.nbytes} bytes"  # other sizes go other ways: they are other calls
+        call = f"all_reduce {label!r} of {tensor.nbytes} bytes"  # other sizes take other paths: they are other calls
         if tensor.nbytes * len(self._others) <= _SMALL_COLLECT_BYTES:
             self._reduce_small(call, tensor, op)
             return CompletedWork()
@@ -178,7 +184,7 @@ class SameHostEngine:
         return [data if rank == self._rank else bytes(taken[rank]) for rank in self._ranks]
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """Tell all peers that this rank will not go on, and refuse further calls."""
+        """Notify all peers that this rank has stopped, and refuse further calls."""
         with self._lock:
             if self._failure is None:
                 self._failure = TransportError(reason, ranks, exact=True)

@@ -67,7 +67,7 @@ def worker_main(rank: int, world: WorldConfig, pipe: Connection) -> None:
 
 
 def _serve(rank: int, pipe: Connection) -> bool:
-    """Run one task and reply; return whether to go on."""
+    """Run one task and reply; return whether to continue."""
     try:
         data = pipe.recv_bytes()
     except EOFError:
@@ -110,7 +110,7 @@ def _exit_with_parent() -> None:
 
 
 def _exit_now(code: int) -> None:
-    """Leave at once: the closed connections tell the other ranks."""
+    """Exit at once: the other ranks see the closed connections."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -178,7 +178,7 @@ def _read_mesh(scanner: Scanner) -> Mesh:
         at = scanner.at
         axis = scanner.word() or scanner.fail(f"expected the name of a mesh axis such as tp=4; {scanner.found()}")
         if axis in axes:
-            scanner.fail(f"axis {axis!r} is named twice; axis names must differ", at)
+            scanner.fail(f"axis {axis!r} appears twice; axis names must differ", at)
         scanner.expect("=", f"after axis {axis!r}")
         at = scanner.at
         axes[axis] = scanner.integer(f"the number of ranks of axis {axis!r}")
@@ -190,7 +190,7 @@ def _read_mesh(scanner: Scanner) -> Mesh:
     at = scanner.at
     ranks = _read_ranks(scanner) if scanner.take("@") else tuple(range(size))
     if len(ranks) != size:
-        scanner.fail(f"the mesh has {size} places and {len(ranks)} ranks are given; give {size}", at)
+        scanner.fail(f"the mesh has {size} places and {len(ranks)} ranks are listed; list {size}", at)
     with scanner.errors_at(at):
         return Mesh(tuple(axes), np.reshape(ranks, tuple(axes.values())))
 
@@ -202,7 +202,7 @@ def _read_order(scanner: Scanner, mesh: Mesh) -> list[str]:
             axis = scanner.peek_word() or scanner.fail(f"expected an axis, as in split tp>dp; {scanner.found()}")
             mesh.axis_index(axis)
         if axis in order:
-            scanner.fail(f"axis {axis!r} stands twice in the split order")
+            scanner.fail(f"axis {axis!r} appears twice in the split order")
         order.append(scanner.word())
     return order
 
@@ -252,7 +252,7 @@ def _read_ranks(scanner: Scanner) -> tuple[int, ...]:
         first = scanner.integer("a rank")
         last = scanner.integer("the last rank of the run") if scanner.take("-") else first
         if last < first:
-            scanner.fail(f"a run of ranks goes up, got {first}-{last}; list ranks in another order with commas", at)
+            scanner.fail(f"a run of ranks must ascend, got {first}-{last}; list ranks in another order with commas", at)
         if len(ranks) + last - first >= MAX_RANKS:
             scanner.fail(f"more than {MAX_RANKS} ranks; the notation takes up to {MAX_RANKS}", at)
         ranks.extend(range(first, last + 1))
@@ -283,10 +283,10 @@ def _read_grid(scanner: Scanner) -> GridSpec:
     ranks = _read_ranks(scanner)
     copies = scanner.integer("the number of replicas of a cell") if scanner.take("each") else 1
     if copies < 1:
-        scanner.fail("each cell is held by at least one rank, got each 0", at)
+        scanner.fail("each cell needs at least one rank, got each 0", at)
     counts = [s if isinstance(s, int) else len(s) for s in splits]
     if len(ranks) != math.prod(counts) * copies:
-        held = f", each held by {copies} ranks" if copies > 1 else ""
+        held = f", each on {copies} ranks" if copies > 1 else ""
         scanner.fail(f"the grid has {math.prod(counts)} cells{held}; {len(ranks)} ranks are given", at)
     with scanner.errors_at(at):
         return GridSpec(splits, np.reshape(ranks, (*counts, copies)))
@@ -296,7 +296,7 @@ def _read_cut(scanner: Scanner) -> int | tuple[int, ...]:
     if scanner.take("/"):
         at = scanner.at
         count = scanner.integer("a number of chunks")
-        return count if count > 0 else scanner.fail("a dim is cut in at least one chunk, got 0", at)
+        return count if count > 0 else scanner.fail("a dim is split into at least one chunk, got 0", at)
     lengths = [scanner.integer("a length")]
     while scanner.take("+"):
         lengths.append(scanner.integer("a length"))

@@ -52,7 +52,7 @@ class Scanner:
         return self.text[self.at :]
 
     def found(self) -> str:
-        """What stands at the position, in words for an error."""
+        """What is at the position, in words for an error."""
         word = self.peek_word() or self.rest[:1]
         return f"found {word!r}" if word else "the text ends here"
 
@@ -93,14 +93,14 @@ class Scanner:
             end += 1
         digits = self.text[start:end]
         if not digits.removeprefix("-"):
-            self.fail(f"expected {what}, a whole number; {self.found()}")
+            self.fail(f"expected {what}, an integer; {self.found()}")
         if len(digits) > 19 or abs(int(digits)) > MAX_INT64:
             self.fail(f"{what} does not fit in 64 bits; the largest number is {MAX_INT64}")
         self._advance(end - start)
         return int(digits)
 
     def items(self, read: Callable[[], T], close: str, place: str, separator: str = ",") -> list[T]:
-        """Read what stands between brackets: any number of items, then the closing bracket."""
+        """Read what is between brackets: any number of items, then the closing bracket."""
         found: list[T] = []
         if self.take(close):
             return found

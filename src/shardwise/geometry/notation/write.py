@@ -35,7 +35,9 @@ def format_placement(placement: Placement) -> str:
         return "R"
     if isinstance(placement, Partial):
         return f"P({placement.op})"
-    rule = [f" {name}({_join_numbers(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None]
+    rule = [
+        f" {name}({_join_numbers(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None
+    ]
     block = [f" block({placement.block})"] if placement.block is not None else []
     return f"S({placement.dim}){''.join(rule + block)}"
 
@@ -56,7 +58,7 @@ def _format_rule(layout: Layout) -> str:
         return f"as grid({', '.join(cuts)}) over {format_ranks(spec.ranks.reshape(-1).tolist())}{each}"
     if layout.pending is not None:
         raise LayoutError(
-            f"{layout.spec!r} leaves a {layout.pending} pending, which a list of pieces cannot say; lay the tensor out "
+            f"{layout.spec!r} leaves a {layout.pending} pending, which a list of pieces cannot express; lay it out "
             "with a MeshSpec to write it in the notation"
         )
     return f"as pieces {_format_pieces(layout.pieces)}"

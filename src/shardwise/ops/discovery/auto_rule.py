@@ -1,4 +1,4 @@
-"""A rule that finds its strategies by trying, when it is first asked about arguments of a new kind.
+"""A rule that discovers its strategies by experiment, when it first sees a new kind of arguments.
 
 Large lengths are replaced by small ones, equal by equal, as long as no integer argument may mean a length or an index.
 Nothing depends on a rank or on data, so all ranks find the same.
@@ -33,18 +33,22 @@ class AutoRule:
         return f"AutoRule({self.op})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        """The strategies for these arguments, tensors given as TensorMeta."""
+        """The strategies for these arguments, tensors passed as TensorMeta."""
         small = _shrink_lengths([*args, *kwargs.values()])
         call = self._call(args, kwargs, small)
         known = self._known.get(_rule_key(call))
         return known if known is not None else self._discover(call, args, kwargs)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[int, int]) -> OperatorCall:
-        index_limit = min((lengths.get(n, n) for m in _iterate_metas([*args, *kwargs.values()]) for n in m.shape), default=1)
+        index_limit = min(
+            (lengths.get(n, n) for m in _iterate_metas([*args, *kwargs.values()]) for n in m.shape), default=1
+        )
         made = [_make_template(a, lengths, index_limit) for a in args]
         return split_call(self.op, made, {k: _make_template(v, lengths, index_limit) for k, v in kwargs.items()})
 
-    def _discover(self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+    def _discover(
+        self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[tuple[list[Any], list[Any]]]:
         whole = self._call(args, kwargs, {})
         tried = [call, whole]
         tried += [_move_call_to_gpu(c) for c in tried] if torch.cuda.is_available() else []
@@ -82,7 +86,8 @@ def format_strategy(strategy: Strategy) -> str:
     >>> format_strategy(Strategy((Partial("sum"),), (Shard(1), Replicate())))
     'S(1), R -> P(sum)'
     """
-    return f"{', '.join(map(format_placement_brief, strategy.inputs))} -> {', '.join(map(format_placement_brief, strategy.outputs)) or 'nothing'}"
+    inputs, outputs = (", ".join(map(format_placement_brief, p)) for p in (strategy.inputs, strategy.outputs))
+    return f"{inputs} -> {outputs or 'nothing'}"
 
 
 def format_placement_brief(placement: Any) -> str:
@@ -118,7 +123,7 @@ def _iterate_integers(values: Sequence[Any]) -> Iterator[int]:
 
 
 def _shrink_lengths(values: Sequence[Any]) -> dict[int, int]:
-    """A small length for each large one; none if an integer argument could tell the difference."""
+    """A small length for each large one; none if an integer argument could reveal the difference."""
     lengths = sorted({n for m in _iterate_metas(values) for n in m.shape if n > SMALLEST_LENGTH})
     if any(abs(i) >= SMALLEST_LENGTH for i in _iterate_integers(values)):
         return {}

@@ -1,7 +1,7 @@
-"""Is a written rule right? Each of its strategies is carried out and compared with the whole computation.
+"""Is a rule correct? Each of its strategies is run and compared with the whole computation.
 
 1. Draw inputs; compute the whole result and, where there are any, the gradients, in double precision.
-2. Ask the rule for strategies with the inputs laid out in every way that it or discovery knows.
+2. Ask the rule for strategies with the inputs in every layout that it or discovery knows.
 3. Carry each of them out by the engine, on worlds of 2 and 3 ranks in this process, with even and uneven cuts, and
    compare results and gradients.
 4. What discovery finds and the rule does not offer is missing: slower than need be, not wrong.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.discovery.auto_rule import format_strategy
-from shardwise.ops.discovery.run_strategy import StrategyCase, Deviation, run_strategy, make_specs
+from shardwise.ops.discovery.run_strategy import Deviation, StrategyCase, make_specs, run_strategy
 from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies
 from shardwise.ops.discovery.trial import run_call, written_tensors
 from shardwise.ops.engine.placement_cost import same_kind
@@ -33,7 +33,7 @@ WORLDS = (2, 3)
 
 @dataclass(frozen=True, slots=True)
 class WrongStrategy:
-    """A strategy of a rule that does not give the whole result: on how many ranks, cut how, and what is off."""
+    """A strategy of a rule that does not reproduce the whole result: on how many ranks, split how, and what is off."""
 
     strategy: Strategy
     ranks: int
@@ -47,7 +47,7 @@ class WrongStrategy:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found: wrong strategies, missing ones, and those that were carried out."""
+    """What a check found: wrong strategies, missing ones, and those that were run."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -75,7 +75,7 @@ def check_sharding(
 ) -> CheckReport:
     """Verify the registered rule of an operator against the operator itself, gradients included.
 
-    `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` leaves discovery out.
+    `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` skips discovery.
 
     >>> print(check_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5)))
     aten.mm.default on (4, 6), (6, 5): 6 strategies checked, values and gradients
@@ -93,7 +93,9 @@ def check_sharding(
             check.all_layouts(ranks, cut, [s.inputs for s in found])
     missing = tuple(s for s in found if not any(_same_inputs(s.inputs, k.inputs) for k in check.offered))
     shapes = tuple(tuple(t.shape) for t in call.tensors)
-    return CheckReport(op, shapes, tuple(check.offered), _worst_of_each(check.wrong), missing, case.gradients is not None)
+    return CheckReport(
+        op, shapes, tuple(check.offered), _worst_of_each(check.wrong), missing, case.gradients is not None
+    )
 
 
 def require_rule(op: Any) -> Rule:
@@ -113,7 +115,7 @@ def _list_metas(values: Sequence[Any]) -> list[TensorMeta]:
 
 @dataclass(slots=True)
 class _RuleCheck:
-    """The strategies that a rule offered for some layout, and those found wrong, as a check goes on."""
+    """The strategies that a rule offered for some layout, and those found wrong, during a check."""
 
     case: StrategyCase
     rule: Rule
@@ -121,7 +123,7 @@ class _RuleCheck:
     wrong: list[WrongStrategy] = field(default_factory=list)
 
     def all_layouts(self, ranks: int, cut: str, known: Sequence[tuple[Placement | None, ...]]) -> None:
-        """Ask and carry out the rule for the layouts known and for those it asks for itself."""
+        """Query and run the rule for the known layouts and for those it requests itself."""
         tensors = self.case.inputs
         waiting: list[InputPlacements] = [(Replicate(),) * len(tensors)]
         waiting += [_normalise_placements(layout, tensors) for layout in known]
@@ -137,7 +139,10 @@ class _RuleCheck:
             strategies = self._ask_rule(specs)
             waiting += [_normalise_placements(s.inputs, tensors) for s in strategies]
             self._run_and_note(
-                [s for s in strategies if _same_inputs(_normalise_placements(s.inputs, tensors), layout)], specs, ranks, cut
+                [s for s in strategies if _same_inputs(_normalise_placements(s.inputs, tensors), layout)],
+                specs,
+                ranks,
+                cut,
             )
 
     def _ask_rule(self, specs: Sequence[MeshSpec]) -> list[Strategy]:

@@ -49,8 +49,8 @@ class DiscoveryReport:
 def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> DiscoveryReport:
     """Find the strategies of an operator by trying: cut sample inputs in parts and see what the results make up.
 
-    The samples give shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are cut
-    together, so give dims that have nothing to do with each other different lengths, of 4 or more.
+    The samples set shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are split
+    together, so use different lengths, of 4 or more, for unrelated dims.
 
     >>> import torch
     >>> discover_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5))

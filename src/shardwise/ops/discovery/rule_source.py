@@ -33,11 +33,11 @@ SHIFTS: dict[str, Callable[[int, int], int]] = {
 DIM = "dim"
 
 
-_ANY = Shard(-99)  # stands for "cut along d" in a pattern
+_ANY = Shard(-99)  # means "split along d" in a pattern
 
 
 def rule_source(call: OperatorCall, strategies: Sequence[Strategy], notes: Sequence[str] = ()) -> str:
-    """The text of a rule that gives these strategies."""
+    """The source of a rule that returns these strategies."""
     names = _parameters(call)
     shown = [n.partition("=")[0] for n in names if n != "*"]
     lines = list(_rule_body(call, strategies, shown))
@@ -78,7 +78,7 @@ def _rule_body(call: OperatorCall, strategies: Sequence[Strategy], names: Sequen
 
 
 def _strategies_by_dim(call: OperatorCall, strategies: Sequence[Strategy]) -> dict[int | None, Sequence[Strategy]]:
-    """Strategies for every value of the operator's `dim`; {None: those given} if it has none."""
+    """Strategies for every value of the operator's `dim`; {None: those passed} if it has none."""
     where = _dim_argument(call)
     ndim = call.tensors[0].ndim
     if where is None or ndim == 0:
@@ -101,7 +101,7 @@ def _find_with_dim(call: OperatorCall, where: int | str, value: int) -> Sequence
 
 
 def _dim_argument(call: OperatorCall) -> int | str | None:
-    """Where the `dim` of a call stands: a position, or the name if it is given by name or left out."""
+    """Where the `dim` of a call is: a position, or the name if it is passed by keyword or omitted."""
     schema = getattr(call.op, "_schema", None)
     for index, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == DIM:
@@ -113,7 +113,7 @@ def _dim_argument(call: OperatorCall) -> int | str | None:
 def _make_loops(
     call: OperatorCall, by_dim: Mapping[int | None, Sequence[Strategy]], names: Sequence[str]
 ) -> tuple[list[str], set[Any]]:
-    """Loops, and the inputs and outputs of the strategies that they give."""
+    """Loops, and the inputs and outputs of the strategies that they generate."""
     groups: dict[tuple[Any, ...], dict[tuple[int, int], Strategy]] = defaultdict(dict)
     for value, listed in by_dim.items():
         for strategy in listed:
@@ -150,7 +150,7 @@ def _make_loop(
     by_dim: Mapping[int | None, Sequence[Strategy]],
     names: Sequence[str],
 ) -> str | None:
-    """One comprehension that gives exactly these strategies, or None."""
+    """One comprehension that generates exactly these strategies, or None."""
     lead = next(i for i, p in enumerate(pattern) if p is _ANY)
     ndim = call.tensors[lead].ndim
     values = [-1 if v is None else v for v in by_dim]
@@ -162,7 +162,9 @@ def _make_loop(
     strategy = next(iter(members.values()))
     dim = f"{DIM} % {tensor}.ndim"
     outputs = [s.format(dim=dim) if s is not None else None for s in shifts]
-    shown = [f"Shard({o})" if o is not None else _placement_code(p) for o, p in zip(outputs, strategy.outputs, strict=True)]
+    shown = [
+        f"Shard({o})" if o is not None else _placement_code(p) for o, p in zip(outputs, strategy.outputs, strict=True)
+    ]
     inputs = ["Shard(d)" if p is _ANY else _placement_code(p) for p in pattern]
     where = f" if {condition.format(dim=dim)}" if condition else ""
     return f"[([{', '.join(shown)}], {_line_up_texts(call, inputs, names)}) for d in range({tensor}.ndim){where}]"

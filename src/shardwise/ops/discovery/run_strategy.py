@@ -1,4 +1,4 @@
-"""One strategy of a rule, carried out by the engine on all ranks of a small world in this process."""
+"""One strategy of a rule, run by the engine on all ranks of a small world in this process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _cut_shard(dim: int, length: int, ranks: int, cut: str) -> Shard | None:
 
 
 def run_strategy(case: StrategyCase, strategy: Strategy, specs: Sequence[MeshSpec], ranks: int) -> list[Deviation]:
-    """What differs when the strategy is carried out with the inputs laid out like this: outputs first, then by size."""
+    """What differs when the strategy runs with the inputs laid out like this: outputs first, then by size."""
     probe = _Probe(case.call.op, (strategy.outputs, strategy.inputs, strategy.local, tuple(specs)))
     lined = Strategy(strategy.outputs, tuple(line_up_placements(case.call, strategy.inputs)), strategy.local)
     placed = (*strategy.outputs, *strategy.inputs)
@@ -148,7 +148,9 @@ def _make_leaf(value: Tensor, spec: MeshSpec, comm: Comm, grad: bool, seed: int)
     return wrap(spec.layout(tuple(value.shape)), (local,), comm)
 
 
-def _measure_gradient_deviations(case: StrategyCase, held: Sequence[ShardedTensor], whole: Sequence[Any]) -> list[Deviation | None]:
+def _measure_gradient_deviations(
+    case: StrategyCase, held: Sequence[ShardedTensor], whole: Sequence[Any]
+) -> list[Deviation | None]:
     if case.gradients is None:
         return []
     loss = case.loss(whole)

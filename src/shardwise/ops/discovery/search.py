@@ -1,9 +1,9 @@
 """Which strategies does an operator have? Tried out on random inputs cut in parts.
 
 1. Draw inputs of the sample's shapes; compute the whole result.
-2. For each way to lay the inputs out on one axis (whole; dims of equal length cut alike; addends of a sum) compute
+2. For each layout of the inputs on one axis (whole; dims of equal length cut alike; addends of a sum) compute
    part by part, for two and three parts, even and uneven.
-3. See which recombination of each output (whole, concatenated, reduced) gives the whole result, every time.
+3. See which recombination of each output (whole, concatenated, reduced) is the whole result, every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.discovery.trial import SOURCES, SampleSource, cut_in_parts, draw_sample, find_recombinations, run_call, part_sizes, written_tensors
+from shardwise.ops.discovery.trial import (
+    SOURCES,
+    SampleSource,
+    cut_in_parts,
+    draw_sample,
+    find_recombinations,
+    part_sizes,
+    run_call,
+    written_tensors,
+)
 from shardwise.ops.engine.registry import Strategy
 from shardwise.ops.engine.schema import OperatorCall, Slot
 
@@ -38,7 +47,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Inputs, the whole results they give, and the seed of what else is drawn."""
+    """Inputs, their whole results, and the seed of what else is drawn."""
 
     inputs: tuple[Tensor, ...]
     results: tuple[Any, ...]
@@ -50,18 +59,24 @@ class RandomNumbersError(ValueError):
 
 
 def find_strategies(call: OperatorCall) -> Findings:
-    """All strategies of a call of an operator, whose tensors give shapes, dtypes and valid integers."""
+    """All strategies of a call of an operator, whose tensors provide shapes, dtypes and valid integers."""
     if not call.tensors:
-        raise ValueError(f"{call.op} got no tensor to shard; give at least one among the sample arguments")
+        raise ValueError(f"{call.op} got no tensor to shard; pass at least one among the sample arguments")
     source, trials = draw_trials(call)
     layouts = list(islice(_candidate_layouts(call), MAX_LAYOUTS + 1))
-    notes = [f"more than {MAX_LAYOUTS} ways to lay the inputs out; the first {MAX_LAYOUTS} were tried"] * (len(layouts) > MAX_LAYOUTS)
+    notes = [f"more than {MAX_LAYOUTS} layouts of the inputs; the first {MAX_LAYOUTS} were tried"] * (
+        len(layouts) > MAX_LAYOUTS
+    )
     if not any(isinstance(r, Tensor) for r in trials[0].results):
-        notes.append("the operator gives no tensor to compare; only replicated inputs are safe")
+        notes.append("the operator returns no tensor to compare; only replicated inputs are safe")
         layouts = []
     if not source.random_floats:
         notes.append("the operator runs on the sample's own values only; other values were not tried")
-    found = [Strategy(_output_placements(call, (Replicate(),) * len(call.tensors), trials), (Replicate(),) * len(call.tensors))]
+    found = [
+        Strategy(
+            _output_placements(call, (Replicate(),) * len(call.tensors), trials), (Replicate(),) * len(call.tensors)
+        )
+    ]
     for layout in layouts[:MAX_LAYOUTS]:
         outputs = _try_layout(call, layout, trials)
         if outputs is not None:
@@ -78,7 +93,7 @@ def _preference(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
 
 
 def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
-    """Inputs and whole results of several trials, drawn in the first way in which the operator runs."""
+    """Inputs and whole results of several trials, drawn by the first method with which the operator runs."""
     problem: Exception | None = None
     for source in SOURCES:
         try:
@@ -96,7 +111,7 @@ def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
             problem = problem or error
     shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors)
     raise ValueError(
-        f"{call.op} does not run on tensors of shapes {shapes}: {problem}; give sample arguments that it accepts"
+        f"{call.op} does not run on tensors of shapes {shapes}: {problem}; pass sample arguments that it accepts"
     ) from problem
 
 
@@ -106,13 +121,13 @@ def _run_trial(call: OperatorCall, source: SampleSource, number: int) -> Trial:
     results, again = run_call(call, inputs), run_call(call, inputs)
     if not all(find_recombinations([b], a, None) for a, b in zip(results, again, strict=True)):
         raise RandomNumbersError(
-            f"{call.op} gives different results for equal inputs: it draws random numbers, so no rule can be found"
+            f"{call.op} returns different results for equal inputs: it draws random numbers, so no rule can be found"
         )
     return Trial(inputs, tuple(results), number)
 
 
 def _candidate_layouts(call: OperatorCall) -> Iterator[InputPlacements]:
-    """Ways to lay the inputs out: dims of one length cut together, others whole or pending; tensors of a list alike."""
+    """Layouts of the inputs: dims of one length split together, others whole or pending; tensors of a list alike."""
     groups = list(_length_groups(call))
     lengths = sorted({n for t in call.tensors for n in t.shape if n > 1})
     seen: set[InputPlacements] = {(Replicate(),) * len(call.tensors)}
@@ -144,15 +159,19 @@ def _placement_options(tensors: Sequence[Tensor], length: int) -> Iterator[Place
         yield Partial("sum")
 
 
-def _try_layout(call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]) -> tuple[Placement | None, ...] | None:
-    """The outputs' placements if the layout gives the whole result in every trial, else None."""
+def _try_layout(
+    call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]
+) -> tuple[Placement | None, ...] | None:
+    """The outputs' placements if the layout reproduces the whole result in every trial, else None."""
     try:
         return _output_placements(call, layout, trials)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
         return None  # the operator refuses such parts
 
 
-def _output_placements(call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]) -> tuple[Placement | None, ...]:
+def _output_placements(
+    call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]
+) -> tuple[Placement | None, ...]:
     """Raises ValueError if some result is not made up by the parts' results."""
     ways: list[set[Placement | None]] | None = None
     length = next((t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard)), None)
@@ -175,14 +194,17 @@ def _find_output_placements(
     held = [cut_in_parts(t, p, sizes, generator) for t, p in zip(trial.inputs, layout, strict=True)]
     parts = [run_call(call, [h[r] for h in held if h is not None]) for r in range(len(sizes))]
     if any(len(p) != len(trial.results) for p in parts):
-        raise ValueError("the parts give another number of results")
+        raise ValueError("the parts return a different number of results")
     return [
-        find_recombinations([p[k] for p in parts], whole, sizes if sharded else None) for k, whole in enumerate(trial.results)
+        find_recombinations([p[k] for p in parts], whole, sizes if sharded else None)
+        for k, whole in enumerate(trial.results)
     ]
 
 
-def _check_output_placements(call: OperatorCall, layout: InputPlacements, ways: Sequence[set[Placement | None]]) -> None:
-    """Every result needs a way; a tensor that was written to must still lie as it did."""
+def _check_output_placements(
+    call: OperatorCall, layout: InputPlacements, ways: Sequence[set[Placement | None]]
+) -> None:
+    """Every result needs a placement; a tensor that was written to must keep its layout."""
     written = written_tensors(call)
     for way, index in zip(ways[len(ways) - len(written) :], written, strict=True):
         if layout[index] not in way:
@@ -202,7 +224,7 @@ def _best_placement(ways: set[Placement | None]) -> Placement | None:
 
 
 def line_up_placements(call: OperatorCall, placements: Sequence[Any]) -> list[Any]:
-    """Placements of tensors lined up with the call's arguments: lists for lists, None for what is no tensor."""
+    """Placements of tensors lined up with the call's arguments: lists for lists, None for non-tensors."""
 
     def place(value: Any) -> Any:
         if isinstance(value, Slot):

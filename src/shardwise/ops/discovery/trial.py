@@ -137,7 +137,7 @@ def written_tensors(call: OperatorCall, only_out: bool = False) -> list[int]:
 
 
 def find_recombinations(parts: Sequence[Any], whole: Any, sizes: Sequence[int] | None) -> set[Placement | None]:
-    """The placements under which the parts' results are the whole one; {None} for equal values that are no tensors."""
+    """The placements under which the parts' results are the whole one; {None} for equal values that are not tensors."""
     if not isinstance(whole, Tensor):
         return {None} if all(p == whole for p in parts) else set()
     if any(not isinstance(p, Tensor) or p.dtype != whole.dtype or p.ndim != whole.ndim for p in parts):

@@ -41,7 +41,7 @@ def choose_strategies(strategies: Sequence[Strategy], operands: Sequence[Operand
 
 
 def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
-    """What the inputs' changes cost; a tensor that is given twice and wanted alike moves once."""
+    """What the inputs' changes cost; a tensor that appears twice and is needed alike moves once."""
     total = 0.0
     paid = set()
     for operand, then in zip(operands, strategy.inputs, strict=True):

@@ -3,7 +3,7 @@
 1. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
 2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in
    which the inputs are wanted and which replicated inputs vary.
-3. Move inputs that lie otherwise, pass varying ones through `vary`, and call the operator on the local tensors,
+3. Move inputs that have another layout, pass varying ones through `vary`, and call the operator on the local tensors,
    recorded.
 4. The outputs' layouts follow from the strategies; the local results are checked against them.
 """
@@ -26,12 +26,12 @@ from shardwise.ops.engine.choose import (
     choose_strategies,
     cut_lengths_differ,
     cut_like,
+    drop_lengths,
     input_layout,
     leading_cuts,
     split_order,
-    drop_lengths,
 )
-from shardwise.ops.engine.explain import LogEntry, layout_brief, is_explaining_or_forbidding, record_entry, user_line
+from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator
 from shardwise.ops.engine.mixed import convert_plain_tensors
@@ -43,7 +43,7 @@ from shardwise.ops.rules.pointwise import compute_irregular_pointwise, is_pointw
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
-from shardwise.tensor.move import move_to, format_layout_text
+from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -79,7 +79,7 @@ class LocalView:
         starts = sorted({(int(o), int(o + s)) for o, s in zip(own.offsets[:, dim], own.sizes[:, dim], strict=True)})
         if len(starts) != 1:
             raise UnsupportedOpError(
-                f"dim {dim} is held in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})"
+                f"dim {dim} is stored in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})"
             )
         return starts[0]
 
@@ -113,7 +113,7 @@ def _find_decision(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Deci
 
 
 def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
-    """For each tensor its first place in the call; None where no tensor is given twice."""
+    """For each tensor its first place in the call; None where no tensor appears twice."""
     numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
     return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 
@@ -153,7 +153,9 @@ def _wanted_layouts(
     cuts: Sequence[tuple[Shard, int] | None],
     order: tuple[str, ...],
 ) -> tuple[Layout, ...]:
-    return tuple(_wanted_layout(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True)))
+    return tuple(
+        _wanted_layout(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True))
+    )
 
 
 def _wanted_layout(
@@ -182,7 +184,7 @@ def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Se
     meshes = {s.mesh for s in specs}
     if len(meshes) > 1:
         raise UnsupportedOpError(
-            f"{_describe_call(call, tensors)}: the tensors lie on different meshes: {', '.join(sorted(map(str, meshes)))}; "
+            f"{_describe_call(call, tensors)}: the tensors are on different meshes: {', '.join(sorted(map(str, meshes)))}; "
             "redistribute them to one mesh"
         )
     return meshes.pop()
@@ -211,7 +213,9 @@ def _written_indices(call: OperatorCall) -> set[int]:
     return found
 
 
-def _ask_for_strategies(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Strategy]:
+def _ask_for_strategies(
+    call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]
+) -> list[Strategy]:
     rule = find_rule(call.op)
     metas = [TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements) for t, s in zip(tensors, specs, strict=True)]
     args, kwargs = call.fill_slots(metas)
@@ -245,7 +249,8 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
         )
     with autograd_on_locals():
         values = [
-            vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in zip(aligned, decision.vary, strict=True)
+            vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
+            for t, axes in zip(aligned, decision.vary, strict=True)
         ]
         args, kwargs = call.fill_slots(values)
         local = next((s.local for s in decision.chosen if s.local is not None), None)
@@ -274,7 +279,7 @@ def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: De
 
 
 def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
-    """The tensors in the layouts wanted; one that is given twice and wanted alike is moved once."""
+    """The tensors in the layouts wanted; one that appears twice and is needed alike is moved once."""
     made: dict[tuple[int, int], ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         key = (id(tensor), id(layout))
@@ -298,8 +303,10 @@ def _record_call(name: str, decision: Decision, outputs: Any) -> None:
     record_entry(LogEntry(name, tuple(layout_brief(layout) for layout in decision.inputs), given, 0, user_line()))
 
 
-def _wrap_results(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any) -> Any:
-    """The local results as ShardedTensors; a tensor that was written to is given back itself."""
+def _wrap_results(
+    call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any
+) -> Any:
+    """The local results as ShardedTensors; a tensor that was written to is returned itself."""
     written = _written_indices(call)
     if written:
         for index in written:
@@ -326,15 +333,15 @@ def _check_count(call: OperatorCall, decision: Decision, values: Sequence[Any]) 
     """Raise if a strategy speaks of more outputs than a user's operator has; ours serve variants with fewer."""
     most = max((len(s.outputs) for s in decision.chosen), default=0)
     if most > len(values) and not str(call.op).startswith("aten."):
-        raise LayoutError(f"the rule of {call.op} gives {most} output placements, but it has {len(values)} outputs")
+        raise LayoutError(f"the rule of {call.op} returns {most} output placements, but it has {len(values)} outputs")
 
 
 def _check_results(call: OperatorCall, layouts: Sequence[Layout | None], values: Sequence[Any], rank: int) -> None:
-    """Raise if a local result has not the shape that the strategies say: then the rule is wrong."""
+    """Raise if a local result does not have the shape that the strategies say: then the rule is wrong."""
     for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
         if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
             raise LayoutError(
-                f"the rule of {call.op} says output {number} is {format_layout_text(layout)}, so rank {rank} should hold "
+                f"the rule of {call.op} says output {number} is {format_layout_text(layout)}, so rank {rank} should have "
                 f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
             )
 
@@ -357,7 +364,7 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
             placements[axis] = Replicate()
     if -1 in shape:
         raise LayoutError(
-            f"the rule of {call.op} shards an output along a dim that no input is sharded along; give its sizes"
+            f"the rule of {call.op} shards an output along a dim that no input is sharded along; specify its sizes"
         )
     return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
 
@@ -368,7 +375,7 @@ def _describe_accepted(strategies: Sequence[Strategy], operands: Sequence[Operan
     fix = "Redistribute the tensors first"
     if any(o.written for o in operands):
         fix += ", or use the operator that does not write to its argument"
-    return f"{fix}; on each axis the rule takes {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
+    return f"{fix}; on each axis the rule accepts {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
 
 
 def _describe_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> str:

@@ -23,9 +23,9 @@ class HiddenCommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One operation or one move: its name, the layouts it took and gave, the bytes it moved, and the user's line.
+    """One operation or one move: its name, its input and output layouts, the bytes it moved, and the user's line.
 
-    An operation's inputs are shown as the chosen strategy wants them; the moves that bring them there come before it.
+    An operation's inputs are shown as the chosen strategy needs them; the moves that put them there come before it.
     """
 
     name: str
@@ -116,9 +116,7 @@ def record_entry(entry: LogEntry) -> None:
 def user_line() -> str:
     """The innermost line of the user's own code on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        inside = (
-            frame.filename.startswith(_PACKAGE) or "/torch/" in frame.filename or frame.filename.startswith("<")
-        )
+        inside = frame.filename.startswith(_PACKAGE) or "/torch/" in frame.filename or frame.filename.startswith("<")
         if not inside:
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return "unknown line"
@@ -127,7 +125,9 @@ def user_line() -> str:
 def _watch_move(plan: Transfer, label: str) -> None:
     if is_explaining_or_forbidding() and plan.moved_bytes > 0:
         check_may_communicate(label, plan.src, plan.dst)
-        record_entry(LogEntry(label, (layout_brief(plan.src),), (layout_brief(plan.dst),), plan.moved_bytes, user_line()))
+        record_entry(
+            LogEntry(label, (layout_brief(plan.src),), (layout_brief(plan.dst),), plan.moved_bytes, user_line())
+        )
 
 
 watch_moves(_watch_move)

@@ -4,7 +4,7 @@
 2. A copy of a view is the view, copied.
 3. What torch itself writes as other operators (its table of decompositions) is computed so.
 
-Tensors that are made on the way are the same on every rank, and are read as replicated.
+Intermediate plain tensors are the same on every rank, and are read as replicated.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _make_in_place(functional: Any) -> Fallback | None:
 
 
 def _make_out_variant(op: Any) -> Fallback | None:
-    """Compute without `out=`, then copy into what was given."""
+    """Compute without `out=`, then copy into what was passed."""
     names = tuple(a.name for a in op._schema.arguments if a.is_out)
     functional = _find_without_out(op)
     if functional is None:
@@ -108,7 +108,7 @@ def _make_out_variant(op: Any) -> Fallback | None:
 
 
 def _find_without_out(op: Any) -> Any:
-    """The overload that takes the same arguments but for `out=`, or None."""
+    """The overload that takes the same arguments except `out=`, or None."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for overload in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, overload)

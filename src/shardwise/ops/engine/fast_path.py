@@ -1,4 +1,4 @@
-"""How is a function with a shortcut run? On the local tensors: inputs that lie otherwise are moved, varying ones
+"""How is a function with a shortcut run? On the local tensors: inputs in other layouts are moved, varying ones
 passed through `vary`, the function is called as it is, and its results are wrapped in the layouts that are known.
 
 May a function have a shortcut? It is watched while torch breaks it down into operators.
@@ -6,15 +6,15 @@ May a function have a shortcut? It is watched while torch breaks it down into op
 1. Every operator of a rule says how it ran: on local tensors with its own arguments, or otherwise; which tensors it
    moved first; which it wrote to.
 2. One operator that ran on local tensors, whatever was moved before: later calls move the same and run the function.
-   A function that writes to its first argument and gives it back is among them.
-3. Several operators: none may move or write, and the function itself must give the same local result.
+   A function that writes to its first argument and returns it is among them.
+3. Several operators: none may move or write, and the function itself must return the same local result.
 
-The fast way: a function of which is known what it takes runs on the local tensors as it is.
+The fast path: a function whose requirements are known runs on the local tensors directly.
 
-1. The first call of a function with given layouts and arguments goes through torch, which breaks it down into
+1. The first call of a function with certain layouts and arguments goes through torch, which breaks it down into
    operators. These are watched, see `recorded.py`.
 2. If all of them ran on local tensors with unchanged arguments, and, where there were several, the function itself
-   gives the same local result, then a shortcut is kept: the layouts of the outputs, which inputs are moved, and which
+   returns the same local result, then a shortcut is kept: the layouts of the outputs, which inputs are moved, and which
    replicated ones vary.
 3. Later calls cost one look-up, the moves, one local call and one wrap.
 
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Replicate
-from shardwise.ops.engine.explain import is_explaining_or_forbidding, active_watchers
+from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.caches import cache_by_identity
@@ -44,11 +44,11 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
-    """What a call gives without asking anyone: output layouts and varying axes of each tensor.
+    """What a call returns without communication: output layouts and varying axes of each tensor.
 
     `direct`: nothing moves, nothing varies, nothing is written to, and there is one output. `reshape`: the local tensor
-    takes the shape that the output's layout gives it. `moves`: the layout in which a tensor is wanted, None where it
-    has it. `writes`: the first argument is written to and given back. The layouts of the inputs are kept alive, since
+    takes the shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it
+    has it. `writes`: the first argument is written to and returned. The layouts of the inputs are kept alive, since
     keys hold their identities.
     """
 
@@ -88,7 +88,9 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
 
 
-def _run_direct(layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _run_direct(
+    layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
     comm: Any = None
     local_args: list[Any] = []
     for value in args:
@@ -120,7 +122,9 @@ def _prepare_locals(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> lis
     return [vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
 
 
-def _align_all_inputs(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str) -> list[ShardedTensor]:
+def _align_all_inputs(
+    tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str
+) -> list[ShardedTensor]:
     made: dict[int, ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         if id(tensor) not in made:
@@ -193,7 +197,7 @@ def run_and_record(
 ) -> tuple[Any, Any]:
     """Run a function the long way, and say by which shortcut it may run later.
 
-    None: by none. UNKNOWN: another call has to tell.
+    None: by none. UNKNOWN: another call has to show.
     """
     before, _recording_state.recording = _recording_state.recording, FunctionRecording()
     try:
@@ -238,7 +242,7 @@ def _find_shortcut(
 def _gives_back_what_it_writes(
     args: Sequence[Any], result: Any, tensors: Sequence[ShardedTensor], recording: FunctionRecording
 ) -> bool:
-    """Whether a function writes to nothing and gives something new, or writes to its first argument and gives that."""
+    """Whether a function writes to nothing and returns something new, or writes to and returns its first argument."""
     if not recording.written:
         outputs = result if type(result) in (list, tuple) else [result]
         return not any(o is t for o in outputs for t in tensors)
@@ -248,7 +252,7 @@ def _gives_back_what_it_writes(
 def _find_moves(tensors: Sequence[ShardedTensor], recording: FunctionRecording) -> tuple[Layout | None, ...] | None:
     """Where each tensor is moved before the function runs.
 
-    None if one is wanted in two layouts, is no argument of the function, or would be moved in another order: all ranks
+    None if one is wanted in two layouts, is not an argument, or would be moved in another order: all ranks
     must keep one order, whether they take the shortcut or not.
     """
     wanted: dict[int, Layout] = {}
@@ -309,9 +313,9 @@ def _gives_the_same(
     kwargs: dict[str, Any],
     outputs: Sequence[ShardedTensor],
 ) -> bool | None:
-    """Whether the function on the local tensors gives the local results that its operators gave.
+    """Whether the function on the local tensors returns the local results that its operators returned.
 
-    None: these values do not tell. A mean over a wrong count of zeros, or of nothing, is right by chance.
+    None: these values are inconclusive. A mean over a wrong count of zeros, or of nothing, is right by chance.
     """
     try:
         result = run_shortcut(shortcut, func, args, kwargs)
@@ -343,10 +347,12 @@ _shortcuts: dict[Any, Shortcut | None] = caches.clear_on_change({})
 _KEY_TYPES = frozenset((int, float, bool, type(None), torch.dtype))
 
 
-def call_fast_path(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_fast_path(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched.
 
-    The first part is the fast way of fast ways, for positional tensors and numbers; it is written for few instructions.
+    The first part is the fastest path, for positional tensors and numbers; it is written for few instructions.
     """
     key: Any = [func]
     local = []

@@ -1,4 +1,4 @@
-"""Reductions of whole tensors that lie in irregular pieces.
+"""Reductions of whole tensors in irregular pieces.
 
 The order of elements does not matter to them. So what a rank has is one run of a 1-D tensor, cut unevenly, and that
 is reduced as any other.

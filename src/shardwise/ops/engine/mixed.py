@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded ones: numbers and 0-dim tensors are replicated values, others are an error."""
+"""Plain tensors mixed with sharded ones: numbers and 0-dim tensors are replicated values, others are an error."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _plain_is_replicated: ContextVar[bool] = ContextVar("shardwise_plain_as_replicat
 
 
 class MixedTensorsError(RuntimeError):
-    """A plain tensor met a ShardedTensor, and nothing says how it is to be read."""
+    """A plain tensor was mixed with a ShardedTensor, and nothing says how to read it."""
 
 
 @contextmanager
 def plain_as_replicated() -> Iterator[None]:
-    """Read plain tensors beside sharded ones as replicated: every rank holds the same values."""
+    """Read plain tensors mixed with sharded ones as replicated: every rank has the same values."""
     token = _plain_is_replicated.set(True)
     try:
         yield
@@ -71,7 +71,7 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
         else:
             raise MixedTensorsError(
                 f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_argument_name(call, number)!r} "
-                "beside a ShardedTensor; if every rank holds the same values pass shardwise.replicate(t), or use "
+                "next to a ShardedTensor; if every rank has the same values pass shardwise.replicate(t), or use "
                 "`with shardwise.plain_as_replicated():`"
             )
     return found
@@ -88,9 +88,9 @@ def _argument_name(call: OperatorCall, number: int) -> str:
 
 
 def register_plain_maker(function: Callable[..., Any]) -> None:
-    """Register a torch function that makes plain tensors on its way (offsets, counts): they are replicated values.
+    """Register a torch function that makes intermediate plain tensors (offsets, counts): they are replicated values.
 
-    What the caller gives is not: a plain tensor among the arguments is refused as anywhere.
+    What the caller passes is not: a plain tensor among the arguments is refused as anywhere.
     """
 
     @register_handler(function)

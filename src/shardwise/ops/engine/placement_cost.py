@@ -12,7 +12,7 @@ from shardwise.tensor.caches import cache_by_identity
 
 @cache_by_identity
 def mesh_view(layout: Layout) -> MeshSpec | None:
-    """The mesh spec that gives this layout one local tensor per rank, or None for irregular layouts.
+    """The mesh spec with one local tensor per rank for this layout, or None for irregular layouts.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> mesh_view(ChunkSpec(0, (2, 0)).layout((4,)))
@@ -39,7 +39,9 @@ def _grid_view(layout: Layout, cut: Sequence[int]) -> MeshSpec:
     assert layout.cells is not None
     counts = [layout.cells.dims[d].count for d in cut]
     mesh = Mesh([f"cells{d}" for d in cut], layout.cells.owners.reshape(counts))
-    return _drop_chunk_sizes(MeshSpec(mesh, [Shard(d, tuple(layout.cells.dims[d].lengths.tolist())) for d in cut]), layout)
+    return _drop_chunk_sizes(
+        MeshSpec(mesh, [Shard(d, tuple(layout.cells.dims[d].lengths.tolist())) for d in cut]), layout
+    )
 
 
 def _drop_chunk_sizes(spec: MeshSpec, layout: Layout) -> MeshSpec:
@@ -65,7 +67,7 @@ def to_native_placement(placement: Any) -> Placement | None:
         return Replicate()
     if kind == "Partial":
         return Partial(placement.reduce_op)
-    raise LayoutError(f"a rule gives Shard, Replicate or Partial (ours or torch's) or None, got {placement!r}")
+    raise LayoutError(f"a rule returns Shard, Replicate or Partial (ours or torch's) or None, got {placement!r}")
 
 
 def same_kind(one: Placement, other: Placement) -> bool:
@@ -78,7 +80,7 @@ def same_kind(one: Placement, other: Placement) -> bool:
 def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> float:
     """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
 
-    A change that moves nothing costs a fraction of a byte, so that of two free ways the one without changes is taken.
+    A change that moves nothing costs a fraction of a byte, so of two free strategies the one without changes wins.
     A pending sum costs the same wherever it goes: what is saved by scattering it is paid when its parts, or its
     gradients, are gathered again. So it is scattered only to meet something that is sharded.
     """

@@ -39,7 +39,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One acceptable way on one axis: a placement for each output and for each tensor that goes in.
+    """One strategy on one axis: a placement for each output and for each input tensor.
 
     `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
     `LocalView` and the local arguments.
@@ -50,7 +50,7 @@ class Strategy:
     local: Callable[..., Any] | None = None
 
 
-_FORM = "a rule gives a list of pairs ([output placements], [input placements]), None for what is no tensor"
+_FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
 _rules: dict[Any, Rule] = {}
 
 
@@ -73,7 +73,9 @@ def set_rule(op: Any, rule: Rule | None) -> Rule | None:
     return before
 
 
-def normalise_strategies(given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> list[Strategy]:
+def normalise_strategies(
+    given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int
+) -> list[Strategy]:
     """A rule's answer with one placement for each tensor of the call, in order."""
     if not isinstance(given, list | tuple):
         raise LayoutError(f"{_FORM}, got {type(given).__name__}")
@@ -90,7 +92,7 @@ def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any],
     made = Strategy(tuple(to_native_placement(p) for p in _flatten_arguments(outputs)), placed, local)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
-            raise LayoutError(f"a rule gives Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")
+            raise LayoutError(f"a rule returns Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")
     return made
 
 
@@ -121,8 +123,10 @@ def _line_up_inputs(inputs: Sequence[Any], arguments: Sequence[Any], tensors: in
             for leaf in _flatten_arguments(argument if isinstance(argument, list | tuple) else [argument])
             if isinstance(leaf, Slot)
         ]
-        listed = list(_flatten_arguments(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
+        listed = (
+            list(_flatten_arguments(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
+        )
         if len(listed) != len(slots):
-            raise LayoutError(f"a rule gives {len(listed)} placements for an argument with {len(slots)} tensors")
+            raise LayoutError(f"a rule returns {len(listed)} placements for an argument with {len(slots)} tensors")
         for one in listed:
             yield to_native_placement(one) or Replicate()

@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar, overload
 
 from shardwise.ops import dtensor_rules
 from shardwise.ops.discovery.auto_rule import AutoRule
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalise_strategies, registered_ops, set_rule
+from shardwise.ops.engine.registry import (
+    Rule,
+    Strategy,
+    TensorMeta,
+    find_rule,
+    normalise_strategies,
+    registered_ops,
+    set_rule,
+)
 from shardwise.ops.engine.schema import resolve_op
 
 R = TypeVar("R", bound=Rule)
@@ -47,7 +55,7 @@ def register_sharding(
 
     As a decorator: the function takes the operator's arguments and returns a sequence of `(output placements, input
     placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
-    `register_sharding(op, "auto")` finds strategies by trying, when the operator first meets new kinds of arguments.
+    `register_sharding(op, "auto")` discovers strategies when the operator first sees new kinds of arguments.
 
     `dtensor=False` leaves torch's DTensor alone; so do the package's own rules.
 

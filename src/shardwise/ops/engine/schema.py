@@ -25,7 +25,9 @@ class OperatorCall:
 
     def fill_slots(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other values in place of the tensors."""
-        return tuple(_fill_value_slots(a, values) for a in self.args), {k: _fill_value_slots(v, values) for k, v in self.kwargs.items()}
+        return tuple(_fill_value_slots(a, values) for a in self.args), {
+            k: _fill_value_slots(v, values) for k, v in self.kwargs.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def written_slots(op: Any) -> tuple[str, ...]:
 
 
 def resolve_op(op: Any) -> Any:
-    """The operator that is meant by its overload, its name if there is one overload, or a custom operator's definition.
+    """The operator named by its overload, its name if there is one overload, or a custom operator's definition.
 
     >>> resolve_op(torch.ops.aten.relu)
     <OpOverload(op='aten.relu', overload='default')>
@@ -104,7 +106,7 @@ def resolve_op(op: Any) -> Any:
         return getattr(op, names[0])
     if not isinstance(op, OpOverload):
         raise TypeError(
-            f"{op!r} is no operator of torch; give one as in torch.ops.aten.mm.default, or the function that "
-            "torch.library.custom_op made"
+            f"{op!r} is not a torch operator; pass one such as torch.ops.aten.mm.default, or the function that "
+            "torch.library.custom_op returned"
         )
     return op

@@ -1,8 +1,8 @@
-"""What computations over sharded dims need: which axes cut a dim, pending values settled, one row for each rank.
+"""What computations over sharded dims need: which axes split a dim, pending values reduced, one row for each rank.
 
-A reduction over a sharded dim that is not a plain sum or maximum is done in two steps: each rank reduces what it has
-to one row, the rows (one for each rank along the dim) are brought together, and the small result is reduced again.
-Gradients follow from the tape: bringing rows together is a move, and its backward sends nothing.
+A reduction over a sharded dim that is not a plain sum or maximum takes two steps: each rank reduces what it has
+to one row, the rows (one for each rank along the dim) are gathered, and the small result is reduced again.
+Gradients follow from the tape: gathering rows is a move, and its backward sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 def all_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims that a `dim` argument means: none given is all.
+    """The dims that a `dim` argument means: None is all.
 
     >>> all_dims(None, 2), all_dims((-1,), 3), all_dims([], 1)
     ((0, 1), (2,), (0,))
@@ -78,19 +78,25 @@ def redistribute_to(tensor: ShardedTensor, layout: Layout, name: str) -> Sharded
 
 
 def resolve_partial(tensor: ShardedTensor, name: str) -> ShardedTensor:
-    """The tensor with its pending reductions done: replicated along those axes."""
+    """The tensor with its pending reductions resolved: replicated along those axes."""
     spec = mesh_spec_of(tensor)
     if spec is None:
         return tensor
     pending = [a for a, p in enumerate(spec.placements) if isinstance(p, Partial)]
-    return redistribute_to(tensor, replace_placements(spec, pending, Replicate()).layout(shape_tuple(tensor)), name) if pending else tensor
+    return (
+        redistribute_to(tensor, replace_placements(spec, pending, Replicate()).layout(shape_tuple(tensor)), name)
+        if pending
+        else tensor
+    )
 
 
 def gather_dims(tensor: ShardedTensor, dims: Iterable[int], name: str) -> ShardedTensor:
     """The tensor with these dims whole on every rank."""
     spec = mesh_spec_of(tensor)
     assert spec is not None
-    return redistribute_to(tensor, replace_placements(spec, cutting_axes(tensor, dims), Replicate()).layout(shape_tuple(tensor)), name)
+    return redistribute_to(
+        tensor, replace_placements(spec, cutting_axes(tensor, dims), Replicate()).layout(shape_tuple(tensor)), name
+    )
 
 
 def shape_tuple(tensor: ShardedTensor) -> tuple[int, ...]:
@@ -110,7 +116,10 @@ def gather_rank_rows(
     shape = list(tensor.shape)
     for dim in dims:
         shape[dim] = math.prod(spec.mesh.shape[a] for a in cutting_axes(tensor, (dim,)))
-    rows = [Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole_placement(p, dims) for a, p in _numbered_placements(spec)]
+    rows = [
+        Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole_placement(p, dims)
+        for a, p in _numbered_placements(spec)
+    ]
     with autograd_on_locals():
         local = reduce(tensor.local_parts[0])
     layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)

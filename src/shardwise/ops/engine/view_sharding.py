@@ -1,8 +1,8 @@
 """How do the cuts of a tensor's dims become cuts of its dims after a view?
 
-1. Dims of input and output are matched into groups of equal products; a dim that stays as it is keeps its cut.
+1. Dims of input and output are matched into groups of equal products; an unchanged dim keeps its cut.
 2. In the other groups all dims are merged into one flat dim. A cut of one of them becomes a *pattern*: runs of these
-   lengths, repeated with a period (the length of the dim times all that lies inside of it).
+   lengths, repeated with a period (the length of the dim times all that is inside it).
 3. Each pattern is given to the output dim that has this period. A pattern without such a dim is kept as blocks or
    groups inside a longer dim; it is refused where a boundary falls inside a row of the output.
 """
@@ -111,7 +111,9 @@ def split_axes(spec: MeshSpec, dim: int) -> list[int]:
     return [a for a in axes if isinstance(p := spec.placements[a], Shard) and p.dim == dim]
 
 
-def _carry_over(spec: MeshSpec, before: Sequence[int], after: Sequence[int], group: DimGroup) -> list[tuple[int, Placement]]:
+def _carry_over(
+    spec: MeshSpec, before: Sequence[int], after: Sequence[int], group: DimGroup
+) -> list[tuple[int, Placement]]:
     """The placements of the axes that split the dims of a group."""
     if len(group.inputs) == len(group.outputs) == 1:
         return [(a, _move_to_dim(spec.placements[a], group.outputs[0])) for a in split_axes(spec, group.inputs[0])]
@@ -139,7 +141,7 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
             found, levels = [*found, *_close_pattern(period, levels)], []
             period, runs = cycle, [cycle]
         elif period < length and shard.block is None:
-            raise NoViewError(f"{shard} cuts what another axis holds in several runs")
+            raise NoViewError(f"{shard} splits what another axis has in several runs")
         sizes = tuple(_cut_sizes(shard, count, run) for run in runs)
         levels.append(Level(axis, sizes))
         runs = [s for parent in sizes for s in parent]
@@ -165,7 +167,9 @@ def _cut_sizes(shard: Shard, count: int, run: int) -> tuple[int, ...]:
     return shard.sizes if shard.sizes is not None else chunk_sizes(run, count)
 
 
-def _place_pattern(pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: MeshSpec) -> list[tuple[int, Placement]]:
+def _place_pattern(
+    pattern: Pattern, after: Sequence[int], dims: Sequence[int], spec: MeshSpec
+) -> list[tuple[int, Placement]]:
     """The placements that express a pattern on one of the output dims."""
     inner = {d: math.prod(after[e] for e in dims if e > d) for d in dims}
     own = [d for d in dims if after[d] * inner[d] == pattern.period and after[d] > 1 and pattern.fits(inner[d])]

@@ -75,7 +75,9 @@ def _attend_if_any(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
 
 
-def _attention_batch_strategies(q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool) -> list[Strategy]:
+def _attention_batch_strategies(
+    q: TensorMeta, k: TensorMeta, v: TensorMeta, mask: Mask, grouped: bool
+) -> list[Strategy]:
     """All replicated, and each dim before the last two sharded."""
     found = [_attention_strategy(Replicate(), (Replicate(),) * 3, mask, None, q.ndim)]
     for dim in range(q.ndim - 2):
@@ -86,7 +88,7 @@ def _attention_batch_strategies(q: TensorMeta, k: TensorMeta, v: TensorMeta, mas
 
 
 def _do_groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
-    """Whether heads of queries that share a key lie together on any axis: all cuts are even."""
+    """Whether heads of queries that share a key stay together on any axis: all splits are even."""
     spec = mesh_view(q.layout)
     dim = q.ndim - 3
     plain = all(not (isinstance(p, Shard) and p.dim == dim and p != Shard(dim)) for p in (*q.placements, *k.placements))
@@ -104,7 +106,9 @@ def _attention_strategy(
     return Strategy((out,), (*inputs, cut), local)
 
 
-def _attend_causal_rows(view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **named: Any) -> Tensor:
+def _attend_causal_rows(
+    view: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **named: Any
+) -> Tensor:
     """Causal attention of some rows of the queries: the mask starts at the first of them."""
     first, last = view.interval(0, q.ndim - 2)
     rows = torch.arange(first, last, device=q.device).unsqueeze(1)

@@ -78,7 +78,9 @@ def _normalise_batch(
     if training:
         average, variance = _compute_statistics(wide, running_mean, running_var, momentum)
     else:
-        average, variance = (_reshape_to_channels(_replicate_plain(t, input), input.ndim) for t in (running_mean, running_var))
+        average, variance = (
+            _reshape_to_channels(_replicate_plain(t, input), input.ndim) for t in (running_mean, running_var)
+        )
     out = (wide - average) * (variance + eps).rsqrt()
     out = out if weight is None else out * _reshape_to_channels(weight, input.ndim)
     out = out if bias is None else out + _reshape_to_channels(bias, input.ndim)

@@ -1,4 +1,4 @@
-"""Embeddings: tables cut in rows (each rank looks up what it holds) or in columns; ids cut in any way."""
+"""Embeddings: tables split by rows (each rank looks up what it holds) or by columns; ids split in any way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def embedding(
     return [*found, Strategy((Partial("sum"),), (Shard(0), Replicate()), _look_up_local_rows)]
 
 
-def _look_up_local_rows(view: Any, weight: Tensor, ids: Tensor, padding_idx: int = -1, *rest: Any, **named: Any) -> Tensor:
+def _look_up_local_rows(
+    view: Any, weight: Tensor, ids: Tensor, padding_idx: int = -1, *rest: Any, **named: Any
+) -> Tensor:
     """Look up the rows that this rank holds, zeros for the others."""
     here, at = find_local_entries(view, 0, 0, ids)
     start, stop = view.interval(0, 0)

@@ -45,7 +45,7 @@ aten = torch.ops.aten
     ]
 )
 def like_rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
-    """As the tensor is cut; one value everywhere has no pending form, so a pending tensor gives a replicated one."""
+    """As the tensor is cut; one value everywhere has no pending form, so a pending tensor yields a replicated one."""
     found = [Strategy((Replicate(),), (Replicate(),))]
     found += [Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim)]
     return found + [Strategy((Replicate(),), (p,)) for p in pending_kinds(x)]
@@ -88,7 +88,7 @@ register_handler(aten.randn_like.default)(_draw_like(randn_like))
 
 
 def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
-    """Where a new tensor lies that is made from another: as that one if the shape is the same, else everywhere."""
+    """The layout of a new tensor that is made from another: as that one if the shape is the same, else everywhere."""
     spec = mesh_view(tensor.sharding)
     if spec is None:
         raise UnsupportedOpError(
@@ -169,7 +169,7 @@ def _same_shape_rule(x: TensorMeta, **_: Any) -> list[Strategy]:
 
 
 def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
-    """Conjugated or negated now, not when it is read: local tensors are moved as they lie in memory.
+    """Conjugated or negated now, not when it is read: local tensors are moved as they are in memory.
 
     The result is marked, since torch's own would share memory.
     """
@@ -208,8 +208,6 @@ def _convert_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     known = {k: v for k, v in kwargs.items() if k in _NAMES and v is not None}
     with autograd_on_locals():
         return tensor.to(**known, copy=True)
-
-
 
 
 @register_handler(aten._local_scalar_dense.default)

@@ -6,7 +6,7 @@ aligned to it. Then the operator runs once, on the lists of all local tensors.
 The norms of a list of tensors, as gradient clipping asks for them: one exchange of one number per tensor and rank.
 
 1. Each rank takes the norms of its local tensors. Tensors that the same axes cut make one group.
-2. The rows of a group, one for each rank along these axes, are brought together.
+2. The rows of a group, one for each rank along these axes, are gathered.
 3. The norm of a tensor is the norm of its ranks' norms.
 """
 
@@ -26,10 +26,10 @@ from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.schema import written_slots
-from shardwise.ops.engine.two_step import cutting_axes, arguments_by_name, mesh_spec_of
+from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, mesh_spec_of
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import replicated_layout, move_to
+from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 aten = torch.ops.aten
@@ -107,14 +107,14 @@ def _align_to_list(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequen
     """A tensor's local tensors in the layout of the first list's tensor."""
     if not isinstance(first, ShardedTensor):
         if isinstance(tensor, ShardedTensor):
-            raise MixedTensorsError(f"{op}: a ShardedTensor stands beside a plain tensor in the first list")
+            raise MixedTensorsError(f"{op}: a ShardedTensor is mixed with a plain tensor in the first list")
         return [tensor]
     if not isinstance(tensor, ShardedTensor) or tensor.shape != first.shape:
         if tensor.numel() == 1:
             return [_gather_whole(op, tensor) if isinstance(tensor, ShardedTensor) else tensor] * count
         raise MixedTensorsError(
-            f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} stands beside a ShardedTensor of shape "
-            f"{tuple(first.shape)}; shard it alike"
+            f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} is mixed with a ShardedTensor of shape "
+            f"{tuple(first.shape)}; shard both alike"
         )
     return move_to(tensor, first.sharding, str(op))[0]
 
@@ -124,7 +124,9 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
     pending = [t for t in lead if isinstance(t, ShardedTensor) and t.sharding.pending is not None]
     name, lists = op._schema.name, sum(_is_list(a) for a in args)
     together = (
-        name in LINEAR_TOGETHER and lists == 2 and all(_have_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
+        name in LINEAR_TOGETHER
+        and lists == 2
+        and all(_have_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
     )
     linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
     if pending and not (linear and all(_is_sum(t) for t in pending)):
@@ -187,7 +189,9 @@ NAME = "norms of a list"
 
 
 @register_handler(aten._foreach_norm.Scalar)
-def _list_norms_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> list[Tensor]:
+def _list_norms_handler(
+    types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm
+) -> list[Tensor]:
     given = arguments_by_name(aten._foreach_norm.Scalar, args, kwargs)
     tensors, order, dtype = given["self"], given["ord"], given["dtype"]
     found: dict[int, Tensor] = {}
@@ -199,7 +203,9 @@ def _list_norms_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: di
         else:
             groups.setdefault(key, []).append(index)
     for (mesh, axes, *_), members in groups.items():
-        found |= zip(members, _compute_group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True)
+        found |= zip(
+            members, _compute_group_norms([tensors[i] for i in members], order, dtype, mesh, axes), strict=True
+        )
     return [found[i] for i in range(len(tensors))]
 
 

@@ -1,7 +1,7 @@
 """Indexing by tensors: index, gather, scatter, index_put and the like.
 
 Dims that are not indexed may be sharded freely, and so may the indices. Where an indexed dim is sharded, each rank
-looks up what it holds and leaves zeros for the rest: the result is a pending sum. Writing goes the other way: each rank
+looks up what it holds and leaves zeros for the rest: the result is a pending sum. Writing is the reverse: each rank
 writes what falls into its rows.
 """
 
@@ -22,8 +22,10 @@ aten = torch.ops.aten
 Indices = Sequence[TensorMeta | None]
 
 
-def find_local_entries(view: Any, tensor: int, dim: int, index: Tensor, *, from_end: bool = False) -> tuple[Tensor, Tensor]:
-    """Which entries of an index lie in this rank's rows of a dim, and where there; 0 for the others.
+def find_local_entries(
+    view: Any, tensor: int, dim: int, index: Tensor, *, from_end: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Which entries of an index are in this rank's rows of a dim, and where there; 0 for the others.
 
     `from_end`: negative entries count from the end. Entries that no rank holds are refused, as torch does.
     """
@@ -36,7 +38,7 @@ def find_local_entries(view: Any, tensor: int, dim: int, index: Tensor, *, from_
 
 
 def _check_range(index: Tensor, low: int, high: int, dim: int) -> None:
-    """Raise for entries outside of a dim; a device is not waited for, it raises by itself."""
+    """Raise for entries outside a dim; a device is not synchronized, it raises by itself."""
     outside = (index < low) | (index >= high)
     if index.device.type != "cpu":
         assert_async(~outside.any(), f"an index is out of bounds for dim {dim} of length {high}")
@@ -56,7 +58,7 @@ def sum_kind(meta: TensorMeta) -> Partial:
 
 
 def _indexed_dims(indices: Indices) -> tuple[list[int], int, bool]:
-    """The dims that are indexed, how many dims the indices have together, and whether they stand side by side."""
+    """The dims that are indexed, how many dims the indices have together, and whether they are adjacent."""
     dims = [d for d, i in enumerate(indices) if i is not None]
     width = max(i.ndim for i in indices if i is not None)
     return dims, width, dims[-1] - dims[0] == len(dims) - 1

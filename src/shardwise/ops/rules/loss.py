@@ -1,6 +1,6 @@
 """Losses: pointwise ones with their reduction, and the likelihood of classes whose scores may be sharded.
 
-A mean is this rank's sum over the global number of elements, so uneven sizes are right. Where the classes are sharded
+A mean is this rank's sum over the global number of elements, so uneven sizes work. Where the classes are sharded
 each rank looks up the targets that it holds; the rest come from the others as a pending sum, and nothing is gathered.
 """
 
@@ -21,7 +21,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView, call_op
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import cutting_axes, arguments_by_name, resolve_partial
+from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, resolve_partial
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.reduction import Args
 from shardwise.tensor.dispatch import register_handler
@@ -110,7 +110,7 @@ def _nll_part(
 
 
 def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise for targets that are no class, as torch does where it can look without waiting for a device."""
+    """Raise for targets that are not a class, as torch does where it can check without waiting for a device."""
     if target.device.type == "cpu" and target.numel():
         wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
         if wrong.numel():
@@ -148,7 +148,9 @@ def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], co
     if not sharded or smoothing == 0 or target.is_floating_point():
         return NotImplemented
     weight = given.arguments["weight"]
-    if not _is_split_or_partial(x, _class_dim(x)) and not (isinstance(weight, ShardedTensor) and _is_split_or_partial(weight, 0)):
+    if not _is_split_or_partial(x, _class_dim(x)) and not (
+        isinstance(weight, ShardedTensor) and _is_split_or_partial(weight, 0)
+    ):
         return NotImplemented
     reduction = reduction_number(given.arguments["reduction"])
     return _smooth_labels(x, target, weight, given.arguments["ignore_index"], smoothing, reduction)
@@ -172,5 +174,7 @@ def _smooth_labels(x: Any, target: Any, weight: Any, ignore_index: int, smoothin
     spread = resolve_partial(-weighted.sum(classes), "cross_entropy") * (target != ignore_index)
     if reduction != NONE:
         spread = spread.sum()
-    mixed = (1 - smoothing) * resolve_partial(loss, "cross_entropy") + (smoothing / count) * resolve_partial(spread, "cross_entropy")
+    mixed = (1 - smoothing) * resolve_partial(loss, "cross_entropy") + (smoothing / count) * resolve_partial(
+        spread, "cross_entropy"
+    )
     return mixed / resolve_partial(total, "cross_entropy") if reduction == MEAN else mixed

@@ -1,6 +1,6 @@
 """Rules of matrix products, from one description of each: which letters are rows, columns, batches and sums.
 
-`linear` and `matmul` as operators of their own: no dims are merged, so inner dims may be cut in any way.
+`linear` and `matmul` as operators of their own: no dims are merged, so inner dims may be split in any way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
     """Strategies of a product written as in einsum: "mk,kn->mn".
 
-    A letter may be sharded wherever it stands; a letter that is summed over leaves a pending sum.
+    A letter may be sharded wherever it appears; a letter that is summed over leaves a pending sum.
 
     >>> [s.outputs for s in product_strategies("mk,kn->mn")]
     [(Replicate(),), (Shard(0),), (Partial('sum'),), (Shard(1),), (Partial('sum'),), (Partial('sum'),)]
@@ -101,7 +101,9 @@ def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) ->
     strategies = product_strategies(f"{rows}k,{out}k->{rows}{out}")
     if bias is None:
         return strategies
-    return [Strategy(s.outputs, (*s.inputs, _linear_bias_placement(s.outputs[0], bias, x.ndim - 1))) for s in strategies]
+    return [
+        Strategy(s.outputs, (*s.inputs, _linear_bias_placement(s.outputs[0], bias, x.ndim - 1))) for s in strategies
+    ]
 
 
 def _linear_bias_placement(result: Placement | None, bias: TensorMeta, last: int) -> Placement:
@@ -143,7 +145,7 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
 
 
 def _register_as_operator(op: Any, names: Sequence[str], *functions: Callable[..., Any]) -> None:
-    """Let torch functions be this operator; arguments given by name are put in their places."""
+    """Let torch functions be this operator; keyword arguments are put in their places."""
 
     @register_handler(*functions)
     def call(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:

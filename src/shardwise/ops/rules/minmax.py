@@ -21,7 +21,15 @@ from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import all_dims, cutting_axes, global_rows, arguments_by_name, replace_placements, resolve_partial, mesh_spec_of
+from shardwise.ops.engine.two_step import (
+    all_dims,
+    arguments_by_name,
+    cutting_axes,
+    global_rows,
+    mesh_spec_of,
+    replace_placements,
+    resolve_partial,
+)
 from shardwise.ops.rules.reduction import Args, Dims, reduction_strategies
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import reduction_identity
@@ -89,7 +97,7 @@ def _aminmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 
 
 class _ShareGradient(torch.autograd.Function):
-    """Gives `value`; its gradient goes to `x` in the shares that are given. All of it is local."""
+    """Returns `value`; its gradient goes to `x` in the passed shares. All of it is local."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, share: Tensor) -> Tensor:

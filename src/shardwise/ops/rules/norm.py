@@ -19,7 +19,13 @@ from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import cutting_axes, empty_result_like, redistribute_to, replace_placements, resolve_partial
+from shardwise.ops.engine.two_step import (
+    cutting_axes,
+    empty_result_like,
+    redistribute_to,
+    replace_placements,
+    resolve_partial,
+)
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.reduction import Args
 from shardwise.ops.rules.variance import compute_moments
@@ -32,7 +38,9 @@ Types = Sequence[type]
 Kwargs = dict[str, Any]
 
 
-def _leading_dim_strategies(x: TensorMeta, normalized_shape: Sequence[int], outputs: int, extra: Sequence[Any]) -> list[Strategy]:
+def _leading_dim_strategies(
+    x: TensorMeta, normalized_shape: Sequence[int], outputs: int, extra: Sequence[Any]
+) -> list[Strategy]:
     """Any dim before the normalised ones may be sharded; weight and bias are whole."""
     others: tuple[Placement, ...] = tuple(Replicate() for value in extra if value is not None)
     placements: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim - len(normalized_shape)))]
@@ -70,7 +78,7 @@ def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
 
 
 def _to_wide_dtype(x: Any, name: str) -> ShardedTensor:
-    """The settled tensor in the dtype in which sums are taken."""
+    """The tensor without pending reductions, in the dtype used for sums."""
     with autograd_on_locals():
         known = resolve_partial(x, name)
         return known.to(accumulation_dtype(x.dtype))
@@ -138,7 +146,9 @@ def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     own_weight, own_bias = (None if t is None else _local_channels(t, spec, axis, lengths) for t in (weight, bias))
     with autograd_on_locals():
         view = LocalView(comm.rank, (x.sharding,), (tuple(x.shape),))
-        out, mean, scale = _group_norm_part(c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps)
+        out, mean, scale = _group_norm_part(
+            c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps
+        )
     groups = replace_placements(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
     stats = groups.layout((n, group))
     return wrap(x.sharding, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)

@@ -1,4 +1,4 @@
-"""Pointwise operators: any dim may be sharded, as long as all operands are cut alike. Known by torch's own tag."""
+"""Pointwise operators: any dim may be sharded, as long as all operands are cut alike. Known from torch's own tag."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _pending_strategies(metas: Sequence[TensorMeta], name: str) -> list[Strategy
     found = []
     for kind in (k for k in kinds if k in ("sum", "avg")):
         partial = Partial(kind)
-        if name in ALL_PENDING and len(metas) == 2:  # a number beside the tensor would be added once by each rank
+        if name in ALL_PENDING and len(metas) == 2:  # a number next to the tensor would be added once by each rank
             found.append(Strategy((partial,), (partial,) * len(metas)))
         if name in FIRST_PENDING or name in ONE_PENDING:
             found.append(Strategy((partial,), (partial, *(Replicate() for _ in metas[1:]))))
@@ -120,8 +120,10 @@ def is_mesh_free(tensor: ShardedTensor) -> bool:
     return not tensor.sharding.is_regular
 
 
-def _compute_on_nothing(call: OperatorCall, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor) -> Any:
-    """The result on a rank that holds nothing: the operator on no elements tells the dtype and stays on the tape."""
+def _compute_on_nothing(
+    call: OperatorCall, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor
+) -> Any:
+    """The result on a rank that holds nothing: the operator on no elements sets the dtype and stays on the tape."""
     with autograd_on_locals():
         args, kwargs = call.fill_slots(stands)
         result = call.op(*args, **kwargs)

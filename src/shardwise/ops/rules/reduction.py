@@ -1,6 +1,6 @@
 """Rules of reductions: along a sharded dim the local results are still to be combined, along others they are whole.
 
-A sum stays pending as a sum, `all` as a minimum, `any` as a maximum. What combines in no such way (products,
+A sum stays pending as a sum, `all` as a minimum, `any` as a maximum. What does not combine like that (products,
 norms, variances) takes two steps, see `settle.py`.
 """
 
@@ -17,7 +17,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import all_dims, cutting_axes, arguments_by_name, gather_rank_rows, resolve_partial
+from shardwise.ops.engine.two_step import all_dims, arguments_by_name, cutting_axes, gather_rank_rows, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -84,7 +84,9 @@ def count(x: TensorMeta, dim: int | None = None) -> list[Any]:
     return reduction_strategies(x, dim, False, Partial("sum"))
 
 
-def _local_mean_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _local_mean_part(
+    view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
     """This rank's share of a mean: its sum over the global number of elements."""
     shape = view.shapes[0]
     dims = all_dims(dim, len(shape))
@@ -208,7 +210,9 @@ def _norm_function(types: Sequence[type], args: Args, kwargs: dict[str, Any], co
     return _norm_of(*args, **kwargs)
 
 
-def _norm_of(x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+def _norm_of(
+    x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Any:
     if p == "nuc" or out is not None:
         raise UnsupportedOpError(
             f"torch.norm with p={p!r} and {'an' if out is not None else 'no'} out tensor: of a ShardedTensor it takes "

@@ -1,6 +1,6 @@
 """Rules of what needs a dim in its order: running sums, sorting. Any other dim may be sharded.
 
-A sharded dim is brought together, or the tensor is cut along another dim, whichever moves less; running sums along a
+A sharded dim is gathered, or the tensor is split along another dim, whichever moves less; running sums along a
 sharded dim need the totals of the ranks before, and nothing else.
 
 Softmax: over a whole dim each rank by itself; over a sharded dim two small reductions, and nothing is gathered.
@@ -18,7 +18,7 @@ from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, resolve_partial, mesh_spec_of
+from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, mesh_spec_of, resolve_partial
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.reduction import Args, reduction_strategies
 from shardwise.tensor.dispatch import register_handler
@@ -107,8 +107,6 @@ def _sum_before(x: ShardedTensor, totals: ShardedTensor, dim: int) -> Tensor:
     assert spec is not None
     place = spec.mesh.coordinates(x.comm.rank)[spec.mesh.axes[axis]]
     return vary_along(totals, totals.sharding, (axis,)).narrow(dim, 0, place).sum(dim, True)
-
-
 
 
 @register_sharding([aten._softmax.default, aten._log_softmax.default])

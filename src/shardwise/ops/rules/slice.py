@@ -1,4 +1,4 @@
-"""Slices, rows and triangles. A sharded dim is sliced where it lies: each rank keeps its part of the slice.
+"""Slices, rows and triangles. A sharded dim is sliced in place: each rank keeps its part of the slice.
 
 A row of a sharded dim is held by one rank; the others hold zeros, so the row is a pending sum. Slices share memory with
 the tensor, so that what is written to them is written to it; a row of a sharded dim does not.
@@ -20,8 +20,8 @@ from shardwise.geometry.placements import bounds
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.view_sharding import Level, NoViewError, split_axes, dim_patterns, express_shard
-from shardwise.ops.rules.index import zeros_on_tape, sum_kind
+from shardwise.ops.engine.view_sharding import Level, NoViewError, dim_patterns, express_shard, split_axes
+from shardwise.ops.rules.index import sum_kind, zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.inplace import mark_copied
@@ -64,7 +64,7 @@ _slice_plans: dict[tuple[int, int, range, int], SlicePlan] = {}
 
 
 def slice_rows(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
-    """Rows of a dim, each where it lies; inner axes are replicated first if they would be cut differently."""
+    """Rows of a dim, each in place; inner axes are replicated first if they would be cut differently."""
     key = (id(tensor.sharding), dim, rows, tensor.comm.rank)
     cut = _slice_plans.get(key)
     if cut is None:
@@ -93,7 +93,9 @@ def _plan_slice(layout: Layout, dim: int, rows: range, rank: int) -> SlicePlan:
         return SlicePlan(layout, None, through=MeshSpec(spec.mesh, whole, spec.order).layout(layout.shape))
     placements = [cuts.get(axis, p) for axis, p in enumerate(spec.placements)]
     shape = [len(rows) if d == dim else n for d, n in enumerate(layout.shape)]
-    return SlicePlan(layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank))
+    return SlicePlan(
+        layout, MeshSpec(spec.mesh, placements, spec.order).layout(shape), _local_rows(layout, dim, rows, rank)
+    )
 
 
 def _cut_whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
@@ -135,7 +137,7 @@ def _keep_rows(levels: Sequence[Level], rows: range) -> list[Level]:
 
 
 def _rows_between(rows: range, low: int, high: int) -> range:
-    """Those of the rows that lie between `low` and `high`.
+    """The rows between `low` and `high`.
 
     >>> _rows_between(range(1, 10, 3), 2, 8)
     range(4, 10, 3)
@@ -246,7 +248,7 @@ for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_
 
 @register_handler(Tensor.__setitem__)
 def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
-    """Write into rows and slices where they lie. A row is taken as a slice of length 1, which shares memory."""
+    """Write into rows and slices in place. A row is taken as a slice of length 1, which shares memory."""
     tensor, key, value = args
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
@@ -268,7 +270,7 @@ def _to_slice(key: Any) -> Any:
 
 
 def _row_dims(keys: Sequence[Any], ndim: int) -> list[int]:
-    """The dims of the result that a number stands at."""
+    """The dims of the result that are indexed by a number."""
     given = sum(isinstance(k, int | slice) for k in keys)
     places: list[int] = []
     dim = 0

@@ -51,7 +51,7 @@ for _op, _outputs in (
 
 
 def compute_moments(x: ShardedTensor, dims: Sequence[int], name: str) -> tuple[ShardedTensor, ShardedTensor]:
-    """The mean and the mean of squared distances to it, both with the dims kept, settled on every rank."""
+    """The mean and the mean of squared distances to it, both with the dims kept, reduced on every rank."""
     with autograd_on_locals():
         average = resolve_partial(aten.mean.dim(x, dims, True), name)
         away = x - average

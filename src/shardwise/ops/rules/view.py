@@ -1,6 +1,6 @@
 """Views: the same elements under other indices. Nothing is moved; a cut is carried over, or refused with a reason.
 
-Transposition and the like give dims new numbers, which is a rule. A reshape has arguments of its own for each rank, so
+Transposition and the like renumber dims, which is a rule. A reshape has arguments of its own for each rank, so
 it works out the layout of the whole result and reshapes the local tensor to what this rank holds of it.
 """
 
@@ -34,7 +34,7 @@ def pending_kinds(*metas: TensorMeta) -> list[Partial]:
 
 
 def renumber_dims(x: TensorMeta, new_dim: Sequence[int | None], local: Any = None) -> list[Strategy]:
-    """Strategies of an operator that gives dims new numbers; None for a dim that cannot stay sharded."""
+    """Strategies of an operator that renumbers dims; None for a dim that cannot stay sharded."""
     moves: list[tuple[Placement, Placement]] = [(Replicate(), Replicate())]
     moves += [(Shard(new), Shard(old)) for old, new in enumerate(new_dim) if new is not None]
     moves += [(p, p) for p in pending_kinds(x)]
@@ -129,7 +129,7 @@ def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def reshape_sharded(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
-    """The tensor in another shape, where it lies."""
+    """The tensor in another shape, in place."""
     layout = _cached_view_layout(tensor.sharding, tuple(size))
     with autograd_on_locals():
         local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])

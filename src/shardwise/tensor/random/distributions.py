@@ -23,7 +23,7 @@ SCRATCH = 2
 
 @dataclass(frozen=True, slots=True)
 class RawNumbers:
-    """A kind of raw numbers: how NumPy draws them, and how many one step of the generator gives."""
+    """A kind of raw numbers: how NumPy draws them, and how many one step of the generator yields."""
 
     dtype: npt.DTypeLike
     per_step: int
@@ -48,7 +48,7 @@ def _discard(filled: object) -> None:
 class Distribution:
     """What is drawn for each element, and how values are computed from whole blocks of numbers.
 
-    `compute` is given the numbers and twice as much memory again; it may overwrite both.
+    `compute` receives the numbers and twice as much memory again; it may overwrite both.
     """
 
     numbers: RawNumbers

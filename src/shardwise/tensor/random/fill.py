@@ -190,7 +190,7 @@ class BatchBuffers:
         return self._memory[0, :count]
 
     def values(self, count: int) -> Tensor:
-        """The values that the numbers of a batch give."""
+        """The values made from the numbers of a batch."""
         memory = torch.from_numpy(self._memory[:, :count])
         return self._values.compute(memory[0], memory[1:])
 

@@ -231,7 +231,7 @@ def _draw_integers(
 
 
 def _rename_from_keyword(kwargs: Kwargs) -> Kwargs:
-    """The arguments with `from`, which is no name in Python, as `from_`."""
+    """The arguments with `from`, which is not a name in Python, as `from_`."""
     return {"from_" if name == "from" else name: value for name, value in kwargs.items()}
 
 

@@ -3,9 +3,9 @@
 1. The seed is torch's own, as `torch.manual_seed` set it, that of a `generator=`, or that of `shardwise.manual_seed`.
 2. The count is kept for each seed, by the comm (or the generator). Seeding again starts it again, also with the same
    seed. With each stream one number is drawn from the generator, so that its state says where in the count it is: a
-   state that is set again (`torch.set_rng_state`, activation checkpointing) gives the same streams again.
+   state that is set again (`torch.set_rng_state`, activation checkpointing) produces the same streams again.
 3. Ranks may have been seeded differently, or not at all (torch then picks a seed for each process). So the first rank's
-   seed and count hold for all: one small exchange, which also finds ranks that ask for different things.
+   seed and count apply to all: one small exchange, which also detects ranks that make different requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stream:
 class _StreamCounts:
     """How many streams were taken for each seed, and the counts at the states of the generator that were met.
 
-    `pinned` is our own seed, and torch's at the time it was given.
+    `pinned` is our own seed, and torch's at the time it was set.
     """
 
     counts: dict[int, int] = field(default_factory=dict)
@@ -74,9 +74,9 @@ def _stream_counts_of(owner: Comm | torch.Generator) -> _StreamCounts:
 
 
 def manual_seed(seed: int, process_group: GroupOrComm | None = None) -> None:
-    """Start the random numbers of sharded tensors anew; torch's generator for plain tensors stays as it is.
+    """Seed the random numbers of sharded tensors; torch's generator for plain tensors stays as it is.
 
-    It holds for the tensors of this comm until torch itself is given another seed.
+    It applies to the tensors of this comm until torch itself is seeded again.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> from shardwise.tensor.creation import rand

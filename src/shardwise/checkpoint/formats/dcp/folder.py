@@ -1,10 +1,10 @@
 """Folders of torch.distributed.checkpoint as an index, read without torch and without running what is in a pickle.
 
 1. `.metadata` says how each tensor is cut, and which bytes of which file hold each part.
-2. Each part is an archive of torch.save. The tensor's bytes lie in it as they are, so a slice is read from them like
+2. Each part is an archive of torch.save. The tensor's bytes are in it unchanged, so a slice is read from them like
    from any other file. Their CRC-32 is their checksum.
 3. A part that is not stored row by row (a transposed one, say) becomes as many boxes as it has rows in storage.
-4. What is no tensor is a pickle of its own. Plain values are read; anything else is listed as opaque.
+4. Everything that is not a tensor is a separate pickle. Plain values are read; anything else is listed as opaque.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import open_file
-from shardwise.checkpoint.formats.dcp.pickle import Made, Strided, read_pickle
+from shardwise.checkpoint.formats.dcp.pickle import PickledTensor, UnpickledObject, read_pickle
 from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, Record, read_archive
 from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
-from shardwise.checkpoint.index import Cut, FileEntry, Index, TensorEntry, check_ranges
+from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, check_ranges
 from shardwise.checkpoint.tree import MAX_DEPTH, Json
 from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
 from shardwise.geometry.coverage import check_coverage
@@ -40,13 +40,13 @@ _MAX_ROWS = 1 << 20
 _MAX_PICKLE_BYTES = 1 << 26
 _MIN_NODES = 10_000
 _REMEMBERED, _SMALL_PICKLE_BYTES = 256, 4096
-Place = tuple[str, int, int]
+StoredPlace = tuple[str, int, int]
 
 
-def dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
+def read_dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
     """The index of a folder whose `.metadata` is `data`, and a digest of it."""
     try:
-        index = _Folder(folder, read_pickle(data, f"{folder}/.metadata"), _Files(folder)).index()
+        index = _DcpIndexReader(folder, read_pickle(data, f"{folder}/.metadata"), _MappedFiles(folder)).index()
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
@@ -54,7 +54,7 @@ def dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
     return index, checksum(data + json.dumps([[f.name, f.bytes] for f in index.files]).encode())
 
 
-class _Files:
+class _MappedFiles:
     """The files of a folder, mapped while the index is read."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class _Files:
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
         self.bytes = 0
 
-    def item(self, place: Place) -> tuple[int, memoryview]:
+    def item(self, place: StoredPlace) -> tuple[int, memoryview]:
         """The number of the file of an item, and the item's bytes."""
         name, offset, length = place
         if name not in self._maps:
@@ -71,16 +71,14 @@ class _Files:
         number, mapped = self._maps[name]
         if not 0 <= offset <= offset + length <= len(mapped):
             raise CheckpointError(
-                f"{self._folder / name}: an item at the bytes {offset} to {offset + length}, but the file has "
+                f"{self._folder / name}: an item spans bytes {offset} to {offset + length}, but the file has "
                 f"{len(mapped)}: it is truncated"
             )
         return number, memoryview(mapped)[offset : offset + length]
 
     def _mapped(self, name: str) -> mmap.mmap:
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{self._folder}: {name[:200]!r} is no name of a file in this folder; nothing is read"
-            )
+            raise CheckpointError(f"{self._folder}: {name[:200]!r} is not a file name in this folder; nothing is read")
         try:
             with open_file(self._folder / name) as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -92,14 +90,14 @@ class _Files:
         return [FileEntry(name, len(mapped), 0, None) for name, (_, mapped) in self._maps.items()]
 
 
-class _Folder:
-    """One pass over the metadata; what is wrong is told with the name of the tensor."""
+class _DcpIndexReader:
+    """One pass over the metadata; errors name the tensor."""
 
-    def __init__(self, folder: Path, metadata: Any, files: _Files) -> None:
+    def __init__(self, folder: Path, metadata: Any, files: _MappedFiles) -> None:
         self.folder, self.files = folder, files
-        self.state = _state(metadata, "Metadata")
-        self.places = dict(_places(self.state["storage_data"]))
-        self._cuts: dict[Any, Cut] = {}
+        self.state = _require_state(metadata, "Metadata")
+        self.places = dict(_iterate_storage_places(self.state["storage_data"]))
+        self._cuts: dict[Any, StoredCut] = {}
         self._described: dict[bytes, Any] = {}
         self._stored = self._rows = 0
 
@@ -108,7 +106,7 @@ class _Folder:
         values: dict[str, Json] = {}
         opaque: list[str] = []
         for name, entry in self.state["state_dict_metadata"].items():
-            assert isinstance(name, str) and isinstance(entry, Made)
+            assert isinstance(name, str) and isinstance(entry, UnpickledObject)
             if entry.kind == "TensorStorageMetadata":
                 tensors[name] = self.tensor(name, entry.state)
             else:
@@ -118,19 +116,24 @@ class _Folder:
                     opaque.append(name)
         check_ranges(tensors, self.files.entries(), WHOLE, str(self.folder), with_sums=False)
         leaves = {**{name: {"tensor": name} for name in tensors}, **values}
-        tree = _nested(leaves, self.state.get("planner_data")) or {"dict": [[n, node] for n, node in leaves.items()]}
+        tree = _build_nested_tree(leaves, self.state.get("planner_data")) or {
+            "dict": [[n, node] for n, node in leaves.items()]
+        }
         return Index(self.files.entries(), tensors, tree, WHOLE, tuple(opaque))
 
     def value(self, name: str) -> Json:
-        """What is no tensor, as a node of the tree."""
+        """Everything that is not a tensor, as a node of the tree."""
         _, item = self.files.item(self.places[name, None])
-        data = _bytes(item, read_archive(item, name)[PICKLE])
-        return _Nodes(len(data)).node(read_pickle(data, name))
+        data = _read_record(item, read_archive(item, name)[PICKLE])
+        return _TreeNodeEncoder(len(data)).node(read_pickle(data, name))
 
     def tensor(self, name: str, state: Any) -> TensorEntry:
-        dtype, shape = _state(state["properties"], "TensorProperties")[0], _sizes(state["size"])
+        dtype, shape = _require_state(state["properties"], "TensorProperties")[0], _require_sizes(state["size"])
         assert isinstance(dtype, DType) and math.prod(shape) * dtype.itemsize <= MAX_NUMBER, "absurdly large"
-        chunks = dict.fromkeys((_sizes(c["offsets"]), _sizes(c["sizes"])) for c in map(_chunk, state["chunks"]))
+        chunks = dict.fromkeys(
+            (_require_sizes(c["offsets"]), _require_sizes(c["sizes"]))
+            for c in map(_require_chunk_state, state["chunks"])
+        )
         rows: list[tuple[Box, int, int, int, str]] = []
         for offsets, sizes in (chunk for chunk in chunks if 0 not in chunk[1]):
             rows += self.chunk(name, dtype, Box(offsets, sizes))
@@ -141,25 +144,25 @@ class _Folder:
         """The stored boxes of a chunk: each with its rank, file, first byte and checksum."""
         place = self.places.get((name, box.offsets)) or self.places.get((name, None))
         if place is None:
-            raise CheckpointError(f"{self.folder}: tensor {name!r}: no file holds its part {box}")
+            raise CheckpointError(f"{self.folder}: tensor {name!r}: no file contains its part {box}")
         number, item = self.files.item(place)
         told = f"{self.folder / place[0]}: tensor {name!r}"
         records = read_archive(item, told)
-        found = self.described(_bytes(item, records[PICKLE]), told) if PICKLE in records else None
-        if not isinstance(found, Strided) or found.sizes != box.sizes or found.dtype != dtype:
+        found = self.described(_read_record(item, records[PICKLE]), told) if PICKLE in records else None
+        if not isinstance(found, PickledTensor) or found.sizes != box.sizes or found.dtype != dtype:
             raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
         data = records.get(f"data/{found.storage.key}")
-        self.check_data(found, data, told, _bytes(item, records[ORDER]) if ORDER in records else b"little")
+        self.check_data(found, data, told, _read_record(item, records[ORDER]) if ORDER in records else b"little")
         assert data is not None
         self.count_bytes(box.numel * dtype.itemsize, told)
         begin = place[1] + data.begin + found.offset * dtype.itemsize
         rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
-        if found.strides == _row_major(box.sizes) or box.numel == 1:
+        if found.strides == _row_major_strides(box.sizes) or box.numel == 1:
             crc = f"{CRC}{data.crc:08x}" if data.size == box.numel * dtype.itemsize else ""
             return [(box, rank, number, begin, crc)]
         inner = _inner_dims(box, found.strides)
         self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), told)
-        rows = list(_rows(box, found.strides, inner))
+        rows = list(_split_into_rows(box, found.strides, inner))
         return [(row, rank, number, begin + start * dtype.itemsize, "") for row, start in rows]
 
     def described(self, pickled: bytes, told: str) -> Any:
@@ -176,7 +179,7 @@ class _Folder:
         """Raise if the tensors so far are larger than their files: some of them share bytes."""
         self._stored += nbytes
         if self._stored > self.files.bytes:
-            raise CheckpointError(f"{told}: its {nbytes} bytes overlap with others: there are not so many in the files")
+            raise CheckpointError(f"{told}: its {nbytes} bytes overlap others: the files do not have that many")
 
     def count_rows(self, rows: int, told: str) -> None:
         """Raise if too many boxes come of parts that are stored in another order."""
@@ -187,14 +190,14 @@ class _Folder:
                 "save it with .contiguous()"
             )
 
-    def check_data(self, found: Strided, data: Record | None, told: str, order: bytes) -> None:
+    def check_data(self, found: PickledTensor, data: Record | None, told: str, order: bytes) -> None:
         last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
         numbers = (found.offset, *found.sizes, *found.strides)
         sane = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers)
         if data is None or not sane or (last + 1) * found.dtype.itemsize > data.size or order != b"little":
-            raise CheckpointError(f"{told}: its bytes are not all there, or not in the order of this machine")
+            raise CheckpointError(f"{told}: some of its bytes are missing, or not in this machine's byte order")
 
-    def cut(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int]) -> Cut:
+    def cut(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int]) -> StoredCut:
         key = (shape, tuple(boxes), tuple(ranks))
         if key not in self._cuts:
             size = (len(boxes), len(shape))
@@ -205,28 +208,30 @@ class _Folder:
             except LayoutError as error:
                 raise CheckpointError(f"{self.folder}: the parts of tensor {name!r} do not tile it: {error}") from error
             pieces = [Piece(box, rank) for box, rank in zip(boxes, ranks, strict=True)]
-            self._cuts[key] = Cut(shape, offsets, sizes, infer_spec(shape, pieces).to_json() if pieces else None)
+            self._cuts[key] = StoredCut(shape, offsets, sizes, infer_spec(shape, pieces).to_json() if pieces else None)
         return self._cuts[key]
 
 
-def _state(made: Any, kind: str) -> Any:
-    assert isinstance(made, Made) and made.kind == kind, f"no {kind}"
+def _require_state(made: Any, kind: str) -> Any:
+    assert isinstance(made, UnpickledObject) and made.kind == kind, f"no {kind}"
     return made.state
 
 
-def _chunk(made: Any) -> Any:
-    return _state(made, "ChunkStorageMetadata")
+def _require_chunk_state(made: Any) -> Any:
+    return _require_state(made, "ChunkStorageMetadata")
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
+def _require_sizes(given: Any) -> tuple[int, ...]:
     assert isinstance(given, tuple) and all(type(n) is int and 0 <= n <= MAX_NUMBER for n in given), "no sizes"
     return given
 
 
-def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+def _iterate_storage_places(
+    storage_data: Mapping[Any, Any],
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], StoredPlace]]:
     """From (name, offsets or None) to the file, the first byte and the length of what is stored for it."""
     for key, info in storage_data.items():
-        index, place = _state(key, "MetadataIndex"), _state(info, "_StorageInfo")
+        index, place = _require_state(key, "MetadataIndex"), _require_state(info, "_StorageInfo")
         if place.get("transform_descriptors"):
             raise CheckpointError(
                 f"{index['fqn']!r} is stored with the extension {str(place['transform_descriptors'])[:80]}, which is "
@@ -236,21 +241,21 @@ def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, tuple[
         assert isinstance(name, str) and type(offset) is type(length) is int and min(offset, length) >= 0
         assert max(offset, length) <= MAX_NUMBER
         offsets = index.get("offset")
-        yield (index["fqn"], None if offsets is None else _sizes(offsets)), (name, offset, length)
+        yield (index["fqn"], None if offsets is None else _require_sizes(offsets)), (name, offset, length)
 
 
-def _bytes(item: memoryview, record: Record) -> bytes:
+def _read_record(item: memoryview, record: Record) -> bytes:
     if record.size > _MAX_PICKLE_BYTES:
         raise CheckpointError(f"a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
     return bytes(item[record.begin : record.begin + record.size])
 
 
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+def _row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
 def _inner_dims(box: Box, strides: Sequence[int]) -> list[int]:
-    """The dims along which a part that is stored in another order lies row by row."""
+    """The dims along which a part that is stored in another order is row-major."""
     inner: list[int] = []
     expected = 1
     for dim in sorted(range(box.ndim), key=lambda d: (strides[d], -d)):
@@ -260,7 +265,7 @@ def _inner_dims(box: Box, strides: Sequence[int]) -> list[int]:
     return inner
 
 
-def _rows(box: Box, strides: Sequence[int], inner: Sequence[int]) -> Iterator[tuple[Box, int]]:
+def _split_into_rows(box: Box, strides: Sequence[int], inner: Sequence[int]) -> Iterator[tuple[Box, int]]:
     """A part that is stored in another order, as boxes that are stored row by row, each with its first element."""
     outer = [d for d in range(box.ndim) if d not in inner]
     for at in product(*(range(box.sizes[d]) for d in outer)):
@@ -270,17 +275,17 @@ def _rows(box: Box, strides: Sequence[int], inner: Sequence[int]) -> Iterator[tu
         yield Box(tuple(offsets), tuple(sizes)), sum(p * strides[d] for d, p in zip(outer, at, strict=True))
 
 
-class _Nodes:
+class _TreeNodeEncoder:
     """Plain values as nodes of the tree, no more of them than a pickle of this length can hold without repetition."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = _MIN_NODES + nbytes
 
     def node(self, value: Any, depth: int = 0) -> Json:
-        """A node; what is no plain value, holds itself, or repeats a few entries again and again is an error."""
+        """A node; what is not a plain value, holds itself, or repeats a few entries again and again is an error."""
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
-            raise CheckpointError("a value that is nested too deep, or grows when it is written out")
+            raise CheckpointError("a value is nested too deeply, or grows when it is written out")
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": str(value)}
         if value is None or isinstance(value, bool | int | float | str):
@@ -290,15 +295,15 @@ class _Nodes:
             return items if isinstance(value, list) else {"tuple": items}
         if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
             return {"dict": [[key, self.node(v, depth + 1)] for key, v in value.items()]}
-        raise CheckpointError(f"a {type(value).__name__} is no plain value")
+        raise CheckpointError(f"a {type(value).__name__} is not a plain value")
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _NodeLeaf:
     node: Json
 
 
-def _nested(leaves: Mapping[str, Json], paths: Any) -> Json | None:
+def _build_nested_tree(leaves: Mapping[str, Json], paths: Any) -> Json | None:
     """The tree whose leaves have these paths, or None if the paths make none."""
     if not isinstance(paths, dict) or not all(isinstance(paths.get(name), tuple) and paths[name] for name in leaves):
         return None
@@ -310,17 +315,17 @@ def _nested(leaves: Mapping[str, Json], paths: Any) -> Json | None:
         at: Any = root
         for step in way:
             at = at.setdefault(step, {})
-            if isinstance(at, _Leaf):
+            if isinstance(at, _NodeLeaf):
                 return None
         if last in at:
             return None
-        at[last] = _Leaf(node)
-    return _branch(root)
+        at[last] = _NodeLeaf(node)
+    return _branch_to_json(root)
 
 
-def _branch(found: Any) -> Json:
-    if isinstance(found, _Leaf):
+def _branch_to_json(found: Any) -> Json:
+    if isinstance(found, _NodeLeaf):
         return found.node
     if found and all(type(key) is int and 0 <= key <= 2 * len(found) + 16 for key in found):  # gaps are opaque entries
-        return [_branch(found[i]) if i in found else None for i in range(max(found) + 1)]
-    return {"dict": [[key, _branch(child)] for key, child in found.items()]}
+        return [_branch_to_json(found[i]) if i in found else None for i in range(max(found) + 1)]
+    return {"dict": [[key, _branch_to_json(child)] for key, child in found.items()]}

@@ -1,6 +1,6 @@
 """Archives as torch.save writes them: a zip of uncompressed records, read and written without torch.
 
-All numbers are checked when an archive is read. When one is written, its records but for the tensor's bytes are small
+All numbers are checked when an archive is read. When one is written, its records except the tensor's bytes are small
 and known before; so the bytes can be copied to their place first, and what is around them is written afterwards.
 """
 
@@ -36,13 +36,13 @@ class Record:
 def read_archive(data: memoryview, name: str) -> dict[str, Record]:
     """The records of an archive, by their names without the leading folder."""
     try:
-        return _records(data)
+        return _read_records(data)
     except (struct.error, ValueError, IndexError, AssertionError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{name}: not an archive of torch.save, or a damaged one") from error
 
 
-def _records(data: memoryview) -> dict[str, Record]:
-    count, position, end = _directory(data)
+def _read_records(data: memoryview) -> dict[str, Record]:
+    count, position, end = _find_directory(data)
     assert count <= _MAX_RECORDS and 0 <= position <= end <= len(data)
     found: dict[str, Record] = {}
     for _ in range(count):
@@ -51,14 +51,14 @@ def _records(data: memoryview) -> dict[str, Record]:
         assert fields[0] == b"PK\x01\x02" and method == 0
         text = bytes(data[position + _CENTRAL.size :][:names]).decode()
         extra = data[position + _CENTRAL.size + names :][:extras]
-        size, packed, local = _widened(extra, size, packed, local)
+        size, packed, local = _read_zip64_numbers(extra, size, packed, local)
         assert size == packed
         found[text.partition("/")[2]] = Record(_data_begin(data, local, size, end), size, crc)
         position += _CENTRAL.size + names + extras + comments
     return found
 
 
-def _directory(data: memoryview) -> tuple[int, int, int]:
+def _find_directory(data: memoryview) -> tuple[int, int, int]:
     """The number of records, and the begin and end of the directory."""
     signature, _, _, _, count, length, position, comment = _END.unpack_from(data, len(data) - _END.size)
     assert signature == b"PK\x05\x06" and comment == 0
@@ -72,7 +72,7 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
     return count, position, position + length
 
 
-def _widened(extra: memoryview, *numbers: int) -> list[int]:
+def _read_zip64_numbers(extra: memoryview, *numbers: int) -> list[int]:
     """Numbers that do not fit 32 bits are in the extra field, in order."""
     wide: list[int] = []
     while len(extra) >= 4:
@@ -135,22 +135,22 @@ def _central_header(name: str, size: int, crc: int, local: int) -> bytes:
     return _CENTRAL.pack(b"PK\x01\x02", _ZIP64, _ZIP64, _FLAGS, 0, 0, _DATE, *sizes) + text + extra
 
 
-def joined_crc(first: int, second: int, length: int) -> int:
+def combine_crc(first: int, second: int, length: int) -> int:
     """The CRC-32 of two runs of bytes one after another, from theirs and the length of the second.
 
-    >>> joined_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
+    >>> combine_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
     True
     """
     odd = [0xEDB88320, *(1 << n for n in range(31))]  # the effect of one zero bit on the register
-    power = _squared(_squared(_squared(odd)))  # of one zero byte
+    power = _square_matrix(_square_matrix(_square_matrix(odd)))  # of one zero byte
     while length:
         if length & 1:
-            first = _applied(power, first)
-        power, length = _squared(power), length >> 1
+            first = _apply_matrix(power, first)
+        power, length = _square_matrix(power), length >> 1
     return first ^ second
 
 
-def _applied(matrix: list[int], vector: int) -> int:
+def _apply_matrix(matrix: list[int], vector: int) -> int:
     total, row = 0, 0
     while vector:
         if vector & 1:
@@ -159,5 +159,5 @@ def _applied(matrix: list[int], vector: int) -> int:
     return total
 
 
-def _squared(matrix: list[int]) -> list[int]:
-    return [_applied(matrix, row) for row in matrix]
+def _square_matrix(matrix: list[int]) -> list[int]:
+    return [_apply_matrix(matrix, row) for row in matrix]

@@ -42,7 +42,9 @@ def reshard_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """Return this rank's shards after a move to another spec, and all shards by rank; differentiable."""
     layout = sharding_spec.layout(st_size)
-    moved: ShardedTensor = wrap(layout, (local_tensor,), resolve_comm(pg)).redistribute(resharding_spec, label="reshard")
+    moved: ShardedTensor = wrap(layout, (local_tensor,), resolve_comm(pg)).redistribute(
+        resharding_spec, label="reshard"
+    )
     return moved.local_shards(), _by_rank(moved.metadata().shards_metadata)
 
 
@@ -53,7 +55,7 @@ def reshuffle_local_shard(
     resharding_spec: ShardingSpec,
     pg: GroupOrComm,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """Return the same as `reshard_local_shard`; torch tells moves along one dim apart, here all are one."""
+    """Return the same as `reshard_local_shard`; torch distinguishes moves along one dim, here all are the same."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
