@@ -111,7 +111,8 @@ def _merge_nodes(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> J
         }
         return {"dict": [[key[1], value] for key, value in merged.items()]}
     raise CheckpointError(
-        f"{path or 'the state'}: rank {ranks[0]} has {_shorten_json(one)} and rank {ranks[1]} has {_shorten_json(other)}; "
+        f"{path or 'the state'}: rank {ranks[0]} has {_shorten_json(one)} and rank {ranks[1]} has "
+        f"{_shorten_json(other)}; "
         "save the same value on all ranks, or save per-rank values under names of their own"
     )
 

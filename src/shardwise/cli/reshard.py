@@ -130,7 +130,8 @@ def report_lines(report: ReshardReport) -> list[Line]:
     where = f" for {format_count(len(report.ranks), 'rank')}" if report.ranks else ""
     rate = format_bytes((report.bytes - report.kept_bytes) / max(report.seconds, 1e-9))
     lines = [
-        f"wrote {report.path} ({report.format}): {format_count(report.tensors, 'tensor')}, {format_bytes(report.bytes)} in "
+        f"wrote {report.path} ({report.format}): {format_count(report.tensors, 'tensor')}, "
+        f"{format_bytes(report.bytes)} in "
         f"{format_count(report.files, 'file')}{where}",
         f"{format_seconds(report.seconds)}, {rate}/s, {format_count(report.workers, 'worker')}",
     ]
@@ -142,7 +143,8 @@ def report_lines(report: ReshardReport) -> list[Line]:
         )
     if report.left_out:
         lines.append(
-            f"left out, since the format has no place for them or they cannot be read: {_list_some_names(report.left_out)}"
+            "left out, since the format has no place for them or they cannot be read: "
+            f"{_list_some_names(report.left_out)}"
         )
     return [line(text) for text in lines]
 

@@ -92,7 +92,8 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     shape = tuple(tensor.shape)
     if view is None or len(tensor.local_parts) > 1:
         raise LayoutError(
-            f"{describe_tensor(tensor.dtype, tensor.sharding)} has no counterpart in DTensor, which needs a mesh and one local "
+            f"{describe_tensor(tensor.dtype, tensor.sharding)} has no counterpart in DTensor, which needs a mesh "
+            "and one local "
             "tensor on each rank; redistribute to a mesh layout"
         )
     words = importlib.import_module(TENSOR_MODULE)

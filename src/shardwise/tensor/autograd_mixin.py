@@ -197,7 +197,8 @@ class AutogradMixin(AttributesMixin):
         if not isinstance(value, AutogradMixin) or value.sharding != dual_layout(self.sharding):
             found = format_layout_text(value.sharding) if isinstance(value, AutogradMixin) else type(value).__name__
             raise ValueError(
-                f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; redistribute it"
+                f"the gradient has the layout {format_layout_text(dual_layout(self.sharding))}, got {found}; "
+                "redistribute it"
             )
 
     @property

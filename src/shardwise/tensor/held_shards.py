@@ -44,7 +44,8 @@ def _replace_local(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tenso
         return
     if not whole:
         raise ValueError(
-            f"a shard that is a part of a local tensor of shape {tuple(tensor.local_parts[slot].shape)} cannot be given "
+            f"a shard that is a part of a local tensor of shape {tuple(tensor.local_parts[slot].shape)} cannot be "
+            "given "
             "memory of its own; write the values into it: shard.tensor.copy_(new)"
         )
     if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:

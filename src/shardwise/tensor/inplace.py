@@ -91,7 +91,8 @@ def check_writable(tensor: ShardedTensor) -> None:
     )
     if name is not None:
         raise UnsupportedOpError(
-            f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it was taken from, "
+            f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it "
+            "was taken from, "
             "so what is written to it would be lost; write x[key] = value, use a slice x[i:i+1], or clone() it first"
         )
 

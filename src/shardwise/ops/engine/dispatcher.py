@@ -139,7 +139,8 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
         if operand.written and tensor.sharding != layout:
             raise UnsupportedOpError(
-                f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute the others"
+                f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute "
+                "the others"
             )
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     given = tuple(t.sharding for t in tensors)
@@ -184,7 +185,8 @@ def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Se
     meshes = {s.mesh for s in specs}
     if len(meshes) > 1:
         raise UnsupportedOpError(
-            f"{_describe_call(call, tensors)}: the tensors are on different meshes: {', '.join(sorted(map(str, meshes)))}; "
+            f"{_describe_call(call, tensors)}: the tensors are on different meshes: "
+            f"{', '.join(sorted(map(str, meshes)))}; "
             "redistribute them to one mesh"
         )
     return meshes.pop()

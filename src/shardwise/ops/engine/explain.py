@@ -102,7 +102,8 @@ def check_may_communicate(name: str, src: Layout, dst: Layout) -> None:
     """Raise if communication is forbidden."""
     if _forbidden.get():
         raise HiddenCommunicationError(
-            f"{name} at {user_line()} would move {layout_brief(src)} to {layout_brief(dst)}, and communication is forbidden here; "
+            f"{name} at {user_line()} would move {layout_brief(src)} to {layout_brief(dst)}, and communication is "
+            "forbidden here; "
             "redistribute before the block, or choose layouts that fit"
         )
 

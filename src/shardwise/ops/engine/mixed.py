@@ -70,7 +70,8 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
             found.append(replicate(tensor, first))
         else:
             raise MixedTensorsError(
-                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument {_argument_name(call, number)!r} "
+                f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument "
+                f"{_argument_name(call, number)!r} "
                 "next to a ShardedTensor; if every rank has the same values pass shardwise.replicate(t), or use "
                 "`with shardwise.plain_as_replicated():`"
             )

@@ -131,7 +131,8 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
     linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
     if pending and not (linear and all(_is_sum(t) for t in pending)):
         raise UnsupportedOpError(
-            f"{op} on a tensor with a pending {pending[0].sharding.pending}: redistribute it to Shard or Replicate first"
+            f"{op} on a tensor with a pending {pending[0].sharding.pending}: redistribute it to Shard or "
+            "Replicate first"
         )
 
 

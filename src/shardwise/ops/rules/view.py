@@ -181,6 +181,7 @@ def _drop_single_axes(spec: MeshSpec) -> list[Placement]:
 
 def _view_error(layout: Layout, size: Sequence[int], why: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"view of {format_layout_text(layout)} as {list(size)}: {why}; redistribute first, so that the dims that are merged "
+        f"view of {format_layout_text(layout)} as {list(size)}: {why}; redistribute first, so that the dims that "
+        "are merged "
         "or split are whole or cut at multiples of the inner lengths"
     )
