@@ -225,8 +225,8 @@ def _ask_for_strategies(
         strategies = pointwise_rule(call.op, metas)
         if strategies is None:
             raise UnsupportedOpError(
-                f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), find "
-                "one with shardwise.discover_sharding, or compute on local_tensor()"
+                f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), "
+                "find one with shardwise.discover_sharding, or compute on local_tensor()"
             )
         return strategies
     return normalise_strategies(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
@@ -343,8 +343,8 @@ def _check_results(call: OperatorCall, layouts: Sequence[Layout | None], values:
     for number, (layout, value) in enumerate(zip(layouts, values, strict=True)):
         if layout is not None and layout.local_shapes(rank) != (tuple(value.shape),):
             raise LayoutError(
-                f"the rule of {call.op} says output {number} is {format_layout_text(layout)}, so rank {rank} should have "
-                f"{layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
+                f"the rule of {call.op} says output {number} is {format_layout_text(layout)}, so rank {rank} should "
+                f"have {layout.local_shapes(rank)[0]}, but its local result is {tuple(value.shape)}; the rule is wrong"
             )
 
 
