@@ -7,7 +7,8 @@ Every rank calls these functions alike. Random values are the same whatever the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +22,21 @@ from shardwise.tensor.random import init as _init  # noqa: F401  # registers the
 from shardwise.tensor.random.distributions import Distribution, normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor, allocate_locals, wrap
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata
+
+F = TypeVar("F", bound=Callable[..., ShardedTensor])
+
+
+class CreationOptions(TypedDict, total=False):
+    """What `empty` and the functions that fill an empty tensor take by keyword."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: GroupOrComm | None
+    init_rrefs: bool
+    device: torch.device | str | None
 
 
 def empty(
@@ -70,21 +86,26 @@ def _empty_on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bo
     return made.requires_grad_(tensor.requires_grad)
 
 
+def _takes_options_of_empty(function: F) -> F:
+    """Show the keywords of `empty` in the signature of a function that passes them on."""
+    own = [p for p in signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    passed_on = [p for p in signature(empty).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    positional = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+    named = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    function.__signature__ = signature(function).replace(  # type: ignore[attr-defined]  # as functools.wraps sets it
+        parameters=[*positional, *passed_on, *named]
+    )
+    return function
+
+
+@_takes_options_of_empty
 def full(
     sharding_spec: ShardingSpec,
     size: Any,
     fill_value: complex,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    device: torch.device | str | None = None,
+    **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor filled with one value; the dtype is the default one unless it is passed.
+    """A tensor filled with one value; the dtype is the default one unless it is passed; options as for `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> full(ChunkSpec(0, ranks=1), (2,), 7).local_tensor()
@@ -94,32 +115,19 @@ def full(
     tensor = empty(
         sharding_spec,
         *sizes,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-        device=device,
+        **options,
     )
     with torch.no_grad():
         return fill_with(tensor, fill_value)
 
 
+@_takes_options_of_empty
 def zeros(
     sharding_spec: ShardingSpec,
     *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    device: torch.device | str | None = None,
+    **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of zeros.
+    """A tensor of zeros; options as for `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> zeros(ChunkSpec(0, ranks=1), 2).local_tensor()
@@ -129,30 +137,17 @@ def zeros(
         sharding_spec,
         size,
         0,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-        device=device,
+        **options,
     )
 
 
+@_takes_options_of_empty
 def ones(
     sharding_spec: ShardingSpec,
     *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    device: torch.device | str | None = None,
+    **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
-    """A tensor of ones.
+    """A tensor of ones; options as for `empty`.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> ones(ChunkSpec(0, ranks=1), 2, dtype=torch.int64).local_tensor()
@@ -162,30 +157,17 @@ def ones(
         sharding_spec,
         size,
         1,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-        device=device,
+        **options,
     )
 
 
+@_takes_options_of_empty
 def rand(
     sharding_spec: ShardingSpec,
     *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
+    **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
     """A tensor of uniform random numbers in [0, 1), the same for every spec and number of ranks.
 
@@ -199,31 +181,18 @@ def rand(
     tensor = empty(
         sharding_spec,
         *size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-        device=device,
+        **options,
     )
     return _draw_values("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
 
 
+@_takes_options_of_empty
 def randn(
     sharding_spec: ShardingSpec,
     *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
+    **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
     """A tensor of normal random numbers (mean 0, variance 1), the same for every spec and number of ranks.
 
@@ -235,14 +204,7 @@ def randn(
     tensor = empty(
         sharding_spec,
         *size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-        device=device,
+        **options,
     )
     return _draw_values("randn", tensor, lambda: normal(0, 1, tensor.dtype), generator, seed)
 
