@@ -16,7 +16,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute_path, find_checkpoint
 from shardwise.checkpoint.index import INDEX_NAME, StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store, open_store
-from shardwise.geometry import Layout, LayoutError, format_layout
+from shardwise.geometry import Layout, LayoutError, format_rule
 
 OWN_FORMAT = "shardwise"
 FORMATS = {
@@ -178,6 +178,6 @@ def rule_of(layout: Layout) -> str:
     'as chunk(0) over 0-3'
     """
     try:
-        return format_layout(layout).partition("]")[2].strip() or "@ 0"
+        return format_rule(layout) or "@ 0"
     except LayoutError:  # pieces with a pending reduction have no notation
         return repr(layout.spec)

@@ -86,7 +86,7 @@ def format_layout_text(layout: Layout) -> str:
     """A layout for messages and for comparison between ranks, without a dtype."""
     if len(layout.table) > 64:
         return f"{layout!r} {layout._layout_digest.hex()}"
-    return format_layout(layout, "f32").removeprefix("f32")
+    return format_layout(layout, None)
 
 
 def describe_tensor(dtype: torch.dtype, layout: Layout) -> str:

@@ -13,16 +13,16 @@ from shardwise.geometry.placements import Partial, Placement, Replicate, Shard
 from shardwise.geometry.specs import ChunkSpec, GridSpec, MeshSpec
 
 
-def format_layout(layout: Layout, dtype: str = "f32") -> str:
-    """Write a layout in the notation; a spec of a user's own class is written as its pieces.
+def format_layout(layout: Layout, dtype: str | None = "f32") -> str:
+    """Write a layout in the notation; a spec of a user's own class is written as its pieces. None leaves out the dtype.
 
     >>> from shardwise.geometry.mesh import Mesh
     >>> spec = MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Shard(0)), order=("tp", "dp"))
     >>> format_layout(spec.layout((8, 4)), "bf16")
     'bf16[8,4] on dp=2,tp=2: S(0), S(0) split tp>dp'
     """
-    head = f"{find_dtype(dtype).name}[{_join_numbers(layout.shape)}]"
-    return f"{head} {_format_rule(layout)}".rstrip()
+    name = "" if dtype is None else find_dtype(dtype).name
+    return f"{name}[{_join_numbers(layout.shape)}] {format_rule(layout)}".rstrip()
 
 
 def format_placement(placement: Placement) -> str:
@@ -46,7 +46,12 @@ def _join_numbers(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _format_rule(layout: Layout) -> str:
+def format_rule(layout: Layout) -> str:
+    """Write how a layout splits a tensor, without the tensor's type; nothing where all of it is on rank 0.
+
+    >>> format_rule(ChunkSpec(0, ranks=4).layout((8, 2)))
+    'as chunk(0) over 0-3'
+    """
     spec = _find_built_in_spec(layout)
     if isinstance(spec, MeshSpec):
         return _format_mesh_rule(spec, layout.shape)

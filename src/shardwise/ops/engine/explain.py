@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.geometry import Layout, format_layout
+from shardwise.geometry import Layout, format_rule
 from shardwise.tensor.move_observers import watch_moves
 from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
@@ -92,7 +92,7 @@ def is_explaining_or_forbidding() -> bool:
 def layout_brief(layout: Layout) -> str:
     """A layout for a table."""
     return (
-        format_layout(layout).partition("]")[2].removeprefix(" on ").removeprefix(" as ")
+        format_rule(layout).removeprefix("on ").removeprefix("as ")
         if len(layout.table) < 65
         else repr(layout.spec)
     )
