@@ -16,8 +16,8 @@ from torch import Tensor
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
-from shardwise.checkpoint import clean, leftovers, reading, saving, store, writing
-from shardwise.checkpoint.describe import TensorToSave
+from shardwise.checkpoint import assign, clean, leftovers, reading, store, writing
+from shardwise.checkpoint.assign import TensorToSave
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
 from shardwise.testing.small import small_layouts
@@ -221,7 +221,7 @@ def test_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 def test_copies_are_written_once_and_shared_out() -> None:
     big, small = TensorToSave("big", find_dtype("f32"), everywhere(4, (64, 1 << 18))), []
     small = [TensorToSave(f"s{i}", find_dtype("f32"), everywhere(4, (64,))) for i in range(8)]
-    by_rank = [saving.assign_boxes([big, *small], rank)[1] for rank in range(4)]
+    by_rank = [assign.assign_boxes([big, *small], rank)[1] for rank in range(4)]
     assert [sum(p.holder.here.numel for p in parts) for parts in by_rank] == [16 * (1 << 18) + 128] * 4
     written = [(p.tensor, p.box) for parts in by_rank for p in parts]
     assert len(written) == len(set(written)) == 4 + 8

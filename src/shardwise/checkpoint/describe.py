@@ -1,6 +1,4 @@
-"""A tensor as a checkpoint plans it: what is known before a value is touched, without torch.
-
-Do all ranks save the same state? What each rank has, compared by one digest and merged where it differs.
+"""Do all ranks save the same state? What each rank has, compared by one digest and merged where it differs.
 
 1. Every rank describes its state: the tree, and for each tensor dtype and layout. Equal digests: done.
 2. Else (pipeline stages, say) the descriptions are exchanged. Trees are merged; an entry that several ranks have is
@@ -11,30 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.state import Leaf
 from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
-from shardwise.geometry import DType, Layout, find_dtype, layout_from_json, layout_to_json
+from shardwise.geometry import Layout, find_dtype, layout_from_json, layout_to_json
 from shardwise.tensor.move import replicated_layout
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TensorToSave:
-    """A tensor that the ranks save together."""
-
-    name: str
-    dtype: DType
-    layout: Layout
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.numel * self.dtype.itemsize
 
 
 def run_or_describe_error(work: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -1,7 +1,5 @@
 """The memory of a tensor on the host as NumPy sees it, also for element types that NumPy lacks.
 
-Which tensors share a file, and how large a file may grow.
-
 Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
 
 Boxes are sorted by the width of their elements, widest first, so that each begins at a multiple of it. Tensors that do
@@ -60,28 +58,6 @@ def flat_bytes(tensor: Tensor) -> memoryview | None:
     if not is_plain(tensor) or not tensor.is_contiguous():
         return None
     return as_array(tensor).reshape(-1).view(np.uint8).data
-
-
-MAX_FILE_BYTES = 16 << 30
-
-
-def pack_into_files(
-    sizes: Sequence[tuple[int, int]], max_file_bytes: int, widest_first: bool = True
-) -> list[list[int]]:
-    """The numbers of what is in each file, from (width of an element, bytes) of each.
-
-    >>> pack_into_files([(2, 8), (4, 8), (4, 4)], 14)
-    [[1, 2], [0]]
-    """
-    files: list[list[int]] = []
-    room = 0
-    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i][0] if widest_first else 0):
-        if not files or sizes[number][1] > room:
-            files.append([])
-            room = max_file_bytes
-        files[-1].append(number)
-        room -= sizes[number][1]
-    return files
 
 
 STAGING_BYTES = 32 << 20

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.assign import TensorToSave, pack_into_files
 from shardwise.checkpoint.background import wait_for_running_save
-from shardwise.checkpoint.describe import TensorToSave, agree_on_state, gather_or_raise, run_or_describe_error
+from shardwise.checkpoint.describe import agree_on_state, gather_or_raise, run_or_describe_error
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.safetensors_header import CODES, header_bytes
 from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, torch_dtype
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
 from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import Sink, iterate_host_bytes, pack_into_files
+from shardwise.checkpoint.writing import Sink, iterate_host_bytes
 from shardwise.comm import Comm
 from shardwise.tensor import redistribute_many, wrap
 from shardwise.tensor.comms import resolve_comm

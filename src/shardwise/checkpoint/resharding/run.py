@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.describe import TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.dcp.target import DcpTarget
 from shardwise.checkpoint.resharding.copy import PositionedFile

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardwise.checkpoint import folders
+from shardwise.checkpoint.assign import MAX_FILE_BYTES, CutPlan, TensorToSave, assign_boxes, pack_into_files
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.describe import TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.formats.safetensors_header import CODES, header_bytes, safetensors_code_and_shape
 from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, StoredCut, TensorEntry, stored_values
 from shardwise.checkpoint.resharding.plan import FileItem, TargetFile
-from shardwise.checkpoint.saving import CutPlan, assign_boxes
 from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import MAX_FILE_BYTES, pack_into_files
 from shardwise.geometry import Box
 
 MAX_HF_FILE_BYTES = 5_000_000_000

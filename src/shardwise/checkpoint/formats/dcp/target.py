@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from shardwise.checkpoint.describe import TensorToSave
+from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import DCP_NAME
 from shardwise.checkpoint.formats.dcp.pickle import (
