@@ -6,7 +6,7 @@ each name: it fails when a new release of torch moves the name or changes what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
-SUPPORTED = "torch 2.11 to 2.15"
+from shardwise._version import SUPPORTED_TORCH
 
 
 def _private(path: str) -> Any:
@@ -33,10 +33,55 @@ def _private(path: str) -> Any:
         found = getattr(found, name, None)
         if found is None:
             raise ImportError(
-                f"shardwise uses torch.{path}, which torch {torch.__version__} does not have; it supports {SUPPORTED}"
+                f"shardwise uses torch.{path}, which torch {torch.__version__} does not have; "
+                f"it supports {SUPPORTED_TORCH}"
             )
     return found
 
+
+class MissingOp:
+    """Stands for an operator that this version of torch does not have: rules for it are skipped, calls refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, overload: str) -> MissingOp:
+        if overload.startswith("_"):
+            raise AttributeError(f"torch {torch.__version__} has no operator {self.name}, so no {overload} of it")
+        return MissingOp(f"{self.name}.{overload}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"torch {torch.__version__} has no operator {self.name}")
+
+
+class OpNamespace:
+    """Operators by name, as in `torch.ops`; one that this version of torch does not have is a `MissingOp`.
+
+    >>> aten.relu.default
+    <OpOverload(op='aten.relu', overload='default')>
+    >>> aten.no_such_operator.default.name, aten.relu.no_such_overload.name
+    ('aten.no_such_operator.default', 'aten.relu.no_such_overload')
+    """
+
+    def __init__(self, name: str, found: Any) -> None:
+        self._name, self._found = name, found
+
+    def __getattr__(self, name: str) -> Any:
+        path, found = f"{self._name}.{name}", getattr(self._found, name, None)
+        if found is None:
+            found = MissingOp(path)
+        elif isinstance(found, OpOverloadPacket):
+            found = OpNamespace(path, found)
+        setattr(self, name, found)
+        return found
+
+
+def present_ops(ops: Iterable[Any]) -> list[Any]:
+    """Return the operators that this version of torch has."""
+    return [op for op in ops if not isinstance(op, MissingOp)]
+
+
+aten: Any = OpNamespace("aten", torch.ops.aten)
 
 # Calls a function of torch on a ShardedTensor without entering `__torch_function__` again. There is no public name.
 DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = _private("_C.DisableTorchFunctionSubclass")

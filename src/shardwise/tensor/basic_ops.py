@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
@@ -19,7 +20,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@register_handler(torch.detach, torch.ops.aten.detach.default)
+@register_handler(torch.detach, aten.detach.default)
 def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return tensor.detach()

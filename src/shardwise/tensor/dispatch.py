@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass, is_forward_grad_enabled, pytree
+from shardwise._torch import DisableTorchFunctionSubclass, is_forward_grad_enabled, present_ops, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.custom_ops import find_custom_op, find_default_op, find_spec_op
@@ -49,7 +49,7 @@ def register_handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
     """Register an implementation `impl(types, args, kwargs, comm)` for torch functions or operators."""
 
     def register(implementation: F) -> F:
-        for function in functions:
+        for function in present_ops(functions):
             _TABLE[function] = implementation
         return implementation
 

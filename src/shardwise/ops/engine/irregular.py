@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
 from shardwise.ops.engine.schema import OperatorCall
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-aten = torch.ops.aten
 
 WHOLE_REDUCTIONS = {
     aten.sum.default,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, overload
 
+from shardwise._torch import present_ops
 from shardwise.ops import dtensor_rules
 from shardwise.ops.discovery.auto_rule import AutoRule
 from shardwise.ops.engine.registry import (
@@ -71,7 +72,7 @@ def register_sharding(
     True
     >>> remove_sharding(torch.ops.example.twice.default)
     """
-    ops = tuple(resolve_op(one) for one in (op if isinstance(op, list | tuple) else (op,)))
+    ops = tuple(resolve_op(one) for one in present_ops(op if isinstance(op, list | tuple) else (op,)))
     if rule is None:
         return lambda given: _register_rule(ops, given, override, dtensor)
     if rule == "auto":

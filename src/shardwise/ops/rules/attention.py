@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
@@ -18,7 +19,6 @@ from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.engine.two_step import empty_result_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 
-aten = torch.ops.aten
 Mask = TensorMeta | None
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
@@ -26,8 +27,6 @@ from shardwise.ops.rules.variance import compute_moments
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
-
-aten = torch.ops.aten
 
 
 def _native_norm_part(view: LocalView, x: Tensor, *args: Any) -> Any:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
-
-aten = torch.ops.aten
 
 
 @register_sharding(aten.cat.default)

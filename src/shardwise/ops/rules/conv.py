@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.index import zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds
-
-aten = torch.ops.aten
 
 
 @register_sharding(aten.convolution.default)

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.ops.engine.mixed import register_plain_maker
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.index import find_local_entries
 from shardwise.ops.rules.view import pending_kinds
 
-aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
 
 register_plain_maker(F.one_hot)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
@@ -32,8 +32,6 @@ from shardwise.tensor.inplace import draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-aten = torch.ops.aten
 
 
 @register_sharding(
@@ -158,11 +156,11 @@ def _randint_like(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     )
 
 
-_CONVERT = torch.ops.aten._to_copy.default
+_CONVERT = aten._to_copy.default
 _NAMES = ("dtype", "device", "non_blocking", "memory_format")
 
 
-@register_sharding([_CONVERT, torch.ops.aten.alias.default])
+@register_sharding([_CONVERT, aten.alias.default])
 def _same_shape_rule(x: TensorMeta, **_: Any) -> list[Strategy]:
     whole = Strategy((Replicate(),), (Replicate(),))
     return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
@@ -185,16 +183,16 @@ def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
         return mark_copied(call_op(op, types, args, kwargs), "a conjugate or negative")
 
 
-_register_eager(torch.ops.aten._conj.default, torch.conj_physical)
-_register_eager(torch.ops.aten._neg_view.default, torch.neg)
+_register_eager(aten._conj.default, torch.conj_physical)
+_register_eager(aten._neg_view.default, torch.neg)
 
 
-@register_handler(torch.ops.aten._linalg_check_errors.default)
+@register_handler(aten._linalg_check_errors.default)
 def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Every rank sees the verdicts of all, so that all raise or none."""
     verdicts: ShardedTensor = args[0]
     with autograd_on_locals():
-        torch.ops.aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
+        aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
 
 
 @register_handler(_CONVERT)

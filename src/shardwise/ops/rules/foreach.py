@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals, operator_names
+from shardwise._torch import aten, autograd_on_locals, operator_names
 from shardwise.comm import Comm
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
@@ -31,8 +31,6 @@ from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-aten = torch.ops.aten
 
 # Through these a pending sum stays pending: they are linear in the lists, taken together.
 LINEAR = {"aten::_foreach_neg", "aten::_foreach_zero_", "aten::_foreach_clone", "aten::_foreach_copy_"}

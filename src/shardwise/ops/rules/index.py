@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import assert_async
+from shardwise._torch import assert_async, aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
-aten = torch.ops.aten
 Indices = Sequence[TensorMeta | None]
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.ops.rules.pointwise import pointwise_strategies
-
-aten = torch.ops.aten
 
 MATRICES = (  # the last two dims of every tensor are a matrix
     aten._linalg_svd.default,
@@ -122,10 +121,8 @@ def _replicated_strategy(metas: Sequence[TensorMeta], outputs: int) -> Strategy:
 
 
 def _register_batched(op: Any, whole: int, local: Any = None) -> None:
-    outputs = len(op._schema.returns)
-
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
-        found = batch_strategies(_tensor_metas((*args, *kwargs.values())), whole, outputs)
+        found = batch_strategies(_tensor_metas((*args, *kwargs.values())), whole, len(op._schema.returns))
         return [Strategy(s.outputs, s.inputs, local) for s in found]
 
     register_sharding(op, rule, dtensor=False)
@@ -210,10 +207,8 @@ def grid_sampler(x: TensorMeta, grid: TensorMeta, *options: Any) -> list[Strateg
 
 
 def _register_whole(op: Any) -> None:
-    outputs = len(op._schema.returns)
-
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
-        return [_replicated_strategy(_tensor_metas((*args, *kwargs.values())), outputs)]
+        return [_replicated_strategy(_tensor_metas((*args, *kwargs.values())), len(op._schema.returns))]
 
     register_sharding(op, rule, dtensor=False)
 

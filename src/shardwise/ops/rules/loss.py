@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals, reduction_number
+from shardwise._torch import aten, autograd_on_locals, reduction_number
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView, call_op
@@ -27,7 +27,6 @@ from shardwise.ops.rules.reduction import Args
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 

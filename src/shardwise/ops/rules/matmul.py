@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
 from shardwise.tensor.dispatch import register_handler
-
-aten = torch.ops.aten
 
 
 def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
@@ -35,7 +35,6 @@ from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-aten = torch.ops.aten
 Types = Sequence[type]
 Kwargs = dict[str, Any]
 NO_POSITION = torch.iinfo(torch.int64).max

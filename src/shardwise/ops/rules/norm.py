@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
@@ -33,7 +33,6 @@ from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-aten = torch.ops.aten
 Types = Sequence[type]
 Kwargs = dict[str, Any]
 

@@ -18,8 +18,6 @@ from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-aten = torch.ops.aten
-
 # Operators through which a pending sum stays pending, and which of their operands are pending together.
 ALL_PENDING = {"aten::add", "aten::sub", "aten::add_", "aten::sub_"}
 ONE_PENDING = {"aten::mul", "aten::mul_"}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
@@ -21,7 +22,6 @@ from shardwise.ops.engine.two_step import all_dims, arguments_by_name, cutting_a
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-aten = torch.ops.aten
 Dims = int | Sequence[int] | None
 Args = tuple[Any, ...]
 

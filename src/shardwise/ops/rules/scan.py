@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Shard
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
@@ -24,8 +24,6 @@ from shardwise.ops.rules.reduction import Args, reduction_strategies
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-aten = torch.ops.aten
 
 
 def other_dim_strategies(x: TensorMeta, dim: int, outputs: int = 1, keeps: Sequence[str] = ()) -> list[Strategy]:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass, autograd_on_locals
+from shardwise._torch import DisableTorchFunctionSubclass, aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
@@ -27,8 +26,6 @@ from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-aten = torch.ops.aten
 
 
 @register_sharding(aten.slice.Tensor)

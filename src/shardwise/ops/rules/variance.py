@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Partial
 from shardwise.ops.engine.dispatcher import LocalView
@@ -19,8 +18,6 @@ from shardwise.ops.rules.reduction import Args, Dims, reduction_strategies
 from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
-
-aten = torch.ops.aten
 
 
 def _register_variance(op: Any, outputs: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import aten, autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
@@ -23,7 +23,6 @@ from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-aten = torch.ops.aten
 _MAX_VIEWS = 8192
 _views: dict[tuple[int, tuple[int, ...]], tuple[Layout, Layout]] = {}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 from shardwise.tensor.inplace import draw_into, fill_with
@@ -171,7 +172,7 @@ def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) 
     return kaiming_uniform_(*args, **kwargs)
 
 
-@register_handler(Tensor.uniform_, torch.ops.aten.uniform_.default)
+@register_handler(Tensor.uniform_, aten.uniform_.default)
 def _uniform_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_uniform(*args, **_rename_from_keyword(kwargs))
 
@@ -185,7 +186,7 @@ def _draw_uniform(
     )
 
 
-@register_handler(Tensor.normal_, torch.ops.aten.normal_.default)
+@register_handler(Tensor.normal_, aten.normal_.default)
 def _normal_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_normal(*args, **kwargs)
 
@@ -199,7 +200,7 @@ def _draw_normal(
     )
 
 
-@register_handler(Tensor.bernoulli_, torch.ops.aten.bernoulli_.float)
+@register_handler(Tensor.bernoulli_, aten.bernoulli_.float)
 def _bernoulli_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_bernoulli(*args, **kwargs)
 
@@ -212,9 +213,9 @@ def _draw_bernoulli(tensor: ShardedTensor, p: Any = 0.5, *, generator: Generator
 
 @register_handler(
     Tensor.random_,
-    torch.ops.aten.random_.default,
-    torch.ops.aten.random_.to,
-    torch.ops.aten.random_.__getattr__("from"),
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
 )
 def _random_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _draw_integers(*args, **_rename_from_keyword(kwargs))
@@ -235,7 +236,7 @@ def _rename_from_keyword(kwargs: Kwargs) -> Kwargs:
     return {"from_" if name == "from" else name: value for name, value in kwargs.items()}
 
 
-@register_handler(torch.fill_, Tensor.fill_, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
+@register_handler(torch.fill_, Tensor.fill_, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _fill_value(*args, **kwargs)
 
@@ -246,6 +247,6 @@ def _fill_value(tensor: ShardedTensor, value: Any) -> ShardedTensor:
     return fill_with(tensor, value)
 
 
-@register_handler(torch.zero_, Tensor.zero_, torch.ops.aten.zero_.default)
+@register_handler(torch.zero_, Tensor.zero_, aten.zero_.default)
 def _zero_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     return _fill_value(args[0], 0)
