@@ -20,6 +20,16 @@ from shardwise.comm import (
     run_local as run_local,
     use_comm as use_comm,
 )
+from shardwise.compat.custom_ops import (
+    custom_sharded_op_impl as custom_sharded_op_impl,
+    custom_sharding_spec_op as custom_sharding_spec_op,
+)
+from shardwise.compat.dtensor.registration import (
+    register_sharding as register_sharding,
+    remove_sharding as remove_sharding,
+    sharding_rule as sharding_rule,
+)
+from shardwise.compat.from_shards import init_from_local_shards as init_from_local_shards
 from shardwise.geometry import (
     Box as Box,
     ChunkSpec as ChunkSpec,
@@ -69,10 +79,7 @@ from shardwise.ops import (
     explain as explain,
     no_communication as no_communication,
     plain_as_replicated as plain_as_replicated,
-    register_sharding as register_sharding,
-    remove_sharding as remove_sharding,
     replicate as replicate,
-    sharding_rule as sharding_rule,
 )
 from shardwise.ops.discovery.check import check_sharding as check_sharding
 from shardwise.ops.discovery.discover import discover_sharding as discover_sharding
@@ -87,7 +94,6 @@ from shardwise.tensor.creation import (
     empty_like as empty_like,
     full as full,
     full_like as full_like,
-    init_from_local_shards as init_from_local_shards,
     ones as ones,
     ones_like as ones_like,
     rand as rand,
@@ -96,10 +102,6 @@ from shardwise.tensor.creation import (
     randn_like as randn_like,
     zeros as zeros,
     zeros_like as zeros_like,
-)
-from shardwise.tensor.custom_ops import (
-    custom_sharded_op_impl as custom_sharded_op_impl,
-    custom_sharding_spec_op as custom_sharding_spec_op,
 )
 from shardwise.tensor.random.streams import manual_seed as manual_seed
 from shardwise.transfer import (

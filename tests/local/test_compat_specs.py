@@ -25,9 +25,9 @@ from shardwise.compat._shard.sharded_tensor import shard as compat_shard
 from shardwise.compat._shard.sharded_tensor import utils
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat._shard.sharding_spec import _internals as internals
+from shardwise.compat.metadata import rank_of
+from shardwise.compat.specs import build_piece_table, metadata_of, spec_on_device
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Replicate, Shard
-from shardwise.tensor.placement_specs import build_piece_table, metadata_of, spec_on_device
-from shardwise.tensor.remote_devices import rank_of
 
 infer = sharding_spec._infer_sharding_spec_from_shards_metadata
 Properties = tensor_metadata.TensorProperties

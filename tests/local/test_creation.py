@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, DisagreementError, run_local
+from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -26,7 +27,6 @@ from shardwise.geometry import (
     ShardingSpec,
 )
 from shardwise.tensor import ShardedTensor, creation
-from shardwise.tensor.placement_specs import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.tensor.random import init
 from shardwise.tensor.random.streams import manual_seed
 from shardwise.tensor.shards import Shard as LocalShard

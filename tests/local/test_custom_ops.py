@@ -11,8 +11,7 @@ import torch.distributed._shard.sharding_spec.api as torch_specs
 from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.comm import Comm, LocalComm, run_local
-from shardwise.geometry import ChunkSpec, EnumerableSpec, GridSpec, ShardingSpec
-from shardwise.tensor.custom_ops import (
+from shardwise.compat.custom_ops import (
     check_op_arguments,
     custom_ops_scope,
     custom_sharded_op_impl,
@@ -24,6 +23,7 @@ from shardwise.tensor.custom_ops import (
     has_custom_op,
     sharded_op_impl,
 )
+from shardwise.geometry import ChunkSpec, EnumerableSpec, GridSpec, ShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

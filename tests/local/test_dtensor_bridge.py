@@ -23,8 +23,8 @@ import shardwise
 import shardwise.compat
 from shardwise.comm import Comm, run_local
 from shardwise.compat import to_dtensor
+from shardwise.compat.dtensor.layouts import spec_from_dtensor, torch_placements
 from shardwise.geometry import LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.dtensor_layouts import spec_from_dtensor, torch_placements
 
 SQUARE, CUBE = Mesh.of(dp=2, tp=2), Mesh.of(pp=2, dp=3, tp=2)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, run_local
+from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -32,7 +33,6 @@ from shardwise.nn import (
     shard_parameter,
 )
 from shardwise.tensor import ShardedTensor, shard
-from shardwise.tensor.placement_specs import ChunkShardingSpec
 
 ROWS = ChunkSpec(0, ranks=2)
 UNEVEN = EnumerableSpec([Piece(Box((0, 0), (1, 4)), 1), Piece(Box((1, 0), (1, 4)), 0), Piece(Box((2, 0), (1, 4)), 1)])

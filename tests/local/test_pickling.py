@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, run_local
+from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Partial, Shard, ShardingSpec
 from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
-from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 TP = Mesh.of(tp=2)

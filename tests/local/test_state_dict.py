@@ -14,9 +14,9 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from shardwise.comm import Comm, run_local
+from shardwise.compat.state_dict import pre_load_state_dict_hook, state_dict_hook
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.state_dict import pre_load_state_dict_hook, state_dict_hook
 
 TWO_EACH = ChunkSpec(0, ranks=(0, 1, 0, 1))
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.comm import default_comm
+from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import rrefs
 from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
-from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.ranks.world import Ranks, world_fixture
 

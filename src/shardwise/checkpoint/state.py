@@ -20,8 +20,8 @@ from torch import Tensor
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.tree import MAX_DEPTH, Json, Scalar
 from shardwise.comm import Comm
+from shardwise.compat.dtensor.layouts import TENSOR_MODULE, spec_from_dtensor
 from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, spec_from_dtensor
 from shardwise.tensor import ShardedTensor, redistribute_many, wrap
 from shardwise.tensor.move import replicated_layout, single_rank_layout
 

@@ -4,9 +4,9 @@
 one to the other.
 """
 
-from shardwise.compat.dtensor import dtensor_fallback, from_dtensor, to_dtensor
+from shardwise.compat.dtensor.bridge import dtensor_fallback, from_dtensor, to_dtensor
+from shardwise.compat.dtensor.registration import register_torch_sharding as register_sharding
 from shardwise.compat.installing import Installation, install, uninstall
-from shardwise.ops import register_sharding
 
 __all__ = [
     "Installation",

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.compat.specs import shard_tensor
 from shardwise.embedding.slabs import owned_rows
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.spec_shard import shard_tensor
 
 Initialiser: TypeAlias = Callable[[nn.Module], object]
 RESET_METHODS = ("reset_parameters", "_reset_parameters")

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError, agree, name_ranks
+from shardwise.compat.specs import has_own_sharding
 from shardwise.geometry import Layout, Mesh, MeshSpec, ShardingSpec
 from shardwise.nn.patterns import PlanError
 from shardwise.tensor.move import format_layout_text
-from shardwise.tensor.placement_specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 PlanFields: TypeAlias = dict[str, object]
@@ -71,18 +71,13 @@ def lay_out_specs(specs: Mapping[str, ShardingSpec], tensors: Mapping[str, Tenso
         try:
             if isinstance(tensors[name], ShardedTensor):
                 raise PlanError("it is already sharded; change its layout with redistribute()")
-            if not _has_custom_sharding(spec):
+            if not has_own_sharding(spec):
                 found[name] = spec.layout(shape)
         except ValueError as error:
             problems.append(f"{name} of shape {shape}: {error}")
     if problems:
         raise PlanError("\n".join(problems))
     return found
-
-
-def _has_custom_sharding(spec: ShardingSpec) -> bool:
-    own = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard)
-    return isinstance(spec, PlacementShardingSpec) and type(spec).shard not in own
 
 
 def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, DisagreementError
+from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.embedding.local_batch import register_local_batch_hooks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.nn.inputs import register_input_hooks
@@ -32,7 +33,6 @@ from shardwise.nn.plan_checks import (
     layout_texts,
 )
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
-from shardwise.tensor.placement_specs import ChunkShardingSpec
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 OutputSpecs: TypeAlias = dict[str, ShardingSpec]

@@ -52,7 +52,7 @@ def comm_of(value: object) -> Comm | None:
     >>> comm_of(3) is None
     True
     """
-    comm = getattr(value, "_comm", None) if isinstance(value, Tensor) else None
+    comm = getattr(value, "comm", None) if isinstance(value, Tensor) else None
     return comm if isinstance(comm, Comm) else None
 
 

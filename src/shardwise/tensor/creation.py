@@ -11,7 +11,6 @@ from inspect import signature
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
-from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
@@ -21,7 +20,6 @@ from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.random import init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.random.distributions import Distribution, normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor, allocate_locals, wrap
-from shardwise.tensor.shards import Shard, ShardedTensorMetadata
 
 F = TypeVar("F", bound=Callable[..., ShardedTensor])
 
@@ -35,7 +33,6 @@ class CreationOptions(TypedDict, total=False):
     pin_memory: bool
     memory_format: torch.memory_format
     process_group: GroupOrComm | None
-    init_rrefs: bool
     device: torch.device | str | None
 
 
@@ -48,7 +45,6 @@ def empty(
     pin_memory: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
     process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
     device: torch.device | str | None = None,
 ) -> ShardedTensor:
     """A tensor whose values are not set. Local tensors are on the device the spec names, else on `device`.
@@ -66,11 +62,10 @@ def empty(
         pin_memory=pin_memory and device is None,
         memory_format=memory_format,
         process_group=process_group,
-        init_rrefs=init_rrefs and device is None,
     )
     if device is None:
         return tensor
-    return _empty_on_device(tensor, torch.device(device), pin_memory)._with_rrefs(init_rrefs)
+    return _empty_on_device(tensor, torch.device(device), pin_memory)
 
 
 def _empty_on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bool = False) -> ShardedTensor:
@@ -86,19 +81,23 @@ def _empty_on_device(tensor: ShardedTensor, device: torch.device, pin_memory: bo
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _takes_options_of_empty(function: F) -> F:
-    """Show the keywords of `empty` in the signature of a function that passes them on."""
-    own = [p for p in signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    passed_on = [p for p in signature(empty).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    positional = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-    named = [p for p in own if p.kind is p.KEYWORD_ONLY]
-    function.__signature__ = signature(function).replace(  # type: ignore[attr-defined]  # as functools.wraps sets it
-        parameters=[*positional, *passed_on, *named]
-    )
-    return function
+def takes_options_of(model: Callable[..., Any]) -> Callable[[F], F]:
+    """Show the keywords of a function in the signature of one that passes them on."""
+
+    def show(function: F) -> F:
+        own = [p for p in signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        passed_on = [p for p in signature(model).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        positional = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+        named = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        function.__signature__ = signature(function).replace(  # type: ignore[attr-defined]  # as functools.wraps sets it
+            parameters=[*positional, *passed_on, *named]
+        )
+        return function
+
+    return show
 
 
-@_takes_options_of_empty
+@takes_options_of(empty)
 def full(
     sharding_spec: ShardingSpec,
     size: Any,
@@ -121,7 +120,7 @@ def full(
         return fill_with(tensor, fill_value)
 
 
-@_takes_options_of_empty
+@takes_options_of(empty)
 def zeros(
     sharding_spec: ShardingSpec,
     *size: Any,
@@ -141,7 +140,7 @@ def zeros(
     )
 
 
-@_takes_options_of_empty
+@takes_options_of(empty)
 def ones(
     sharding_spec: ShardingSpec,
     *size: Any,
@@ -161,7 +160,7 @@ def ones(
     )
 
 
-@_takes_options_of_empty
+@takes_options_of(empty)
 def rand(
     sharding_spec: ShardingSpec,
     *size: Any,
@@ -186,7 +185,7 @@ def rand(
     return _draw_values("rand", tensor, lambda: uniform(0, 1, tensor.dtype), generator, seed)
 
 
-@_takes_options_of_empty
+@takes_options_of(empty)
 def randn(
     sharding_spec: ShardingSpec,
     *size: Any,
@@ -323,56 +322,3 @@ def _register_like_function(function: Callable[..., Any], native: Callable[..., 
 
 for _function, _native in _LIKE.items():
     _register_like_function(_function, _native)
-
-
-def init_from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: GroupOrComm | None = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """The tensor that all ranks' local shards make together; the ranks exchange theirs in one small message.
-
-    >>> from shardwise.comm import run_local
-    >>> def body(comm):
-    ...     own = Shard.from_tensor_and_offsets(torch.full((2,), comm.rank), [2 * comm.rank], comm.rank)
-    ...     return init_from_local_shards([own], 4).full().tolist()
-    >>> run_local(body, 2)
-    [[0, 0, 1, 1], [0, 0, 1, 1]]
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
-
-
-def init_from_local_shards_and_global_metadata(
-    local_shards: Sequence[Shard],
-    sharded_tensor_metadata: ShardedTensorMetadata,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-    sharding_spec: ShardingSpec | None = None,
-) -> ShardedTensor:
-    """The tensor that the metadata describes, the same on every rank; nothing is sent.
-
-    >>> own = Shard.from_tensor_and_offsets(torch.zeros(2), [0], rank=0)
-    >>> init_from_local_shards_and_global_metadata([own], ShardedTensorMetadata([own.metadata], torch.Size([2]))).shape
-    torch.Size([2])
-    """
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
-    )
-
-
-def init_from_local_tensor(
-    local_tensor: Tensor,
-    sharding_spec: ShardingSpec,
-    *global_size: Any,
-    process_group: GroupOrComm | None = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """The tensor of this spec and size of which each rank holds one local tensor.
-
-    >>> from shardwise.geometry import ChunkSpec
-    >>> init_from_local_tensor(torch.zeros(2, 3), ChunkSpec(0, ranks=1), [2, 3]).shape
-    torch.Size([2, 3])
-    """
-    return ShardedTensor._init_from_local_tensor(
-        local_tensor, sharding_spec, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )

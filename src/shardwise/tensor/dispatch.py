@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise._torch import DisableTorchFunctionSubclass, is_forward_grad_enabled, present_ops, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.custom_ops import find_custom_op, find_default_op, find_spec_op
+from shardwise.tensor.overrides import override_for
 
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
@@ -104,7 +104,7 @@ def call_function(
     first = next(sharded_leaves(args, kwargs), None)
     if first is not None:
         group = first.comm.process_group or first.comm
-        own = find_custom_op(func) or find_spec_op(first.sharding.spec, func) or find_default_op(func)
+        own = override_for(func, first.sharding.spec)
         if own is not None:
             return own(types, args, kwargs, group)
         known = _TABLE.get(func) if "out" not in kwargs else None  # writing to an existing tensor is an operator's task

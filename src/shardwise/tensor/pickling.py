@@ -1,17 +1,21 @@
-"""How does a sharded tensor pass through pickle, copy, deepcopy, torch.save and torch.load?
+"""How does a sharded tensor pass through pickle, copy, deepcopy, torch.save, torch.load, torch.distributed.checkpoint?
 
 A pickled tensor is one rank's part: its layout, its local tensors, and which rank of which world wrote it. It is read
 by the same rank of a world of the same size, on the default process group or that of `load_with_process_group`. Reading
 it elsewhere would produce the wrong shards, so it is an error, which names the fix: a checkpoint, which reshards.
 
 `torch.load` reads it with `weights_only=False`: a pickled layout is more than weights.
+
+torch.distributed.checkpoint (DCP) asks a tensor for the boxes that this rank writes and reads, and for a box's tensor.
+It calls methods of the tensor, so its modules are loaded by then and are not imported here.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +23,16 @@ from torch import Tensor
 
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
-from shardwise.geometry import Box, Layout, ShardingSpec
-from shardwise.tensor import rrefs
-from shardwise.tensor.comms import loading_group, resolve_comm
-from shardwise.tensor.execute import view_box
-from shardwise.tensor.shards import Shard, ShardedTensorMetadata
+from shardwise.geometry import Layout
+from shardwise.tensor.comms import loading_group
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from shardwise.tensor.sharded_tensor import ShardedTensor
 
+_DCP = "torch.distributed.checkpoint"
 _PICKLE_HINT = (
     "; a pickled ShardedTensor is read by the rank that wrote it in a world of the same size. To change either, "
     "write a checkpoint with shardwise.save and read it with shardwise.load, which reshards"
@@ -38,6 +43,7 @@ _PICKLE_HINT = (
 class ProcessGroupState:
     """Which rank of which group and world wrote a tensor.
 
+    >>> from shardwise.tensor.comms import resolve_comm
     >>> ProcessGroupState.of(resolve_comm())
     ProcessGroupState(local_rank=0, global_rank=0, local_world_size=1, global_world_size=1)
     """
@@ -64,14 +70,12 @@ class ProcessGroupState:
                 raise RuntimeError(f"{what} at save time was {saved}, but at load time was {found}{_PICKLE_HINT}")
 
 
-State: TypeAlias = tuple[list[Shard], ShardedTensorMetadata, ProcessGroupState, ShardingSpec, bool]
-
-
 @dataclass(frozen=True)
 class SavedTensor:
     """One rank's part of a sharded tensor, without its comm.
 
     `sample` has no elements; it holds the dtype and the device, so that `map_location` of torch.load applies to it too.
+    `extra` is what a subclass of ShardedTensor adds.
     """
 
     layout: Layout
@@ -79,7 +83,7 @@ class SavedTensor:
     anchor: Tensor | None
     sample: Tensor
     is_parameter: bool
-    init_rrefs: bool
+    extra: dict[str, Any]
     group: ProcessGroupState
 
 
@@ -91,7 +95,7 @@ def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
         anchor=tensor._anchor,
         sample=torch.empty(0, dtype=tensor.dtype, device=tensor.device),
         is_parameter=getattr(tensor, "_is_param", False),
-        init_rrefs=tensor._init_rrefs,
+        extra=tensor._extra_state(),
         group=ProcessGroupState.of(tensor.comm),
     )
     return rebuild, (type(tensor), saved)
@@ -99,37 +103,12 @@ def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
 
 def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
     """Make the tensor that `reduce` wrote, on the process group of the moment."""
-    comm = _comm_to_load_on(saved.group)
+    comm = comm_to_load_on(cls, saved.group)
     tensor: ShardedTensor = make_wrapper_subclass(
         cls, saved.layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
     tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = saved.layout, saved.locals, saved.anchor, comm
-    return _finish_rebuild(tensor, saved.init_rrefs, saved.is_parameter)
-
-
-def get_state(tensor: ShardedTensor) -> State:
-    """Return torch's state of a tensor: shards, metadata, group, spec, and whether it has remote references."""
-    group = ProcessGroupState.of(tensor.comm)
-    return tensor.local_shards(), tensor.metadata(), group, tensor.sharding_spec(), tensor._init_rrefs
-
-
-def set_state(tensor: ShardedTensor, state: State) -> None:
-    """Give a tensor of the same size and dtype torch's state, on the process group of the moment."""
-    shards, metadata, group, spec, init_rrefs = state
-    comm = _comm_to_load_on(group)
-    have, given = (tuple(tensor.shape), tensor.dtype), (tuple(metadata.size), metadata.tensor_properties.dtype)
-    if have != given:
-        raise ValueError(
-            f"a ShardedTensor of shape {have[0]} and {have[1]} cannot take a state of shape {given[0]} and {given[1]}; "
-            "make a tensor of the state's shape and dtype, or use pickle, which does"
-        )
-    layout = spec.layout(metadata.size)
-    tensor.local_parts = _locals_of(shards, layout, comm.rank)
-    tensor.sharding, tensor.comm, tensor._anchor = layout, comm, None
-    tensor._sharded_tensor_id = None
-    tensor._forget()
-    tensor.requires_grad_(metadata.tensor_properties.requires_grad)
-    _finish_rebuild(tensor, init_rrefs, is_parameter=False)
+    return _finish_rebuild(tensor, saved.extra, saved.is_parameter)
 
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
@@ -148,25 +127,24 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
 
 def _wrap_like(tensor: ShardedTensor, locals_: tuple[Tensor, ...], anchor: Tensor | None) -> ShardedTensor:
     made = tensor._like(tensor.sharding, locals_, anchor)
-    return _finish_rebuild(made, tensor._init_rrefs, getattr(tensor, "_is_param", False))
+    return _finish_rebuild(made, tensor._extra_state(), getattr(tensor, "_is_param", False))
 
 
-def _finish_rebuild(tensor: ShardedTensor, init_rrefs: bool, is_parameter: bool) -> ShardedTensor:
-    tensor._init_rrefs = init_rrefs
+def _finish_rebuild(tensor: ShardedTensor, extra: dict[str, Any], is_parameter: bool) -> ShardedTensor:
     if is_parameter:
         tensor._is_param = True
-    if init_rrefs:
-        rrefs.register_rrefs(tensor)
+    tensor._restore_extra_state(extra)
     return tensor
 
 
-def _comm_to_load_on(saved: ProcessGroupState) -> Comm:
+def comm_to_load_on(cls: type[ShardedTensor], saved: ProcessGroupState) -> Comm:
+    """Return the comm of the moment, checked to be like the one that a tensor was written on."""
     if loading_group() is None and saved.global_world_size > 1:
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor; '
             f"this one was written by rank {saved.global_rank} of a world of {saved.global_world_size}{_PICKLE_HINT}"
         )
-    comm = resolve_comm()
+    comm = cls._resolve_comm(None)
     saved.check(comm)
     return comm
 
@@ -179,14 +157,42 @@ def _world_size(comm: Comm) -> int:
     return comm.world_size if around is None else max(comm.world_size, around.world_size)
 
 
-def _locals_of(shards: list[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """The local tensors that shards, one for each piece, are parts of."""
-    shapes, table = layout.local_shapes(rank), layout.table.take(layout.rows_of(rank))
-    if len(table) != len(shards):
-        raise ValueError(f"rank {rank} holds {len(table)} pieces of {layout}; the state has {len(shards)} shards")
-    if len(shapes) == len(shards):
-        return tuple(shard.tensor for shard in shards)
-    whole = [shards[0].tensor.detach().new_empty(shape) for shape in shapes]
-    for shard, slot, start in zip(shards, table.slots.tolist(), table.local_offsets.tolist(), strict=True):
-        view_box(whole[slot], Box(tuple(start), tuple(shard.tensor.shape))).copy_(shard.tensor.detach())
-    return tuple(whole)
+def make_write_items(tensor: ShardedTensor, name: str) -> list[WriteItem]:
+    """What this rank offers to write; torch drops the copies of other ranks."""
+    planner, metadata = (sys.modules[f"{_DCP}.{part}"] for part in ("planner", "metadata"))
+    properties = metadata.TensorProperties(dtype=tensor.dtype)
+
+    def item(chunk: Any) -> Any:
+        data = planner.TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape)
+        return planner.WriteItem(
+            metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD, tensor_data=data
+        )
+
+    return [item(chunk) for chunk in held_chunks(tensor)]
+
+
+def held_chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """The boxes that this rank holds, without the empty ones."""
+    if tensor.sharding.pending is not None:
+        raise ValueError(
+            f"{tensor.sharding!r} has a {tensor.sharding.pending} pending, which torch.distributed.checkpoint cannot "
+            "store; redistribute it to Shard or Replicate first, or use shardwise.save"
+        )
+    chunk = sys.modules[f"{_DCP}.metadata"].ChunkStorageMetadata
+    return [
+        chunk(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
+        for shard in tensor.local_shards()
+        if 0 not in shard.metadata.shard_sizes
+    ]
+
+
+def find_chunk_tensor(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
+    """The tensor of the box that begins at the requested offset."""
+    for shard in tensor.local_shards():
+        found = torch.Size(shard.metadata.shard_offsets) == index.offset
+        if found and 0 not in shard.metadata.shard_sizes:
+            return shard.tensor.detach()
+    raise ValueError(
+        f"{index.fqn}: this rank has no box that begins at {tuple(index.offset or ())}; its boxes begin at "
+        f"{[tuple(s.metadata.shard_offsets) for s in tensor.local_shards()][:8]}"
+    )

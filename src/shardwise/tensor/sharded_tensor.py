@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,21 @@ from torch import Tensor
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
-from shardwise.tensor import dcp_protocol, pickling, rrefs
+from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
-from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.dispatch import call_operator, enter_function
 from shardwise.tensor.execute import Handle
-from shardwise.tensor.from_shards import (
-    TensorParts,
-    agree_on_parts_of_tensor,
-    build_parts_from_metadata,
-    gather_parts_from_shards,
-)
-from shardwise.tensor.held_shards import make_local_shards
 from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
-from shardwise.tensor.placement_specs import metadata_of, spec_on_device
 from shardwise.tensor.reductions import check_conversion
-from shardwise.tensor.shards import Shard, ShardedTensorMetadata, TensorProperties
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from shardwise.tensor.shards import (
+    Shard,
+    ShardedTensorMetadata,
+    TensorProperties,
+    describe_layout,
+    make_local_shards,
+    spec_on_device,
+)
 
 
 def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:
@@ -86,11 +82,12 @@ def wrap(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     anchor: Tensor | None = None,
+    cls: type[ShardedTensor] | None = None,
 ) -> ShardedTensor:
     """A ShardedTensor over these local tensors, unchecked; dtype and device count where this rank has none."""
     known = locals_[0] if locals_ else None
     tensor: ShardedTensor = make_wrapper_subclass(
-        ShardedTensor,
+        cls or ShardedTensor,
         layout.shape,
         dtype=dtype if known is None else known.dtype,
         device=(device or comm.device) if known is None else known.device,
@@ -124,11 +121,6 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     local_parts: tuple[Tensor, ...]
     comm: Comm
     _anchor: Tensor | None = None
-    _init_rrefs: bool = False
-    _sharded_tensor_id: int | None = None
-    _remote_shards: dict[int, list[Any]]
-
-    ProcessGroupState = pickling.ProcessGroupState
 
     @staticmethod
     def __new__(
@@ -140,8 +132,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
-        process_group: dist.ProcessGroup | Comm | None = None,
-        init_rrefs: bool = False,
+        process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
@@ -149,22 +140,27 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
             raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
         if memory_format != torch.contiguous_format:
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, got {memory_format}")
-        comm = resolve_comm(process_group)
+        comm = cls._resolve_comm(process_group)
         dtype = dtype or torch.get_default_dtype()
         where = sharding_spec.layout(size_to_tuple(size))
-        _check_ranks(where, comm)
-        tensor = wrap(where, allocate_locals(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype)
-        tensor.requires_grad_(requires_grad)
-        return tensor._with_rrefs(init_rrefs)
-
-    def _with_rrefs(self, init_rrefs: bool) -> ShardedTensor:
-        self._init_rrefs = init_rrefs
-        if init_rrefs:
-            rrefs.register_rrefs(self)
-        return self
+        cls._check_ranks(where, comm)
+        tensor = wrap(where, allocate_locals(where, comm, dtype, pin_memory=pin_memory), comm, dtype=dtype, cls=cls)
+        return tensor.requires_grad_(requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    @staticmethod
+    def _resolve_comm(process_group: GroupOrComm | None) -> Comm:
+        return resolve_comm(process_group)
+
+    @staticmethod
+    def _check_ranks(layout: Layout, comm: Comm) -> None:
+        outside = sorted(set(layout.ranks) - set(comm.ranks))
+        if outside:
+            raise ValueError(
+                f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}"
+            )
 
     # What is where
 
@@ -211,7 +207,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
             properties = TensorProperties(
                 dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned()
             )
-            self.__dict__["_described"] = metadata_of(self.sharding, properties, self.device)
+            self.__dict__["_described"] = describe_layout(self.sharding, properties, self.device)
         described: ShardedTensorMetadata = self.__dict__["_described"]
         return described
 
@@ -219,71 +215,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         """The global shape."""
         return self.shape
 
-    def remote_shards(self) -> dict[int, list[Any]]:
-        """RRefs to the shards of other ranks, by RPC rank; needs `init_rrefs=True`."""
-        return rrefs.remote_shards(self)
-
-    @property
-    def _metadata(self) -> ShardedTensorMetadata:
-        return self.metadata()
-
-    @property
-    def _local_shards(self) -> list[Shard]:
-        return self.local_shards()
-
-    @property
-    def _sharding_spec(self) -> ShardingSpec:
-        return self.sharding_spec()
-
-    @property
-    def _process_group(self) -> dist.ProcessGroup | None:
-        return self.comm.process_group
-
-    def _get_preferred_device(self) -> torch.device:
-        return self.comm.device
-
-    @classmethod
-    def _init_from_local_shards(
-        cls, local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
-    ) -> ShardedTensor:
-        comm = resolve_comm(process_group)
-        return cls._from_parts(gather_parts_from_shards(local_shards, global_size, comm), comm, init_rrefs)
-
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(
-        cls,
-        local_shards: Sequence[Shard],
-        sharded_tensor_metadata: ShardedTensorMetadata,
-        process_group: Any = None,
-        init_rrefs: bool = False,
-        sharding_spec: ShardingSpec | None = None,
-    ) -> ShardedTensor:
-        comm = resolve_comm(process_group)
-        parts = build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
-        return cls._from_parts(parts, comm, init_rrefs)
-
-    @classmethod
-    def _init_from_local_tensor(
-        cls,
-        local_tensor: Tensor,
-        sharding_spec: ShardingSpec,
-        *global_size: Any,
-        process_group: Any = None,
-        init_rrefs: bool = False,
-    ) -> ShardedTensor:
-        comm = resolve_comm(process_group)
-        return cls._from_parts(
-            agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm), comm, init_rrefs
-        )
-
-    @classmethod
-    def _from_parts(cls, parts: TensorParts, comm: Comm, init_rrefs: bool) -> ShardedTensor:
-        return wrap(parts.layout, parts.locals, comm, dtype=parts.dtype)._with_rrefs(init_rrefs)
-
     # Moving
 
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> ShardedTensor:
-        return wrap(layout, locals_, self.comm, dtype=self.dtype, device=self.device, anchor=anchor)
+        return wrap(layout, locals_, self.comm, dtype=self.dtype, device=self.device, anchor=anchor, cls=type(self))
 
     def redistribute(
         self, target: Any, *, async_op: bool = False, max_buffer_bytes: int | None = None, label: str = "redistribute"
@@ -383,9 +318,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
-        comm = self.comm if group is None else resolve_comm(group)
+        comm = self.comm if group is None else self._resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
-        return wrap(where, locals_, comm, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor)
+        made = (where, locals_, comm)
+        return wrap(*made, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor, cls=type(self))
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
@@ -441,11 +377,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         return pickling.deep_copy(self, memo)
 
-    def __getstate__(self) -> Any:
-        return pickling.get_state(self)
+    def _extra_state(self) -> dict[str, Any]:
+        """What a subclass adds to copies and pickles; `_restore_extra_state` takes it on the other side."""
+        return {}
 
-    def __setstate__(self, state: Any) -> None:
-        pickling.set_state(self, state)
+    def _restore_extra_state(self, extra: dict[str, Any]) -> None:
+        self.__dict__.update(extra)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickling.reduce(self)
@@ -453,18 +390,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     # Being saved and loaded by torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return list(dcp_protocol.make_write_items(self, fqn))
+        return list(pickling.make_write_items(self, fqn))
 
     def __create_chunk_list__(self) -> list[Any]:
-        return list(dcp_protocol.held_chunks(self))
+        return list(pickling.held_chunks(self))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return dcp_protocol.find_chunk_tensor(self, index)
-
-
-def _check_ranks(layout: Layout, comm: Comm) -> None:
-    outside = sorted(set(layout.ranks) - set(comm.ranks))
-    if outside:
-        raise ValueError(
-            f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}"
-        )
+        return pickling.find_chunk_tensor(self, index)

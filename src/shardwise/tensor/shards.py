@@ -1,6 +1,8 @@
-"""How the pieces of a sharded tensor are described to users of torch's names: offsets, sizes, placement, properties.
+"""How the pieces of a sharded tensor are described: offsets, sizes, placement, properties, by torch's names for them.
 
-One local tensor together with what it is of the whole: torch's `Shard`.
+A `Shard` is one local tensor together with what it is of the whole. The shards of a ShardedTensor are tied to it: what
+is assigned to `shard.tensor` becomes a local tensor. torch's CPU offload assigns in this way; without the tie the new
+memory would belong to the Shard alone, and what is written there later would be lost.
 """
 
 from __future__ import annotations
@@ -8,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.distributed.remote_device import _remote_device
+
+from shardwise.geometry import Box, Layout, ShardingSpec
+from shardwise.tensor.execute import view_box
+
+if TYPE_CHECKING:
+    from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
 class MEM_FORMAT_ENCODING(Enum):
@@ -168,3 +179,78 @@ class Shard:
         ShardMetadata(shard_offsets=[4], shard_sizes=[2], placement=rank:3/cpu)
         """
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"))
+
+
+def describe_layout(
+    layout: Layout, properties: TensorProperties, device: torch.device | str = "cpu"
+) -> ShardedTensorMetadata:
+    """Return the shards of a layout: as its spec describes them, if it has torch's `build_metadata`, else all on the
+    devices that the layout names or on `device`.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> describe_layout(ChunkSpec(0, ranks=2).layout((3,)), TensorProperties()).shards_metadata[1]
+    ShardMetadata(shard_offsets=[2], shard_sizes=[1], placement=rank:1/cpu)
+    """
+    size, build = torch.Size(layout.shape), getattr(layout.spec, "build_metadata", None)
+    if build is not None:
+        described: ShardedTensorMetadata = build(size, properties)
+        return described
+    shards = [ShardMetadata(p.box.offsets, p.box.sizes, f"rank:{p.rank}/{p.device or device}") for p in layout.pieces]
+    return ShardedTensorMetadata(shards, size, properties)
+
+
+def spec_on_device(spec: ShardingSpec, device: torch.device | str) -> ShardingSpec:
+    """Return a spec that names devices with this one in their place; specs that name none stay as they are.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> spec_on_device(ChunkSpec(0, ranks=2), "cpu")
+    ChunkSpec(dim=0, ranks=0..1)
+    """
+    move = getattr(spec, "with_device", None)
+    moved: ShardingSpec = spec if move is None else move(device)
+    return moved
+
+
+def make_local_shards(tensor: ShardedTensor) -> list[Shard]:
+    """The shards of this rank; their tensors are views of the local tensors."""
+    rows = tensor.sharding.rows_of(tensor.comm.rank)
+    own = tensor.sharding.table.take(rows)
+    described = tensor.metadata().shards_metadata
+    shards = []
+    for row, slot, start, size in zip(
+        rows.tolist(), own.slots.tolist(), own.local_offsets.tolist(), own.sizes.tolist(), strict=True
+    ):
+        local = tensor.local_parts[slot]
+        shard = Shard(view_box(local, Box(tuple(start), tuple(size))), described[row])
+        shard._replaced = partial(_replace_local, ref(tensor), slot, tuple(size) == tuple(local.shape))
+        shards.append(shard)
+    return shards
+
+
+def _replace_local(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tensor, new: Tensor) -> None:
+    """Make a tensor that was assigned to a shard the local tensor of the shard's owner, or say why not."""
+    tensor = owner()
+    if tensor is None or new is old or not _is_current(tensor, slot, old):
+        return
+    if not whole:
+        raise ValueError(
+            f"a shard that is a part of a local tensor of shape {tuple(tensor.local_parts[slot].shape)} cannot "
+            "have memory of its own; write the values into it: shard.tensor.copy_(new)"
+        )
+    if tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype:
+        raise ValueError(
+            f"a shard of shape {tuple(old.shape)} and {old.dtype} cannot take a tensor of shape {tuple(new.shape)} and "
+            f"{new.dtype}; convert it first, or make a new ShardedTensor with to() or from_local()"
+        )
+    if new.device != old.device:
+        tensor.sharding = spec_on_device(tensor.sharding.spec, new.device).layout(tensor.sharding.shape)
+    tensor.local_parts = (*tensor.local_parts[:slot], new, *tensor.local_parts[slot + 1 :])
+    tensor.__dict__.pop("_described", None)
+
+
+def _is_current(tensor: ShardedTensor, slot: int, old: Tensor) -> bool:
+    """Whether a shard's tensor is still memory of the ShardedTensor, which may have been resharded since."""
+    if slot >= len(tensor.local_parts):
+        return False
+    held = tensor.local_parts[slot]
+    return old is held or old._base is held

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise._torch import DisableTorchFunctionSubclass
-from shardwise.tensor.custom_ops import Decorator, Op, check_op_arguments
+from shardwise.compat.custom_ops import Decorator, Op, check_op_arguments
 
 
 def _basic_validation(op: Op, args: Any = (), kwargs: Any = None) -> None:

@@ -4,7 +4,7 @@ import functools
 from inspect import signature
 from typing import Any
 
-from shardwise.tensor.custom_ops import Impl, Op, Table, check_op_arguments, function_name
+from shardwise.compat.custom_ops import Impl, Op, Table, check_op_arguments, function_name
 
 
 def _register_op(op: Op, func: Impl, op_table: Table) -> None:

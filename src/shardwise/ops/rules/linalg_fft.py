@@ -125,7 +125,7 @@ def _register_batched(op: Any, whole: int, local: Any = None) -> None:
         found = batch_strategies(_tensor_metas((*args, *kwargs.values())), whole, len(op._schema.returns))
         return [Strategy(s.outputs, s.inputs, local) for s in found]
 
-    register_sharding(op, rule, dtensor=False)
+    register_sharding(op, rule)
 
 
 def pad_empty(op: Any) -> Any:
@@ -167,7 +167,7 @@ def _register_fourier(op: Any) -> None:
         kept = [Strategy((Shard(d),), (Shard(d),), pad_empty(op)) for d in range(x.ndim) if d not in gone]
         return [_replicated_strategy([x], 1), *kept]
 
-    register_sharding(op, rule, dtensor=False)
+    register_sharding(op, rule)
 
 
 for _op in FOURIER:
@@ -210,7 +210,7 @@ def _register_whole(op: Any) -> None:
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
         return [_replicated_strategy(_tensor_metas((*args, *kwargs.values())), len(op._schema.returns))]
 
-    register_sharding(op, rule, dtensor=False)
+    register_sharding(op, rule)
 
 
 for _op in REPLICATED_ONLY_OPS:

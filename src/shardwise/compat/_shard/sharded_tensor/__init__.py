@@ -8,10 +8,10 @@ from shardwise.compat._shard.sharded_tensor.api import (
     TensorProperties,
 )
 from shardwise.compat._shard.sharded_tensor.metadata import ShardMetadata
-from shardwise.tensor.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
-from shardwise.tensor.custom_ops import custom_sharded_op_impl
-from shardwise.tensor.custom_ops import sharded_op_impl as _sharded_op_impl
-from shardwise.tensor.state_dict import pre_load_state_dict_hook, state_dict_hook
+from shardwise.compat.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from shardwise.compat.custom_ops import custom_sharded_op_impl
+from shardwise.compat.custom_ops import sharded_op_impl as _sharded_op_impl
+from shardwise.compat.state_dict import pre_load_state_dict_hook, state_dict_hook
 
 __all__ = [
     "Shard",

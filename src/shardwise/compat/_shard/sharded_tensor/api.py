@@ -4,11 +4,10 @@ import torch
 
 from shardwise.compat._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.compat._shard.sharded_tensor.shard import Shard
-from shardwise.tensor.rrefs import _sharded_tensor_map
-from shardwise.tensor.rrefs import register_remote_shards as _register_remote_shards
-from shardwise.tensor.sharded_tensor import ShardedTensor
-
-ShardedTensorBase = ShardedTensor
+from shardwise.compat.rrefs import _sharded_tensor_map
+from shardwise.compat.rrefs import register_remote_shards as _register_remote_shards
+from shardwise.compat.sharded_tensor import TorchShardedTensor as ShardedTensor
+from shardwise.compat.sharded_tensor import TorchShardedTensorBase as ShardedTensorBase
 
 
 def _create_tensor_from_params(

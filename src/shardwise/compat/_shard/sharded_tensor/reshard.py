@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.remote_device import _remote_device
 
+from shardwise.compat.metadata import rank_of
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
-from shardwise.tensor.placement_specs import metadata_of
-from shardwise.tensor.remote_devices import rank_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.shards import Shard, ShardMetadata, TensorProperties
+from shardwise.tensor.shards import Shard, ShardMetadata, TensorProperties, describe_layout
 
 
 def get_idx_from_placements(placements: Sequence[_remote_device], current_rank: int) -> int:
@@ -25,7 +24,7 @@ def build_reshard_metadata(
     st_size: torch.Size, sharding_spec: ShardingSpec, world_size: int
 ) -> tuple[list[ShardMetadata], list[int]]:
     """Return the shards of a spec by rank, and the ranks in the order of the spec, which says how many there are."""
-    shards = metadata_of(sharding_spec.layout(st_size), TensorProperties()).shards_metadata
+    shards = describe_layout(sharding_spec.layout(st_size), TensorProperties()).shards_metadata
     return _by_rank(shards), [rank_of(shard.placement) for shard in shards]
 
 

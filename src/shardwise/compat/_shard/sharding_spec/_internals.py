@@ -1,9 +1,9 @@
 """The names of `torch.distributed._shard.sharding_spec._internals`."""
 
-from shardwise.tensor.chunk_arithmetic import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
-from shardwise.tensor.metadata_checks import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.tensor.metadata_checks import check_tiles as check_tensor
-from shardwise.tensor.metadata_checks import pair_overlaps as _check_shard_metadata_pair_overlap
+from shardwise.compat.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
+from shardwise.compat.metadata import check_tiles as check_tensor
+from shardwise.compat.metadata import pair_overlaps as _check_shard_metadata_pair_overlap
+from shardwise.compat.specs import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
 __all__ = [
     "_check_shard_metadata_pair_overlap",

@@ -3,16 +3,16 @@
 from typing import Any
 
 from shardwise.compat._shard.metadata import ShardMetadata
-from shardwise.tensor.comms import GroupOrComm
-from shardwise.tensor.custom_ops import Op, custom_sharding_spec_op, dispatch_custom_op, has_custom_op
-from shardwise.tensor.placement_specs import (
+from shardwise.compat.custom_ops import Op, custom_sharding_spec_op, dispatch_custom_op, has_custom_op
+from shardwise.compat.specs import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,
 )
-from shardwise.tensor.placement_specs import PlacementShardingSpec as ShardingSpec
-from shardwise.tensor.placement_specs import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
+from shardwise.compat.specs import PlacementShardingSpec as ShardingSpec
+from shardwise.compat.specs import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
+from shardwise.tensor.comms import GroupOrComm
 
 
 def _has_custom_op(sharding_spec: object, op: Op) -> bool:

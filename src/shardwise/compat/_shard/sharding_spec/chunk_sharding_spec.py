@@ -1,5 +1,5 @@
 """The names of `torch.distributed._shard.sharding_spec.chunk_sharding_spec`."""
 
-from shardwise.tensor.placement_specs import ChunkShardingSpec
+from shardwise.compat.specs import ChunkShardingSpec
 
 __all__ = ["ChunkShardingSpec"]

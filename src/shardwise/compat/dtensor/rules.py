@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from shardwise._torch import OpOverload, clear_dtensor_caches
+from shardwise.compat.dtensor.layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
 from shardwise.geometry import Shard
-from shardwise.ops.dtensor_layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
 from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalise_strategies
 from shardwise.ops.engine.schema import Slot
 

@@ -10,24 +10,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.distributed.remote_device import _remote_device
 
+from shardwise.comm import agree
+from shardwise.compat.metadata import (
+    check_no_overlap,
+    check_same_ndim,
+    check_tiles,
+    columns_of,
+    rank_of,
+    with_device,
+)
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
 from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes
 from shardwise.geometry.layout import check_piece_table, check_shape
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.tensor.comms import GroupOrComm
-from shardwise.tensor.metadata_checks import check_no_overlap, check_same_ndim, check_tiles, columns_of
-from shardwise.tensor.remote_devices import rank_of, with_device
+from shardwise.tensor.redistribute import shard
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class PlacementSpec(ABC):  # noqa: B024 (a base to subclass, with nothing to define)
@@ -50,7 +56,12 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class PlacementShardingSpec(ShardingSpec):
-    """The base of specs in torch's manner: `build_metadata` says where everything is, and `pieces` follows from it."""
+    """The base of specs in torch's manner: `build_metadata` says where everything is, and `pieces` follows from it.
+
+    `tensor_type` is the class of the tensors that `shard` of torch's own specs makes.
+    """
+
+    tensor_type: ClassVar[type[ShardedTensor]] = ShardedTensor
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
@@ -70,12 +81,6 @@ class PlacementShardingSpec(ShardingSpec):
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         metadata = self.build_metadata(torch.Size(shape), TensorProperties())
         return build_piece_table(metadata.shards_metadata, shape)
-
-
-class Scatter:
-    """How `spec.shard` makes a ShardedTensor: filled by the module that defines it, which imports this one."""
-
-    run: Callable[[torch.Tensor, ShardingSpec, int, GroupOrComm | None], Any]
 
 
 def build_piece_table(shards: Sequence[ShardMetadata], shape: tuple[int, ...]) -> PieceTable:
@@ -126,6 +131,14 @@ class ChunkShardingSpec(PlacementShardingSpec):
     def __hash__(self) -> int:
         return hash((self.dim, tuple(self.remote_devices)))
 
+    def with_device(self, device: torch.device | str) -> ChunkShardingSpec:
+        """Return the spec with every chunk on a device of the same rank.
+
+        >>> ChunkShardingSpec(0, ["rank:1/cuda:1", "rank:0/cuda:0"]).with_device("cpu")
+        ChunkShardingSpec(dim=0, placements=[rank:1/cpu, rank:0/cpu])
+        """
+        return replace(self, placements=[with_device(p, device) for p in self.remote_devices])
+
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         if type(self).build_metadata is not ChunkShardingSpec.build_metadata:
             return super().resolve(shape)
@@ -144,18 +157,18 @@ class ChunkShardingSpec(PlacementShardingSpec):
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """Return all shards of a tensor of this size, in the order of the placements."""
         dim = self._check_dim(tensor_sizes)
-        shards, start = [], 0
+        shards = []
         lengths = chunk_sizes(tensor_sizes[dim], len(self.placements))
-        for length, placement in zip(lengths, self.remote_devices, strict=True):
+        for index, (length, placement) in enumerate(zip(lengths, self.remote_devices, strict=True)):
             offsets, sizes = [0] * len(tensor_sizes), list(tensor_sizes)
-            offsets[dim], sizes[dim] = start, length
+            # Empty chunks start past the end, each elsewhere: torch.distributed.checkpoint tells shards by offset.
+            offsets[dim], sizes[dim] = lengths[0] * index, length
             shards.append(ShardMetadata(offsets, sizes, placement))
-            start += length
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupOrComm | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
-        return Scatter.run(tensor, self, src_rank, process_group)
+        return scatter(tensor, self, src_rank, process_group, self.tensor_type)
 
 
 @dataclass
@@ -178,6 +191,11 @@ class EnumerableShardingSpec(PlacementShardingSpec):
     def __hash__(self) -> int:
         return hash((len(self.shards), self.shards[0], self.shards[-1]))
 
+    def with_device(self, device: torch.device | str) -> EnumerableShardingSpec:
+        """Return the spec with every shard on a device of the same rank."""
+        shards = [ShardMetadata(s.shard_offsets, s.shard_sizes, with_device(s.placement, device)) for s in self.shards]
+        return replace(self, shards=shards)
+
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """Return the shards, checked to cover a tensor of this size."""
         check_tiles(self.shards, tensor_sizes)
@@ -185,22 +203,7 @@ class EnumerableShardingSpec(PlacementShardingSpec):
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: GroupOrComm | None = None) -> Any:
         """Return a ShardedTensor that holds the tensor of `src_rank` (its rank in the group)."""
-        return Scatter.run(tensor, self, src_rank, process_group)
-
-
-def metadata_of(
-    layout: Layout, properties: TensorProperties, device: torch.device | str = "cpu"
-) -> ShardedTensorMetadata:
-    """Return the shards of a layout: on the devices that its spec names, else all on `device`.
-
-    >>> layout = ChunkSpec(0, ranks=2).layout((3,))
-    >>> metadata_of(layout, TensorProperties()).shards_metadata[1]
-    ShardMetadata(shard_offsets=[2], shard_sizes=[1], placement=rank:1/cpu)
-    """
-    if isinstance(layout.spec, PlacementShardingSpec):
-        return layout.spec.build_metadata(torch.Size(layout.shape), properties)
-    shards = [ShardMetadata(p.box.offsets, p.box.sizes, f"rank:{p.rank}/{p.device or device}") for p in layout.pieces]
-    return ShardedTensorMetadata(shards, torch.Size(layout.shape), properties)
+        return scatter(tensor, self, src_rank, process_group, self.tensor_type)
 
 
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ChunkShardingSpec | EnumerableShardingSpec:
@@ -244,15 +247,85 @@ def _keeps_turns(order: IntArray, placements: Sequence[_remote_device | None]) -
     return True
 
 
-def spec_on_device(spec: ShardingSpec, device: torch.device | str) -> ShardingSpec:
-    """Return the spec with every placement moved to a device of the same rank; specs that name no device stay.
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """Return the length of all chunks but the last ones.
 
-    >>> spec_on_device(ChunkShardingSpec(0, ["rank:1/cuda:1", "rank:0/cuda:0"]), "cpu")
-    ChunkShardingSpec(dim=0, placements=[rank:1/cpu, rank:0/cpu])
+    >>> get_split_size(10, 4)
+    3
     """
-    if isinstance(spec, ChunkShardingSpec):
-        return replace(spec, placements=[with_device(p, device) for p in spec.remote_devices])
-    if isinstance(spec, EnumerableShardingSpec):
-        shards = [ShardMetadata(s.shard_offsets, s.shard_sizes, with_device(s.placement, device)) for s in spec.shards]
-        return replace(spec, shards=shards)
-    return spec
+    return -(-dim_size // chunks)
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """Return the length of chunk `idx`.
+
+    >>> [get_chunked_dim_size(10, 3, i) for i in range(5)]
+    [3, 3, 3, 1, 0]
+    """
+    return max(0, min(split_size, dim_size - split_size * idx))
+
+
+def get_chunk_sharding_params(
+    sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
+) -> tuple[int, int]:
+    """Return where the chunk of a rank starts and how long it is.
+
+    >>> get_chunk_sharding_params(5, 2, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), rank=0)
+    (3, 2)
+    """
+    ranks = [rank_of(placement) for placement in spec.remote_devices]
+    if rank not in ranks:
+        raise LayoutError(f"rank {rank} is not among the placements' ranks {ranks}; it has no chunk")
+    split, index = get_split_size(sharding_dim_size, world_size), ranks.index(rank)
+    return min(split * index, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, index)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: GroupOrComm | None = None,
+    tensor_type: type[ShardedTensor] = ShardedTensor,
+) -> ShardedTensor:
+    """Return the tensor of `src_rank`, counted in the group, laid out by a spec; a leaf, as the tensor may be.
+
+    >>> scatter(torch.arange(4), ChunkShardingSpec(0, ["rank:0/cpu"])).local_tensor()
+    tensor([0, 1, 2, 3])
+    """
+    comm = tensor_type._resolve_comm(process_group)
+    if not 0 <= src_rank < comm.world_size:
+        raise ValueError(f"src_rank={src_rank} is not in the group: it has ranks 0 to {comm.world_size - 1}")
+    made = shard(tensor.detach(), spec, comm.ranks[src_rank], comm=comm)
+    made.__class__ = tensor_type
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def has_own_sharding(spec: ShardingSpec) -> bool:
+    """Whether a spec is a user's own with a `shard` method of its own."""
+    known = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard)
+    return isinstance(spec, PlacementShardingSpec) and type(spec).shard not in known
+
+
+def shard_tensor(
+    tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: GroupOrComm | None = None,
+    tensor_type: type[ShardedTensor] = ShardedTensor,
+) -> Any:
+    """Return the tensor of `src_rank`, counted in the group, laid out by a spec, which a user's `shard` may implement.
+
+    >>> shard_tensor(torch.arange(4), ChunkShardingSpec(0, ["rank:0/cpu"])).full()
+    tensor([0, 1, 2, 3])
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"input tensor is not a contiguous Tensor: shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
+            "call contiguous() on it first"
+        )
+    if not has_own_sharding(sharding_spec):
+        return scatter(tensor, sharding_spec, src_rank, process_group, tensor_type)
+    fields = {"src_rank": src_rank, "sharding_spec": sharding_spec}
+    agree(tensor_type._resolve_comm(process_group), fields, label="_shard_tensor")
+    assert isinstance(sharding_spec, PlacementShardingSpec)
+    return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)

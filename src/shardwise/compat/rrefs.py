@@ -21,15 +21,15 @@ from torch.distributed import rpc
 from shardwise.comm import Comm, name_ranks
 
 if TYPE_CHECKING:
-    from shardwise.tensor.sharded_tensor import ShardedTensor
+    from shardwise.compat.sharded_tensor import TorchShardedTensor
 
 _ENTRY = struct.Struct("<qq")
 _NO_RPC = -1
 _numbers = itertools.count()
-_sharded_tensor_map: dict[int, weakref.ref[ShardedTensor]] = {}
+_sharded_tensor_map: dict[int, weakref.ref[TorchShardedTensor]] = {}
 
 
-def register_rrefs(tensor: ShardedTensor) -> None:
+def register_rrefs(tensor: TorchShardedTensor) -> None:
     """Give every rank of a tensor references to the others' shards.
 
     All ranks of the tensor's process group call it together, after `torch.distributed.rpc.exchange_rrefs`.
@@ -44,13 +44,13 @@ def register_rrefs(tensor: ShardedTensor) -> None:
         raise
 
 
-def forget_rrefs(tensor: ShardedTensor) -> None:
+def forget_rrefs(tensor: TorchShardedTensor) -> None:
     """Let references to a tensor's number go; a tensor that is collected is forgotten without this."""
     if tensor._sharded_tensor_id is not None:
         _forget_number(tensor._sharded_tensor_id)
 
 
-def exchange_rrefs(tensor: ShardedTensor) -> None:
+def exchange_rrefs(tensor: TorchShardedTensor) -> None:
     """Send references to this rank's shards to the other ranks of the tensor's group and receive theirs."""
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
     comm, tensor._remote_shards = tensor.comm, {}
@@ -79,7 +79,7 @@ def register_remote_shards(sharded_tensor_id: int, rrefs: list[Any], rpc_rank: i
     tensor._remote_shards[rpc_rank] = rrefs
 
 
-def remote_shards(tensor: ShardedTensor) -> dict[int, list[Any]]:
+def remote_shards(tensor: TorchShardedTensor) -> dict[int, list[Any]]:
     """Return the references to the shards of the other ranks, by RPC rank."""
     if not tensor._init_rrefs:
         raise RuntimeError(

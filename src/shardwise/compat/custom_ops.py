@@ -4,31 +4,45 @@
 2. `custom_sharding_spec_op(spec_class, func)`: for tensors laid out by that class of spec or by one derived from it.
 3. `sharded_op_impl(func)`: a default, which the two above override.
 
-The tables are keyed by the functions and classes themselves: two classes of one name do not collide. Registering a
-function again replaces the earlier implementation.
+`shardwise.tensor.overrides` has the table, keyed by the functions and classes themselves: two classes of one name do
+not collide. Registering a function again replaces the earlier implementation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any, TypeAlias
 
 from shardwise._torch import pytree
 from shardwise.comm import Comm
-from shardwise.tensor import caches
 from shardwise.tensor.comms import GroupOrComm, comm_of, same_group
+from shardwise.tensor.overrides import DEFAULT, EVERY, Override, find_override, set_override
+from shardwise.tensor.overrides import overrides_scope as custom_ops_scope
 
 Op: TypeAlias = Callable[..., Any]
-Impl: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+Impl: TypeAlias = Override
 Table: TypeAlias = dict[Op, Impl]
 Decorator: TypeAlias = Callable[[Impl], Impl]
 
-_custom: Table = {}
-_by_spec: dict[type, Table] = {}
-_default: Table = {}
+__all__ = [
+    "Decorator",
+    "Impl",
+    "Op",
+    "Table",
+    "check_op_arguments",
+    "custom_ops_scope",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "dispatch_custom_op",
+    "find_custom_op",
+    "find_default_op",
+    "find_spec_op",
+    "function_name",
+    "has_custom_op",
+    "sharded_op_impl",
+]
 
 
 def custom_sharded_op_impl(func: Op) -> Decorator:
@@ -47,7 +61,7 @@ def custom_sharded_op_impl(func: Op) -> Decorator:
     >>> find_custom_op(torch.asin) is None
     True
     """
-    return functools.partial(_register_custom_op, _custom, func)
+    return functools.partial(_register_custom_op, EVERY, func)
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
@@ -69,7 +83,7 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Decorator:
             f"custom_sharding_spec_op takes a class of sharding specs and a torch function; got "
             f"{sharding_spec_class!r} in place of the class"
         )
-    return functools.partial(_register_custom_op, _by_spec.setdefault(sharding_spec_class, {}), func)
+    return functools.partial(_register_custom_op, sharding_spec_class, func)
 
 
 def sharded_op_impl(func: Op) -> Decorator:
@@ -83,28 +97,22 @@ def sharded_op_impl(func: Op) -> Decorator:
     ...     find_default_op(torch.asin) is asin
     True
     """
-    return functools.partial(_register_custom_op, _default, func)
+    return functools.partial(_register_custom_op, DEFAULT, func)
 
 
 def find_custom_op(func: Op) -> Impl | None:
     """Return the implementation registered by `custom_sharded_op_impl`, or None."""
-    return _custom.get(func)
+    return find_override(func, EVERY)
 
 
 def find_spec_op(spec: object, func: Op) -> Impl | None:
     """Return the implementation registered for the nearest class of a spec, its bases included, or None."""
-    if not _by_spec:
-        return None
-    for cls in type(spec).__mro__:
-        table = _by_spec.get(cls)
-        if table is not None and func in table:
-            return table[func]
-    return None
+    return find_override(func, *type(spec).__mro__)
 
 
 def find_default_op(func: Op) -> Impl | None:
     """Return the implementation registered by `sharded_op_impl`, or None."""
-    return _default.get(func)
+    return find_override(func, DEFAULT)
 
 
 def has_custom_op(spec: object, func: Op) -> bool:
@@ -140,26 +148,6 @@ def dispatch_custom_op(
             "register it with custom_sharding_spec_op"
         )
     return impl(types, args, kwargs, process_group)
-
-
-@contextmanager
-def custom_ops_scope() -> Iterator[None]:
-    """Undo at the end of a `with` block all registrations made inside it.
-
-    The tables belong to the process: around `run_local`, not inside it.
-    """
-    tables = [_custom, _default, *_by_spec.values()]
-    before = [dict(table) for table in tables]
-    classes = dict(_by_spec)
-    try:
-        yield
-    finally:
-        _by_spec.clear()
-        _by_spec.update(classes)
-        for table, entries in zip(tables, before, strict=True):
-            table.clear()
-            table.update(entries)
-        caches.invalidate_caches()
 
 
 def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -204,8 +192,8 @@ def function_name(func: object) -> str:
     return str(getattr(func, "__name__", None) or func)
 
 
-def _register_custom_op(table: Table, func: Op, impl: Impl) -> Impl:
-    """Put an implementation, wrapped in the check of its arguments, into a table."""
+def _register_custom_op(scope: object, func: Op, impl: Impl) -> Impl:
+    """Register an implementation, wrapped in the check of its arguments."""
     if len(signature(impl).parameters) != 4:
         raise TypeError(
             "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
@@ -217,6 +205,5 @@ def _register_custom_op(table: Table, func: Op, impl: Impl) -> Impl:
         check_op_arguments(func, args, kwargs)
         return impl(types, args, {} if kwargs is None else kwargs, process_group)
 
-    table[func] = checked
-    caches.invalidate_caches()
+    set_override(func, scope, checked)
     return checked

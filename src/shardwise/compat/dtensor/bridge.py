@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from shardwise._torch import pytree
 from shardwise.comm import Comm, ProcessGroupComm, default_comm
-from shardwise.geometry import LayoutError, Mesh, MeshSpec
-from shardwise.ops.dtensor_layouts import (
+from shardwise.compat.dtensor.layouts import (
     TENSOR_MODULE,
     dtensor_split_order,
     mesh_from_device_mesh,
     spec_from_dtensor,
     torch_placements,
 )
+from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fast_path import call_fast_path, note_special

@@ -4,7 +4,7 @@
    rank with a mistake sends its text instead.
 2. All ranks read what all said, so each one finds the same layout, or raises the same error.
 
-Nothing here knows `ShardedTensor`: the results are the parts it is wrapped from.
+The functions at the end wrap the parts found as tensors of any class.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, agree, fold_texts, name_ranks
+from shardwise.compat.metadata import (
+    check_no_overlap,
+    check_tiles,
+    flatten_size,
+    global_metadata,
+    metadata_from_local_shards,
+    rank_of,
+)
+from shardwise.compat.specs import infer_sharding_spec
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.tensor.local_metadata import flatten_size, global_metadata, metadata_from_local_shards
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.move import format_layout_text
-from shardwise.tensor.placement_specs import infer_sharding_spec
-from shardwise.tensor.remote_devices import rank_of
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 _HEAD = struct.Struct("<BBBHIH")
@@ -37,6 +45,7 @@ class TensorParts:
     layout: Layout
     locals: tuple[Tensor, ...]
     dtype: torch.dtype
+    metadata: ShardedTensorMetadata | None = None
 
 
 def pack_metadata(metadata: ShardedTensorMetadata) -> bytes:
@@ -81,7 +90,8 @@ def gather_parts_from_shards(local_shards: Sequence[Shard], global_size: Sequenc
     if stacked:
         _check_one_each(whole, comm)
     layout = infer_sharding_spec(whole.shards_metadata).layout(whole.size)
-    return TensorParts(layout, tuple(shard.tensor for shard in local_shards), whole.tensor_properties.dtype)
+    locals_ = tuple(shard.tensor for shard in local_shards)
+    return TensorParts(layout, locals_, whole.tensor_properties.dtype, whole)
 
 
 def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:
@@ -128,20 +138,39 @@ def build_parts_from_metadata(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, comm: Comm, spec: ShardingSpec | None = None
 ) -> TensorParts:
     """The tensor that this metadata describes, which every rank passes alike: only this rank's shards are checked."""
+    _check_number_of_shards(local_shards, metadata, comm)
+    layout = _check_metadata(metadata, spec)
+    for shard in local_shards:
+        _check_against(shard, metadata.tensor_properties, comm.rank)
+    return TensorParts(layout, _sort_locals(local_shards, layout, comm.rank), metadata.tensor_properties.dtype)
+
+
+def build_parts_of_any_rank(
+    local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None = None
+) -> TensorParts:
+    """The same for shards of any ranks' placements, which one process holds."""
+    layout = _check_metadata(metadata, spec)
+    locals_ = tuple(shard.tensor for shard in local_shards)
+    return TensorParts(layout, locals_, metadata.tensor_properties.dtype)
+
+
+def _check_metadata(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> Layout:
+    if not metadata.shards_metadata:
+        raise ValueError("shards_metadata must not be empty!")
+    if metadata.tensor_properties.layout != torch.strided:
+        raise ValueError("Only torch.strided layout is currently supported")
+    check_no_overlap(metadata.shards_metadata)
+    check_tiles(metadata.shards_metadata, metadata.size)
+    return (infer_sharding_spec(metadata.shards_metadata) if spec is None else spec).layout(metadata.size)
+
+
+def _check_number_of_shards(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, comm: Comm) -> None:
     own = [shard for shard in metadata.shards_metadata if rank_of(shard.placement) == comm.rank]
     if len(local_shards) != len(own):
         raise RuntimeError(
             f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata in "
             f"sharded_tensor_metadata ({len(own)}) on rank ({comm.rank}) "
         )
-    if not metadata.shards_metadata:
-        raise ValueError("shards_metadata must not be empty!")
-    if metadata.tensor_properties.layout != torch.strided:
-        raise ValueError("Only torch.strided layout is currently supported")
-    for shard in local_shards:
-        _check_against(shard, metadata.tensor_properties, comm.rank)
-    layout = (infer_sharding_spec(metadata.shards_metadata) if spec is None else spec).layout(metadata.size)
-    return TensorParts(layout, _sort_locals(local_shards, layout, comm.rank), metadata.tensor_properties.dtype)
 
 
 def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> None:
@@ -227,3 +256,52 @@ def _tensor_problem(tensor: Tensor, layout: Layout, comm: Comm) -> str | None:
             f"{tensor.device}, local shard metadata placement device: {named}"
         )
     return None
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard], *global_size: Any, process_group: GroupOrComm | None = None
+) -> ShardedTensor:
+    """The tensor that all ranks' local shards make together; the ranks exchange theirs in one small message.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     own = Shard.from_tensor_and_offsets(torch.full((2,), comm.rank), [2 * comm.rank], comm.rank)
+    ...     return init_from_local_shards([own], 4).full().tolist()
+    >>> run_local(body, 2)
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+    comm = resolve_comm(process_group)
+    return _wrap_parts(gather_parts_from_shards(local_shards, global_size, comm), comm)
+
+
+def init_from_local_shards_and_global_metadata(
+    local_shards: Sequence[Shard],
+    sharded_tensor_metadata: ShardedTensorMetadata,
+    process_group: GroupOrComm | None = None,
+    sharding_spec: ShardingSpec | None = None,
+) -> ShardedTensor:
+    """The tensor that the metadata describes, the same on every rank; nothing is sent.
+
+    >>> own = Shard.from_tensor_and_offsets(torch.zeros(2), [0], rank=0)
+    >>> init_from_local_shards_and_global_metadata([own], ShardedTensorMetadata([own.metadata], torch.Size([2]))).shape
+    torch.Size([2])
+    """
+    comm = resolve_comm(process_group)
+    return _wrap_parts(build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec), comm)
+
+
+def init_from_local_tensor(
+    local_tensor: Tensor, sharding_spec: ShardingSpec, *global_size: Any, process_group: GroupOrComm | None = None
+) -> ShardedTensor:
+    """The tensor of this spec and size of which each rank holds one local tensor.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> init_from_local_tensor(torch.zeros(2, 3), ChunkSpec(0, ranks=1), [2, 3]).shape
+    torch.Size([2, 3])
+    """
+    comm = resolve_comm(process_group)
+    return _wrap_parts(agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm), comm)
+
+
+def _wrap_parts(parts: TensorParts, comm: Comm) -> ShardedTensor:
+    return wrap(parts.layout, parts.locals, comm, dtype=parts.dtype)

@@ -1,0 +1,83 @@
+"""The public names by which a rule is registered: for ShardedTensor, and where it is wanted for torch's DTensor too.
+
+Registration into DTensor's tables is opt-in, since it reaches into private tables of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, overload
+
+from shardwise.compat.dtensor.rules import register_dtensor_rule, remove_dtensor_rule
+from shardwise.ops.engine import rules
+from shardwise.ops.engine.registry import Rule, find_rule
+from shardwise.ops.engine.schema import resolve_op
+
+R = TypeVar("R", bound=Rule)
+
+
+@overload
+def register_sharding(op: Any, *, override: bool = False, dtensor: bool = False) -> Callable[[R], R]: ...
+
+
+@overload
+def register_sharding(
+    op: Any, rule: Literal["auto"] | Rule, *, override: bool = False, dtensor: bool = False
+) -> Rule: ...
+
+
+def register_sharding(
+    op: Any, rule: Literal["auto"] | Rule | None = None, *, override: bool = False, dtensor: bool = False
+) -> Any:
+    """Register the rule of an operator, or of several; with `dtensor=True` for torch's DTensor too.
+
+    As a decorator: the function takes the operator's arguments and returns a sequence of `(output placements, input
+    placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
+    `register_sharding(op, "auto")` discovers strategies when the operator first sees new kinds of arguments.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate, Shard
+    >>> @torch.library.custom_op("example::thrice", mutates_args=())
+    ... def thrice(x: torch.Tensor) -> torch.Tensor:
+    ...     return 3 * x
+    >>> @register_sharding(torch.ops.example.thrice.default)
+    ... def rule(x):
+    ...     return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
+    >>> find_rule(torch.ops.example.thrice.default) is rule
+    True
+    >>> remove_sharding(torch.ops.example.thrice.default)
+    """
+    if rule is None:
+        return lambda given: register_sharding(op, given, override=override, dtensor=dtensor)
+    made = rules.register_sharding(op, rule, override=override)
+    for one in op if isinstance(op, list | tuple) else (op,):
+        known = find_rule(resolve_op(one))
+        if dtensor and known is not None:
+            register_dtensor_rule(resolve_op(one), known)
+    return made
+
+
+def register_torch_sharding(op: Any) -> Callable[[R], R]:
+    """Do what torch's own `register_sharding` does, for DTensor and for ShardedTensor: a built-in rule is replaced."""
+    decorator: Callable[[R], R] = register_sharding(op, override=True, dtensor=True)
+    return decorator
+
+
+@contextmanager
+def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[None]:
+    """Use a rule inside a `with` block only; the previous one comes back."""
+    with rules.sharding_rule(op, rule):
+        if dtensor:
+            register_dtensor_rule(resolve_op(op), rule)
+        try:
+            yield
+        finally:
+            if dtensor:
+                remove_dtensor_rule(resolve_op(op))
+
+
+def remove_sharding(op: Any) -> None:
+    """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back."""
+    rules.remove_sharding(op)
+    remove_dtensor_rule(resolve_op(op))

@@ -1,0 +1,93 @@
+"""Which torch functions mean something else on torch's ShardedTensor than on the native one?
+
+1. Random values: each local shard is filled from this rank's generator, as the same call on a local tensor would.
+2. `torch.equal` and `torch.allclose`: two tensors of one process group, compared shard by shard, metadata included.
+3. Lookups: plain ids are this rank's own, and the result is for them.
+
+A user's own implementation (`custom_sharded_op_impl`) comes before these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.compat.custom_ops import check_op_arguments
+from shardwise.compat.groups import OutsideComm
+from shardwise.embedding.local_batch import plain_as_local_batch
+from shardwise.tensor.dispatch import sharded_leaves
+from shardwise.tensor.overrides import override_for
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+Meaning: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def call_torch_meaning(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what torch's meaning of a function gives; NotImplemented where the native one is the same."""
+    own = _MEANINGS.get(func)
+    if own is None:
+        return NotImplemented
+    first = next(sharded_leaves(args, kwargs))
+    if override_for(func, first.sharding.spec) is not None:
+        return NotImplemented
+    return own(func, args, kwargs)
+
+
+def _fill_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch.nn.init on every local shard."""
+    tensor = args[0] if args else kwargs.pop("tensor")
+    for shard in tensor.local_shards():
+        func(shard.tensor, *args[1:], **kwargs)
+    return tensor
+
+
+def _draw_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call torch.rand_like or torch.randn_like on every local shard."""
+    tensor = args[0] if args else kwargs.pop("input")
+    made = torch.empty_like(tensor, **kwargs)
+    with torch.no_grad():
+        for new, local in zip(made.local_parts, tensor.local_parts, strict=True):
+            new.copy_(func(local, dtype=new.dtype, device=new.device))
+    return made
+
+
+def _compare_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compare metadata and local shards; all ranks get the same answer."""
+    one, other = (*args, *(kwargs.pop(name) for name in ("input", "other") if name in kwargs))[:2]
+    if not (isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)):
+        raise TypeError(f"Both arguments to torch.{func.__name__} need to be of type ShardedTensor")
+    check_op_arguments(func, (one, other))
+    if isinstance(one.comm, OutsideComm):
+        return isinstance(other.comm, OutsideComm)
+    same = one.metadata() == other.metadata() and len(one.local_parts) == len(other.local_parts)
+    options = (*args[2:],)
+    same = same and all(
+        func(mine, theirs, *options, **kwargs) for mine, theirs in zip(one.local_parts, other.local_parts, strict=True)
+    )
+    answers = one.comm.all_gather_bytes(bytes([same]), label=func.__name__)
+    return all(answer == b"\x01" for answer in answers)
+
+
+def _look_up_own_ids(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with plain_as_local_batch():
+        return ShardedTensor.__torch_function__(func, (), args, kwargs)
+
+
+_MEANINGS: dict[Callable[..., Any], Meaning] = {
+    nn.init.uniform_: _fill_each_shard,
+    nn.init.normal_: _fill_each_shard,
+    nn.init.kaiming_uniform_: _fill_each_shard,
+    nn.init.constant_: _fill_each_shard,
+    torch.rand_like: _draw_each_shard,
+    torch.randn_like: _draw_each_shard,
+    torch.equal: _compare_shards,
+    torch.allclose: _compare_shards,
+    Tensor.equal: _compare_shards,
+    Tensor.allclose: _compare_shards,
+    F.embedding: _look_up_own_ids,
+    F.embedding_bag: _look_up_own_ids,
+}

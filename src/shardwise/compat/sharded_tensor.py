@@ -1,0 +1,303 @@
+"""torch's ShardedTensor: the native one, with torch's meaning where the two differ.
+
+1. The local shards and the metadata are objects that programs read, change and assign: the local tensors are those of
+   the shards, whatever is done to the list.
+2. Functions that torch defines for each shard (random values, comparisons, lookups of plain ids) do so here;
+   `functions.py` lists them. All others are the native ones, and give tensors of this class.
+3. A tensor may belong to a group that this rank is not a member of, or to none.
+
+All that is *torch's meaning* is in this package: the native class knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise._torch import pytree
+from shardwise.comm import Comm
+from shardwise.compat import rrefs, state_dict
+from shardwise.compat.from_shards import (
+    TensorParts,
+    agree_on_parts_of_tensor,
+    build_parts_from_metadata,
+    build_parts_of_any_rank,
+    gather_parts_from_shards,
+)
+from shardwise.compat.functions import call_torch_meaning
+from shardwise.compat.groups import OutsideComm, resolve_group
+from shardwise.compat.metadata import check_gather_output, rank_of
+from shardwise.compat.specs import PlacementShardingSpec
+from shardwise.geometry import Layout, ShardingSpec
+from shardwise.tensor import pickling
+from shardwise.tensor.comms import GroupOrComm
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata
+
+
+class TorchShardedTensorBase(ShardedTensor):
+    """torch's `ShardedTensorBase`: shards and metadata, which need no process group.
+
+    The shards may be of several ranks' placements: one process that assembles all of a tensor.
+    """
+
+    ProcessGroupState = pickling.ProcessGroupState
+    _init_rrefs: bool = False
+    _sharded_tensor_id: int | None = None
+    _remote_shards: dict[int, list[Any]]
+
+    @property
+    def local_parts(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # a plain attribute in the native class
+        """This rank's local tensors: those of the local shards, once these were read or assigned."""
+        shards: list[Shard] | None = self.__dict__.get("_shards")
+        if shards is None or not self.__dict__["_shards_are_parts"]:
+            parts: tuple[Tensor, ...] = self.__dict__["local_parts"]
+            return parts
+        return tuple(shard.tensor for shard in shards)
+
+    @local_parts.setter
+    def local_parts(self, parts: tuple[Tensor, ...]) -> None:
+        self.__dict__["local_parts"] = parts
+        shards: list[Shard] | None = self.__dict__.get("_shards")
+        if shards is None or not self.__dict__["_shards_are_parts"]:
+            return
+        if [tuple(s.tensor.shape) for s in shards] != [tuple(part.shape) for part in parts]:
+            del self.__dict__["_shards"]
+            return
+        for shard, part in zip(shards, parts, strict=True):
+            object.__setattr__(shard, "tensor", part)  # past the hook of a Shard, which leads here
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards; what is assigned to one of them, or to the list, becomes a local tensor."""
+        if "_shards" not in self.__dict__:
+            parts, shards = self.local_parts, super().local_shards()
+            held = [shard.tensor for shard in shards]
+            self.__dict__["_shards_are_parts"] = len(held) == len(parts) and all(map(_is_same, held, parts))
+        return super().local_shards()
+
+    @property
+    def _local_shards(self) -> list[Shard]:
+        return self.local_shards()
+
+    @_local_shards.setter
+    def _local_shards(self, shards: list[Shard]) -> None:
+        self.__dict__["_shards"], self.__dict__["_shards_are_parts"] = shards, True
+
+    @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        return self.metadata()
+
+    @_metadata.setter
+    def _metadata(self, metadata: ShardedTensorMetadata) -> None:
+        self.__dict__["_described"] = metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec that this tensor was laid out by: the very object that was passed or assigned."""
+        return self._sharding_spec
+
+    @property
+    def _sharding_spec(self) -> ShardingSpec:
+        given: ShardingSpec | None = self.__dict__.get("_given_spec")
+        return given if given is not None and given == self.sharding.spec else self.sharding.spec
+
+    @_sharding_spec.setter
+    def _sharding_spec(self, spec: ShardingSpec) -> None:
+        self.__dict__["_given_spec"] = spec
+        self.sharding = spec.layout(tuple(self.shape))
+
+    def _forget(self) -> None:
+        """Keep shards and metadata, which programs may hold; write what may have changed into them."""
+        if "_described" in self.__dict__:
+            self.metadata().tensor_properties.requires_grad = self.requires_grad
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or the length of one dim."""
+        if dim is not None and not -self.ndim <= dim < self.ndim:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-self.ndim}, {self.ndim - 1}], but got {dim})"
+            )
+        return super().size(dim)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> Self:
+        comm = OutsideComm(-1, torch.device("cpu"), 0.0, process_group=None)
+        parts = build_parts_of_any_rank(local_shards, sharded_tensor_metadata, sharding_spec)
+        return cls._from_parts(parts, comm, sharded_tensor_metadata, sharding_spec, list(local_shards))
+
+    @classmethod
+    def _from_parts(
+        cls,
+        parts: TensorParts,
+        comm: Comm,
+        metadata: ShardedTensorMetadata | None = None,
+        spec: ShardingSpec | None = None,
+        shards: list[Shard] | None = None,
+    ) -> Self:
+        made: Any = wrap(parts.layout, parts.locals, comm, dtype=parts.dtype, cls=cls)
+        if metadata is not None:
+            made._metadata = metadata
+        if shards is not None:
+            made._local_shards = shards
+        if spec is not None:
+            made.__dict__["_given_spec"] = spec
+        tensor: Self = made
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        answer = call_torch_meaning(func, args, kwargs or {})
+        if answer is NotImplemented:
+            answer = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(answer, ShardedTensor):
+            return set_tensor_type(answer, cls)
+        if isinstance(answer, list | tuple | dict):
+            pytree.tree_map_(lambda leaf: set_tensor_type(leaf, cls), answer)
+        return answer
+
+
+class TorchShardedTensor(TorchShardedTensorBase):
+    """torch's `ShardedTensor`.
+
+    >>> from shardwise.compat.specs import ChunkShardingSpec
+    >>> x = TorchShardedTensor(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)
+    >>> x.local_shards()[0].metadata, isinstance(x, ShardedTensor)
+    (ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 2], placement=rank:0/cpu), True)
+    """
+
+    @staticmethod
+    def __new__(
+        cls: type[TorchShardedTensor], sharding_spec: ShardingSpec, *size: Any, init_rrefs: bool = False, **options: Any
+    ) -> TorchShardedTensor:
+        tensor: Any = ShardedTensor.__new__(cls, sharding_spec, *size, **options)
+        tensor.__dict__["_given_spec"] = sharding_spec
+        made: TorchShardedTensor = tensor
+        return made._with_rrefs(init_rrefs)
+
+    @staticmethod
+    def _resolve_comm(process_group: GroupOrComm | None) -> Comm:
+        return resolve_group(process_group)
+
+    @staticmethod
+    def _check_ranks(layout: Layout, comm: Comm) -> None:
+        if not isinstance(comm, OutsideComm):  # it does not know which ranks are members
+            ShardedTensor._check_ranks(layout, comm)
+
+    @property
+    def _process_group(self) -> Any:
+        return self.comm.process_group
+
+    @_process_group.setter
+    def _process_group(self, group: GroupOrComm) -> None:
+        self.comm = self._resolve_comm(group)
+
+    def _get_preferred_device(self) -> torch.device:
+        return self.comm.device
+
+    def _with_rrefs(self, init_rrefs: bool) -> Self:
+        self._init_rrefs, self._remote_shards = init_rrefs, {}
+        if init_rrefs:
+            rrefs.register_rrefs(self)
+        return self
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """RRefs to the shards of other ranks, by RPC rank; needs `init_rrefs=True`."""
+        return rrefs.remote_shards(self)
+
+    @classmethod
+    def _init_from_local_shards(
+        cls, local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
+    ) -> Self:
+        comm = cls._resolve_comm(process_group)
+        parts = gather_parts_from_shards(local_shards, global_size, comm)
+        return cls._from_parts(parts, comm, parts.metadata)._with_rrefs(init_rrefs)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # as in torch, which has a group here
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        process_group: Any = None,
+        init_rrefs: bool = False,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> Self:
+        comm = cls._resolve_comm(process_group)
+        parts = build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
+        return cls._from_parts(parts, comm, sharded_tensor_metadata, sharding_spec)._with_rrefs(init_rrefs)
+
+    @classmethod
+    def _init_from_local_tensor(
+        cls,
+        local_tensor: Tensor,
+        sharding_spec: ShardingSpec,
+        *global_size: Any,
+        process_group: Any = None,
+        init_rrefs: bool = False,
+    ) -> Self:
+        comm = cls._resolve_comm(process_group)
+        parts = agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm)
+        return cls._from_parts(parts, comm, spec=sharding_spec)._with_rrefs(init_rrefs)
+
+    def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
+        try:
+            if out is not None:
+                check_gather_output(self.comm.rank, dst, self.shape, out)
+        except ValueError as error:
+            return str(error)
+        return super()._gather_problem(dst, out)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> Self:
+        """This very tensor, moved to another spec in place; gradients pass, as through `redistribute`.
+
+        The metadata stays the same object; its list of shards is replaced by the new ones in the order of ranks.
+        """
+        if not isinstance(resharding_spec, ShardingSpec):
+            raise ValueError(f"reshard takes a ShardingSpec, got {type(resharding_spec)}")
+        if resharding_spec == self.sharding_spec():
+            return self
+        new: ShardedTensor = self.redistribute(resharding_spec, label="reshard")
+        metadata = self.metadata()
+        metadata.shards_metadata = sorted(new.metadata().shards_metadata, key=lambda shard: rank_of(shard.placement))
+        self.__dict__.pop("_shards", None)
+        self.sharding, self.local_parts, self._anchor = new.sharding, new.local_parts, new._anchor
+        self._sharding_spec = resharding_spec
+        return self
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {"_init_rrefs": self._init_rrefs}
+
+    def _restore_extra_state(self, extra: dict[str, Any]) -> None:
+        self._with_rrefs(extra["_init_rrefs"])
+
+    def __getstate__(self) -> Any:
+        return state_dict.get_state(self)
+
+    def __setstate__(self, state: Any) -> None:
+        state_dict.set_state(self, state)
+
+
+PlacementShardingSpec.tensor_type = TorchShardedTensor
+
+
+def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -> Any:
+    """Make a native ShardedTensor one of torch's meaning, in place; anything else passes."""
+    if type(value) is ShardedTensor:
+        value.__class__ = cls
+    return value
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
