@@ -13,7 +13,7 @@ from bench.move_peers import make_torch_sharded
 from bench.report import Figures
 from bench.timing import Contender, Span, run_interleaved, seconds
 from shardwise.comm import LocalWorld
-from shardwise.tensor.creation import init_from_local_shards
+from shardwise.compat.from_shards import init_from_local_shards
 from shardwise.tensor.shards import Shard
 
 OURS, TORCH = "ours", "torch"

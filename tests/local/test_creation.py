@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, DisagreementError, run_local
+from shardwise.compat import from_shards
 from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.geometry import (
     Box,
@@ -271,16 +272,18 @@ def shard_of(comm: Comm, offsets: list[int], tensor: torch.Tensor, rank: int | N
 def test_local_shards_make_a_tensor() -> None:
     def body(comm: Comm) -> Any:
         whole = torch.arange(12.0).reshape(4, 3)
-        rows = creation.init_from_local_shards([shard_of(comm, [2 * comm.rank, 0], whole[2 * comm.rank :][:2])], 4, 3)
+        rows = from_shards.init_from_local_shards(
+            [shard_of(comm, [2 * comm.rank, 0], whole[2 * comm.rank :][:2])], 4, 3
+        )
         assert isinstance(rows.sharding_spec(), ChunkShardingSpec) and torch.equal(rows.full(), whole)
         corners = [[(0, 0), (1, 1)], [(0, 1), (1, 0)]][comm.rank]
         shards = [
             shard_of(comm, [3 * r, 2 * c], whole[3 * r :, 2 * c :][: 3 - 2 * r, : 2 - c].clone()) for r, c in corners
         ]
-        grid = creation.init_from_local_shards(shards, [4, 3])
+        grid = from_shards.init_from_local_shards(shards, [4, 3])
         assert isinstance(grid.sharding_spec(), EnumerableShardingSpec) and torch.equal(grid.full(), whole)
         assert [s.metadata for s in grid.local_shards()] == [s.metadata for s in shards]
-        none = creation.init_from_local_shards([shard_of(comm, [0, 0], whole)] if comm.rank else [], 4, 3)
+        none = from_shards.init_from_local_shards([shard_of(comm, [0, 0], whole)] if comm.rank else [], 4, 3)
         assert torch.equal(none.full(), whole) and none.dtype == whole.dtype
         return grid.local_shards()[0].tensor.data_ptr() == shards[0].tensor.data_ptr()
 
@@ -290,7 +293,7 @@ def test_local_shards_make_a_tensor() -> None:
 def test_requires_grad_and_an_unknown_size() -> None:
     def body(comm: Comm) -> Any:
         own = torch.full((comm.rank + 1, 2), float(comm.rank), requires_grad=True)
-        x = creation.init_from_local_shards([shard_of(comm, [0, 0], own)], None, 2)
+        x = from_shards.init_from_local_shards([shard_of(comm, [0, 0], own)], None, 2)
         assert x.requires_grad
         return tuple(x.shape), x.full().tolist()
 
@@ -346,7 +349,7 @@ def errors_of(world: int, make: Callable[[Comm], Any]) -> list[str]:
     ],
 )
 def test_shards_that_make_no_tensor_raise_on_every_rank(make: Any, text: str) -> None:
-    found = errors_of(2, lambda comm: creation.init_from_local_shards(*make(comm)))
+    found = errors_of(2, lambda comm: from_shards.init_from_local_shards(*make(comm)))
     assert found[0] == found[1] and text in found[0]
 
 
@@ -360,7 +363,7 @@ def test_local_shards_and_global_metadata() -> None:
     def body(comm: Comm) -> Any:
         described = metadata([1, 3], 4)
         own = LocalShard(torch.full((1 + 2 * comm.rank,), float(comm.rank)), described.shards_metadata[comm.rank])
-        x = creation.init_from_local_shards_and_global_metadata([own], described)
+        x = from_shards.init_from_local_shards_and_global_metadata([own], described)
         assert x.local_tensor() is own.tensor
         return x.full().tolist()
 
@@ -383,7 +386,7 @@ def test_local_shards_and_global_metadata() -> None:
 )
 def test_metadata_that_does_not_fit(described: ShardedTensorMetadata, count: int, text: str) -> None:
     own = [LocalShard(torch.zeros(4), ShardMetadata([0], [4], "rank:0/cpu"))][:count]
-    found = errors_of(1, lambda comm: creation.init_from_local_shards_and_global_metadata(own, described))
+    found = errors_of(1, lambda comm: from_shards.init_from_local_shards_and_global_metadata(own, described))
     assert text in found[0]
 
 
@@ -391,7 +394,7 @@ def test_a_local_tensor_makes_a_tensor() -> None:
     def body(comm: Comm) -> Any:
         sizes = (3, 0, 1)
         spec = MeshSpec(Mesh.of(tp=3), (Shard(0, sizes=sizes),))
-        x = creation.init_from_local_tensor(torch.full((sizes[comm.rank], 2), comm.rank), spec, 4, 2)
+        x = from_shards.init_from_local_tensor(torch.full((sizes[comm.rank], 2), comm.rank), spec, 4, 2)
         return x.full()[:, 0].tolist()
 
     assert run_local(body, 3) == [[0, 0, 0, 2]] * 3
@@ -412,7 +415,7 @@ def test_a_local_tensor_makes_a_tensor() -> None:
     ],
 )
 def test_local_tensors_that_do_not_fit_raise_on_every_rank(make: Any, text: str) -> None:
-    found = errors_of(2, lambda comm: creation.init_from_local_tensor(make(comm), ChunkSpec(0, ranks=2), 4))
+    found = errors_of(2, lambda comm: from_shards.init_from_local_tensor(make(comm), ChunkSpec(0, ranks=2), 4))
     assert found[0] == found[1] and text in found[0]
 
 

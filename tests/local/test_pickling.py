@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise.comm import Comm, run_local
+from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Partial, Shard, ShardingSpec
 from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
+T = TypeVar("T", bound=ShardedTensor)
 TP = Mesh.of(tp=2)
 SPECS: list[ShardingSpec] = [
     ChunkSpec(0, ranks=(1, 0)),
@@ -29,8 +31,8 @@ SPECS: list[ShardingSpec] = [
 ]
 
 
-def numbered(spec: ShardingSpec, comm: Comm, **options: Any) -> ShardedTensor:
-    tensor = ShardedTensor(spec, 4, 6, **options)
+def numbered(spec: ShardingSpec, comm: Comm, kind: type[T] = ShardedTensor, **options: Any) -> T:
+    tensor = kind(spec, 4, 6, **options)
     for slot, local in enumerate(tensor.local_tensors()):
         values = torch.arange(float(local.numel())) + 100 * comm.rank + 1000 * slot
         local.detach().copy_(values.view(local.shape))
@@ -38,7 +40,7 @@ def numbered(spec: ShardingSpec, comm: Comm, **options: Any) -> ShardedTensor:
 
 
 def assert_same(one: ShardedTensor, other: ShardedTensor) -> None:
-    assert type(other) is ShardedTensor and one is not other
+    assert type(other) is type(one) and one is not other
     assert other.sharding_spec() == one.sharding_spec() and other.sharding == one.sharding
     assert (other.dtype, other.device, other.shape) == (one.dtype, one.device, one.shape)
     assert other.requires_grad == one.requires_grad and other.is_leaf
@@ -57,9 +59,9 @@ def through_torch(tensor: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def through_state(tensor: ShardedTensor) -> ShardedTensor:
+def through_state(tensor: TorchShardedTensor) -> TorchShardedTensor:
     state = through_pickle(tensor.__getstate__())
-    made = ShardedTensor(tensor.sharding_spec(), 4, 6)
+    made = TorchShardedTensor(tensor.sharding_spec(), 4, 6)
     made.__setstate__(state)
     return made
 
@@ -67,9 +69,10 @@ def through_state(tensor: ShardedTensor) -> ShardedTensor:
 @pytest.mark.parametrize("way", [through_pickle, through_torch, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
-def test_every_kind_of_layout_comes_back(spec: ShardingSpec, grad: bool, way: Any) -> None:
+@pytest.mark.parametrize("kind", [ShardedTensor, TorchShardedTensor])
+def test_every_kind_of_layout_comes_back(kind: type[ShardedTensor], spec: ShardingSpec, grad: bool, way: Any) -> None:
     def body(comm: Comm) -> bool:
-        tensor = numbered(spec, comm, requires_grad=grad)
+        tensor = numbered(spec, comm, kind, requires_grad=grad)
         again = way(tensor)
         assert_same(tensor, again)
         assert again.comm is comm
@@ -81,7 +84,7 @@ def test_every_kind_of_layout_comes_back(spec: ShardingSpec, grad: bool, way: An
 @pytest.mark.parametrize("spec", [s for s in SPECS if "Partial" not in repr(s)], ids=repr)
 def test_torchs_state_comes_back(spec: ShardingSpec) -> None:
     def body(comm: Comm) -> bool:
-        tensor = numbered(spec, comm, requires_grad=True)
+        tensor = numbered(spec, comm, TorchShardedTensor, requires_grad=True)
         assert_same(tensor, through_state(tensor))
         return True
 
@@ -126,9 +129,9 @@ def test_a_parameter_stays_one_and_a_tied_one_stays_tied(way: Any) -> None:
 
 
 def test_set_state_wants_a_tensor_of_the_same_shape() -> None:
-    state = ShardedTensor(ChunkSpec(0, ranks=1), 4, 6).__getstate__()
+    state = TorchShardedTensor(ChunkSpec(0, ranks=1), 4, 6).__getstate__()
     with pytest.raises(ValueError, match=r"of shape \(2,\) and torch.float32 cannot take a state of shape \(4, 6\)"):
-        ShardedTensor(ChunkSpec(0, ranks=1), 2).__setstate__(state)
+        TorchShardedTensor(ChunkSpec(0, ranks=1), 2).__setstate__(state)
 
 
 def saved_by(world: int) -> list[bytes]:

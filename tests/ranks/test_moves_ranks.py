@@ -185,7 +185,7 @@ def gather_on_a_torch_group() -> bool:
     if dist.get_rank() == 0:
         return True
     tensor = shard(torch.arange(7), ChunkSpec(0, (3, 1, 2)), None, comm=group)
-    assert tensor._process_group is group
+    assert tensor.comm.process_group is group
     found = tensor.gather(dst=3)
     return found is None or found.tolist() == list(range(7))
 

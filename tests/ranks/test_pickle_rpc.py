@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.comm import default_comm
+from shardwise.compat import rrefs
+from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import ChunkSpec
-from shardwise.tensor import rrefs
 from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
-from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(2)
@@ -29,8 +29,8 @@ ROWS = ChunkSpec(0, ranks=2)
 RPC_SECONDS = 20.0
 
 
-def numbered(*size: int, **options: Any) -> ShardedTensor:
-    tensor = ShardedTensor(ROWS, *size, **options)
+def numbered(*size: int, **options: Any) -> TorchShardedTensor:
+    tensor = TorchShardedTensor(ROWS, *size, **options)
     tensor.local_tensor().detach().fill_(dist.get_rank() + 1.0)
     return tensor
 
@@ -39,9 +39,9 @@ def save(folder: str, group: dist.ProcessGroup | None = None) -> None:
     torch.save({"weight": numbered(5, 2, process_group=group)}, Path(folder) / f"rank{dist.get_rank()}.pt")
 
 
-def load(folder: str, rank: int) -> ShardedTensor:
+def load(folder: str, rank: int) -> TorchShardedTensor:
     loaded = torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)["weight"]
-    assert isinstance(loaded, ShardedTensor)
+    assert isinstance(loaded, TorchShardedTensor)
     return loaded
 
 
@@ -98,7 +98,7 @@ def test_another_world_is_refused(world: Ranks, name: str, text: str) -> None:
 def load_on_a_group_of_one(folder: str) -> list[str]:
     """Each rank saves a tensor of its own group of one, and needs that group to load it."""
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    tensor = ShardedTensor(ChunkSpec(0, ranks=[dist.get_rank()]), 3, process_group=own)
+    tensor = TorchShardedTensor(ChunkSpec(0, ranks=[dist.get_rank()]), 3, process_group=own)
     data = pickle.dumps(tensor)
     with load_with_process_group(own) as group:
         again = pickle.loads(data)
@@ -138,7 +138,7 @@ def test_without_a_world_the_error_says_what_to_set_up(world: Ranks) -> None:
 def make_with_rrefs() -> str:
     before = set(rrefs._sharded_tensor_map)
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        ShardedTensor(ROWS, 4, init_rrefs=True)
+        TorchShardedTensor(ROWS, 4, init_rrefs=True)
     assert set(rrefs._sharded_tensor_map) == before
     return f"{caught.type.__name__}: {caught.value}"
 
@@ -208,7 +208,7 @@ def test_a_loaded_tensor_has_references_too_and_numbers_are_freed(rpc_world: Ran
 
 
 def hold_nothing_on_rank_0() -> tuple[int, dict[int, int]]:
-    tensor = ShardedTensor(ChunkSpec(0, ranks=(1, 1)), 4, init_rrefs=True)
+    tensor = TorchShardedTensor(ChunkSpec(0, ranks=(1, 1)), 4, init_rrefs=True)
     return len(tensor.local_shards()), {rank: len(refs) for rank, refs in tensor.remote_shards().items()}
 
 
@@ -218,7 +218,7 @@ def test_a_rank_without_shards_sends_no_references(rpc_world: Ranks) -> None:
 
 def hold_alone() -> dict[int, list[Any]]:
     alone = default_comm().subset([dist.get_rank()])
-    tensor = ShardedTensor(ChunkSpec(0, ranks=[dist.get_rank()]), 4, process_group=alone, init_rrefs=True)
+    tensor = TorchShardedTensor(ChunkSpec(0, ranks=[dist.get_rank()]), 4, process_group=alone, init_rrefs=True)
     return tensor.remote_shards()
 
 
@@ -228,7 +228,7 @@ def test_references_stay_in_the_tensors_group(rpc_world: Ranks) -> None:
 
 def place_by_worker_name() -> tuple[list[int], str]:
     spec = ChunkShardingSpec(0, ["worker1/cpu", "worker0/cpu"])
-    shard = ShardedTensor(spec, 4, 2, init_rrefs=True).local_shards()[0]
+    shard = TorchShardedTensor(spec, 4, 2, init_rrefs=True).local_shards()[0]
     return shard.metadata.shard_offsets, str(shard.metadata.placement)
 
 
@@ -256,7 +256,7 @@ def test_missing_rpc_on_one_rank_is_raised_on_all(rpc_world: Ranks) -> None:
 
 
 def test_references_that_were_not_asked_for() -> None:
-    tensor = ShardedTensor(ChunkSpec(0, ranks=1), 4)
+    tensor = TorchShardedTensor(ChunkSpec(0, ranks=1), 4)
     with pytest.raises(RuntimeError, match="created with init_rrefs=False, no RRefs to remote shards available"):
         tensor.remote_shards()
 

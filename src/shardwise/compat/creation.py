@@ -16,9 +16,11 @@ from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import shard_tensor as _shard_tensor_as
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import GroupOrComm
+from shardwise.tensor.creation import takes_options_of
 from shardwise.tensor.shards import Shard
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShardedTensor:
     """A tensor whose values are not set; options as of `ShardedTensor`.
 
@@ -29,6 +31,7 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShard
     return TorchShardedTensor(sharding_spec, *size, **options)
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: complex, **options: Any) -> TorchShardedTensor:
     """A tensor filled with one value; the dtype is the default one unless it is passed.
 
@@ -41,16 +44,19 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: complex, **options:
     return tensor
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShardedTensor:
     """A tensor of zeros; options as of `ShardedTensor`."""
     return full(sharding_spec, size, 0, **options)
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShardedTensor:
     """A tensor of ones; options as of `ShardedTensor`."""
     return full(sharding_spec, size, 1, **options)
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShardedTensor:
     """A tensor of uniform random numbers in [0, 1), drawn for each local shard from this rank's generator."""
     tensor = empty(sharding_spec, *size, **options)
@@ -58,6 +64,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchSharde
     return tensor
 
 
+@takes_options_of(TorchShardedTensor.__new__)
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> TorchShardedTensor:
     """A tensor of normal random numbers, drawn for each local shard from this rank's generator."""
     tensor = empty(sharding_spec, *size, **options)

@@ -48,7 +48,7 @@ def _fill_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def _draw_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call torch.rand_like or torch.randn_like on every local shard."""
     tensor = args[0] if args else kwargs.pop("input")
-    made = torch.empty_like(tensor, **kwargs)
+    made: Any = torch.empty_like(tensor, **kwargs)
     with torch.no_grad():
         for new, local in zip(made.local_parts, tensor.local_parts, strict=True):
             new.copy_(func(local, dtype=new.dtype, device=new.device))

@@ -50,7 +50,7 @@ class TorchShardedTensorBase(ShardedTensor):
     _remote_shards: dict[int, list[Any]]
 
     @property
-    def local_parts(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # a plain attribute in the native class
+    def local_parts(self) -> tuple[Tensor, ...]:
         """This rank's local tensors: those of the local shards, once these were read or assigned."""
         shards: list[Shard] | None = self.__dict__.get("_shards")
         if shards is None or not self.__dict__["_shards_are_parts"]:
@@ -180,9 +180,28 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     @staticmethod
     def __new__(
-        cls: type[TorchShardedTensor], sharding_spec: ShardingSpec, *size: Any, init_rrefs: bool = False, **options: Any
+        cls: type[TorchShardedTensor],
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: GroupOrComm | None = None,
+        init_rrefs: bool = False,
     ) -> TorchShardedTensor:
-        tensor: Any = ShardedTensor.__new__(cls, sharding_spec, *size, **options)
+        tensor: Any = ShardedTensor.__new__(
+            cls,
+            sharding_spec,
+            *size,
+            dtype=dtype,
+            layout=layout,
+            requires_grad=requires_grad,
+            pin_memory=pin_memory,
+            memory_format=memory_format,
+            process_group=process_group,
+        )
         tensor.__dict__["_given_spec"] = sharding_spec
         made: TorchShardedTensor = tensor
         return made._with_rrefs(init_rrefs)
