@@ -12,11 +12,11 @@ from torch import Tensor
 
 import shardwise
 from shardwise.comm import Comm, run_local
+from shardwise.compat.dtensor.registration import register_sharding, remove_sharding
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
 from shardwise.ops.discovery.auto_rule import AutoRule, format_strategy
 from shardwise.ops.discovery.discover import DiscoveryReport, discover_sharding
 from shardwise.ops.engine.registry import TensorMeta, find_rule, normalise_strategies
-from shardwise.ops.engine.rules import register_sharding, remove_sharding
 
 aten = torch.ops.aten
 X, Y = torch.zeros(8, 6), torch.zeros(6, 5)

@@ -104,7 +104,7 @@ import sys, torch, shardwise
 from shardwise import Replicate
 
 relu = torch.ops.aten.relu.default
-shardwise.register_sharding(relu, override=True)(lambda x: [([Replicate()], [Replicate()])])
+shardwise.register_sharding(relu, override=True, dtensor=True)(lambda x: [([Replicate()], [Replicate()])])
 assert "torch.distributed.tensor" not in sys.modules
 from torch.distributed.tensor import DTensor
 
@@ -126,5 +126,22 @@ def test_a_rule_waits_until_dtensor_is_loaded() -> None:
     assert (done.returncode, done.stdout) == (0, "registered late\n"), done.stderr
 
 
-def test_the_drop_in_name_is_the_native_one() -> None:
-    assert shardwise.compat.register_sharding is shardwise.register_sharding
+BOTH = """
+import torch, shardwise
+from shardwise.compat import register_sharding
+from shardwise.ops.engine.registry import find_rule
+from torch.distributed.tensor import DTensor
+
+relu, tanh = torch.ops.aten.relu.default, torch.ops.aten.tanh.default
+rule = lambda x: [([shardwise.Replicate()], [shardwise.Replicate()])]
+register_sharding(relu)(rule)
+shardwise.register_sharding(tanh, override=True)(rule)
+assert find_rule(relu) is rule and find_rule(tanh) is rule
+funcs = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+print([op in funcs and "shardwise" in funcs[op].__module__ for op in (relu, tanh)])
+"""
+
+
+def test_the_drop_in_name_replaces_rules_of_both_and_the_native_one_leaves_dtensor_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "[True, False]\n"), done.stderr

@@ -288,9 +288,9 @@ def more_ranks_than_rows(names: Names) -> list[int]:
     return [shard.shard_offsets[0] for shard in told.shards_metadata]
 
 
-def test_empty_shards_of_a_short_dim_lie_inside_the_tensor(world: Ranks) -> None:
+def test_empty_shards_of_a_short_dim_have_offsets_of_their_own(world: Ranks) -> None:
     theirs, ours = both(world, more_ranks_than_rows)
-    assert ours == [[0, 1, 2, 3, 3]] * 3
+    assert ours == [[0, 1, 2, 3, 4]] * 3
     assert [value for _, value in theirs] == [[0, 1, 2, 3, 4]] * 3
 
 

@@ -48,7 +48,7 @@ def flips(op: Any) -> list[bool]:
 def both_rules_flip() -> tuple[list[bool], list[bool]]:
     torchs_register_sharding(flip_op("flip_by_torch"))(flip_rule)
     theirs = flips(flip_op("flip_by_torch"))
-    shardwise.register_sharding(flip_op("flip_by_us"))(flip_rule)
+    shardwise.register_sharding(flip_op("flip_by_us"), dtensor=True)(flip_rule)
     return theirs, flips(flip_op("flip_by_us"))
 
 
@@ -108,7 +108,7 @@ def halves_rule(x: Any, *, scale: Any = None) -> list[Any]:
 
 def listed_outputs() -> list[bool]:
     op = split_op()
-    shardwise.register_sharding(op)(halves_rule)
+    shardwise.register_sharding(op, dtensor=True)(halves_rule)
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
     scale = distribute_tensor(torch.full((1,), 2.0), mesh, [TorchReplicate()])

@@ -26,7 +26,7 @@ def shard_parameter(
     >>> layer = nn.Linear(4, 2)
     >>> shard_parameter(layer, "weight", ChunkShardingSpec(0, ["rank:0/cpu"]))
     >>> type(layer.weight).__name__
-    'TorchShardedTensor'
+    'ShardedTensor'
     """
     native.shard_parameter(module, param_name, sharding_spec, src_rank, process_group)
     set_tensor_type(getattr(module, param_name))

@@ -35,7 +35,7 @@ from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor import pickling
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.shards import Shard, ShardedTensorMetadata
+from shardwise.tensor.shards import Shard, ShardedTensorMetadata, describe_layout, make_local_shards
 
 
 class TorchShardedTensorBase(ShardedTensor):
@@ -73,10 +73,13 @@ class TorchShardedTensorBase(ShardedTensor):
     def local_shards(self) -> list[Shard]:
         """This rank's shards; what is assigned to one of them, or to the list, becomes a local tensor."""
         if "_shards" not in self.__dict__:
-            parts, shards = self.local_parts, super().local_shards()
-            held = [shard.tensor for shard in shards]
-            self.__dict__["_shards_are_parts"] = len(held) == len(parts) and all(map(_is_same, held, parts))
-        return super().local_shards()
+            # Not by the metadata, which may have been assigned in another order.
+            described = describe_layout(self.sharding, self.metadata().tensor_properties, self.device)
+            parts, shards = self.local_parts, make_local_shards(self, described.shards_metadata)
+            self.__dict__["_shards_are_parts"] = list(map(id, parts)) == [id(shard.tensor) for shard in shards]
+            self.__dict__["_shards"] = shards
+        found: list[Shard] = self.__dict__["_shards"]
+        return found
 
     @property
     def _local_shards(self) -> list[Shard]:
@@ -309,6 +312,8 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
 
 PlacementShardingSpec.tensor_type = TorchShardedTensor
+# Programs print and compare the names of classes.
+TorchShardedTensor.__name__, TorchShardedTensorBase.__name__ = "ShardedTensor", "ShardedTensorBase"
 
 
 def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -> Any:
@@ -316,7 +321,3 @@ def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -
     if type(value) is ShardedTensor:
         value.__class__ = cls
     return value
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other

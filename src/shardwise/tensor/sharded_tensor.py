@@ -197,7 +197,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         A tensor that is assigned to `shard.tensor` becomes the local tensor.
         """
         if "_shards" not in self.__dict__:
-            self.__dict__["_shards"] = make_local_shards(self)
+            self.__dict__["_shards"] = make_local_shards(self, self.metadata().shards_metadata)
         shards: list[Shard] = self.__dict__["_shards"]
         return shards
 

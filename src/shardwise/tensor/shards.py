@@ -211,11 +211,10 @@ def spec_on_device(spec: ShardingSpec, device: torch.device | str) -> ShardingSp
     return moved
 
 
-def make_local_shards(tensor: ShardedTensor) -> list[Shard]:
-    """The shards of this rank; their tensors are views of the local tensors."""
+def make_local_shards(tensor: ShardedTensor, described: Sequence[ShardMetadata]) -> list[Shard]:
+    """The shards of this rank, of all that are described; their tensors are views of the local tensors."""
     rows = tensor.sharding.rows_of(tensor.comm.rank)
     own = tensor.sharding.table.take(rows)
-    described = tensor.metadata().shards_metadata
     shards = []
     for row, slot, start, size in zip(
         rows.tolist(), own.slots.tolist(), own.local_offsets.tolist(), own.sizes.tolist(), strict=True

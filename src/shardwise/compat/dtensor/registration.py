@@ -48,13 +48,14 @@ def register_sharding(
     True
     >>> remove_sharding(torch.ops.example.thrice.default)
     """
+    ops = [resolve_op(one) for one in (op if isinstance(op, list | tuple) else (op,))]
     if rule is None:
-        return lambda given: register_sharding(op, given, override=override, dtensor=dtensor)
-    made = rules.register_sharding(op, rule, override=override)
-    for one in op if isinstance(op, list | tuple) else (op,):
-        known = find_rule(resolve_op(one))
+        return lambda given: register_sharding(ops, given, override=override, dtensor=dtensor)
+    made = rules.register_sharding(ops, rule, override=override)
+    for one in ops:
+        known = find_rule(one)
         if dtensor and known is not None:
-            register_dtensor_rule(resolve_op(one), known)
+            register_dtensor_rule(one, known)
     return made
 
 
