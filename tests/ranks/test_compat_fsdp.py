@@ -89,7 +89,7 @@ def test_a_sharded_state_dict_is_loaded_on_another_world_size(world: Ranks, tmp_
     first, second, third = world.run(save, folder, limit=100.0)
     assert third is None
     kinds, sizes, values = first
-    assert kinds == {"shardwise.tensor.sharded_tensor"}
+    assert kinds == {"shardwise.compat.sharded_tensor"}
     assert sizes == ["0.weight [[4, 5]]", "0.bias [[4]]", "2.weight [[2, 7]]", "3.weight [[2]]", "3.bias [[2]]"]
     assert second[1] == ["0.weight [[3, 5]]", "0.bias [[3]]", "2.weight [[2, 7]]", "3.weight [[2]]", "3.bias [[2]]"]
     assert second[2] == values

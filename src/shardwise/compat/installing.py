@@ -94,7 +94,7 @@ def install(packages: Sequence[str] = PACKAGES) -> Installation:
     >>> import importlib
     >>> with install():
     ...     importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor.__module__
-    'shardwise.tensor.sharded_tensor'
+    'shardwise.compat.sharded_tensor'
     """
     with _lock:
         if not _installed:

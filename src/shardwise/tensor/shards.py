@@ -204,7 +204,7 @@ def spec_on_device(spec: ShardingSpec, device: torch.device | str) -> ShardingSp
 
     >>> from shardwise.geometry import ChunkSpec
     >>> spec_on_device(ChunkSpec(0, ranks=2), "cpu")
-    ChunkSpec(dim=0, ranks=0..1)
+    ChunkSpec(dim=0, ranks=0-1)
     """
     move = getattr(spec, "with_device", None)
     moved: ShardingSpec = spec if move is None else move(device)
