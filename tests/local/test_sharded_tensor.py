@@ -263,10 +263,10 @@ def test_local_tensors_that_do_not_fit_are_refused_on_every_rank() -> None:
     assert "rank 1: the layout assigns this rank local tensors of shapes [(2, 3)], got [(2, 4)]" in shape
     assert "from_local with a spec needs the global shape; pass shape=, or a Layout" in unshaped
     assert "the layout names rank 7, not in the comm (ranks 0-2)" in ranks
-    assert "the ranks have different dtypes: ['torch.float32', 'torch.float64']; convert them first" in dtype
+    assert "the ranks have different dtypes: torch.float32 on rank 0 and torch.float64 on rank 1; convert them first" in dtype
     assert "the ranks pass different arguments: layout is" in spec_text
     assert "rank 0: local tensors have one dtype and device, got ['torch.float16 on cpu'" in kinds
-    assert "local tensors require gradients on some ranks and not on others" in grad
+    assert "requires_grad is False on rank 0 and True on rank 1; every rank" in grad
 
 
 def test_local_tensors_are_taken_without_a_copy_and_a_rank_without_any_knows_the_dtype() -> None:

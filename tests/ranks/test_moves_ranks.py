@@ -9,8 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial as DPartial
+from torch.distributed.tensor import Replicate as DReplicate
+from torch.distributed.tensor import Shard as DShard
+from torch.distributed.tensor import distribute_tensor
 
 from shardwise.comm import ProcessGroupComm
+from shardwise.compat import from_dtensor
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Shard
 from shardwise.tensor import from_local, redistribute_many, shard
 from tests.moving import (
@@ -247,3 +253,26 @@ def test_what_cannot_be_done_is_told_on_every_rank(world: Ranks) -> None:
     undefined, out = results[0]
     assert "ranks 0-3: a pending sum of bool values is not defined" in undefined
     assert out == "DisagreementError: 'gather': rank 0: Argument ``out`` has size (3,), but should be (37, 29)"
+
+
+def shard_a_dtensor(placement: str, src_rank: int | None) -> list[str]:
+    """Pass a DTensor where a whole or a local tensor is needed; what each call raised."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    mesh = init_device_mesh("cpu", (4,))
+    given = distribute_tensor(whole, mesh, [DShard(0) if placement == "S(0)" else DReplicate()])
+    if placement == "P":
+        given = given.redistribute(mesh, [DPartial()])
+    columns = ChunkSpec(1, 4)
+    laid = [from_dtensor(given).redistribute(columns).full()] if placement != "P" else [whole]
+    assert torch.equal(laid[0], whole)
+    return [error_of(shard, given, columns, src_rank), error_of(from_local, given, columns, (4, 6))]
+
+
+@pytest.mark.parametrize("src_rank", (0, 1, None))
+@pytest.mark.parametrize("placement", ("S(0)", "R", "P"))
+def test_a_dtensor_is_refused_on_every_rank(world: Ranks, placement: str, src_rank: int | None) -> None:
+    """No rank starts DTensor's collectives alone."""
+    advice = "got DTensor; pass shardwise.compat.from_dtensor(x).redistribute(spec)"
+    first, *others = world.run(shard_a_dtensor, placement, src_rank)
+    assert others == [first] * 3
+    assert all(advice in text for text in first)

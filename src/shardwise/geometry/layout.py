@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -45,10 +46,7 @@ class ShardingSpec(ABC):
         """This spec applied to a shape: the same object each time."""
         shape = check_shape(shape)
         key = _InternKey(self, shape)
-        found = _interned.get(key)
-        if found is None:
-            found = _interned[key] = Layout(shape, self)
-        return found
+        return _interned.get(key) or _intern(key, Layout(shape, self))
 
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         """Where everything is: a product form where there is one, else a table of validated pieces."""
@@ -83,6 +81,16 @@ class _InternKey:
 
 
 _interned: WeakValueDictionary[_InternKey, Layout] = WeakValueDictionary()
+_interning = threading.RLock()
+
+
+def _intern(key: _InternKey, made: Layout) -> Layout:
+    """The one layout of a key: of two threads that made it at the same time, both get that of the first."""
+    with _interning:
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = made
+        return found
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -189,7 +189,7 @@ def start_moves(
         notify_watchers(plan, label)
         job = TransferJob(plan, tuple(t.detach() for t in one.local_parts), one.dtype, one.device)
         size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize
-        if size > room:
+        if not batches or size > room:
             batches.append([])
             room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
         batches[-1].append(job)

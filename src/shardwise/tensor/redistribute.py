@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +62,8 @@ def shard(
 def _agree_on_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
     own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
-    if tensor is not None and (not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor)):
-        advice = "; use its redistribute()" if isinstance(tensor, ShardedTensor) else ""
-        own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{advice}"
+    if tensor is not None and not _is_plain_tensor(tensor):
+        own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}"
     elif tensor is not None:
         own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
         own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
@@ -79,6 +79,22 @@ def _agree_on_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -
         laid_out = _check_layout_of(spec, tuple(source["shape"]), comm)
         agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
     return source
+
+
+def _is_plain_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and not _is_dtensor(value)
+
+
+def _is_dtensor(value: object) -> bool:
+    """Whether this is torch's DTensor; whoever has one has loaded its module, which takes long to load."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _advice_for(value: object) -> str:
+    if isinstance(value, ShardedTensor):
+        return "; use its redistribute()"
+    return "; pass shardwise.compat.from_dtensor(x).redistribute(spec)" if _is_dtensor(value) else ""
 
 
 def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
@@ -123,9 +139,9 @@ def from_local(
     6.0
     """
     comm = resolve_comm(comm)
-    held = (local_tensors,) if isinstance(local_tensors, Tensor) else tuple(local_tensors)
-    where, problem = _resolve_local_layout(layout, shape)
-    problem = problem or _local_problem(held, where, comm)
+    held, problem = _list_local_tensors(local_tensors)
+    where, unfit = _resolve_local_layout(layout, shape)
+    problem = problem or unfit or _local_problem(held, where, comm)
     asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
     agree(comm, asked, label="from_local", problem=problem)
     dtype, grad = _agree_on_kind(held, comm)
@@ -133,26 +149,42 @@ def from_local(
     return wrap(where, held, comm, dtype=dtype, anchor=anchor)
 
 
+def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], str | None]:
+    """The local tensors as a tuple, or what else was passed."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        return (), f"from_local takes a tensor or a list of tensors, got {type(given).__name__}"
+    listed = (given,) if isinstance(given, Tensor) else tuple(given)
+    wrong = next((each for each in listed if not _is_plain_tensor(each)), None)
+    if wrong is None:
+        return listed, None
+    return (), f"local tensors are plain tensors, got {type(wrong).__name__}{_advice_for(wrong)}"
+
+
 def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]:
     """The dtype of the local tensors of all ranks, and whether they are on the tape; raises unless all are the same."""
     own = f"{held[0].dtype} {any(t.requires_grad for t in held)}" if held else ""
-    kinds = {kind.decode() for kind in comm.all_gather_bytes(own.encode(), label="from_local") if kind}
-    dtypes, grads = {kind.split()[0] for kind in kinds}, {kind.split()[1] for kind in kinds}
-    if len(dtypes) > 1:
-        raise DisagreementError(f"'from_local': the ranks have different dtypes: {sorted(dtypes)}; convert them first")
-    if len(grads) > 1:
+    told = zip(comm.ranks, comm.all_gather_bytes(own.encode(), label="from_local"), strict=True)
+    kinds = {rank: kind.decode().split() for rank, kind in told if kind}
+    dtypes, grads = ({rank: kind[i] for rank, kind in kinds.items()} for i in (0, 1))
+    if len(set(dtypes.values())) > 1:
         raise DisagreementError(
-            "'from_local': local tensors require gradients on some ranks and not on others; every rank takes part in "
-            "the backward pass, so pass tensors of one kind"
+            f"'from_local': the ranks have different dtypes: {fold_values(dtypes)}; convert them first"
         )
-    dtype = getattr(torch, dtypes.pop().removeprefix("torch.")) if dtypes else torch.get_default_dtype()
-    return dtype, grads == {"True"}
+    if len(set(grads.values())) > 1:
+        raise DisagreementError(
+            f"'from_local': requires_grad is {fold_values(grads)}; every rank takes part in the backward pass, "
+            "so pass tensors of one kind"
+        )
+    dtype = next((getattr(torch, text.removeprefix("torch.")) for text in dtypes.values()), torch.get_default_dtype())
+    return dtype, "True" in grads.values()
 
 
 def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
     if isinstance(layout, Layout):
         return layout, None
     try:
+        if not isinstance(layout, ShardingSpec):
+            raise LayoutError(f"from_local takes a spec or a Layout, got {type(layout).__name__}: {layout!r}")
         if shape is None:
             raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
         return layout.layout(shape), None

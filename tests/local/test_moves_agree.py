@@ -1,0 +1,160 @@
+"""Does every rank take the same decision before anything is sent? Wrong types, DTensors, layouts made at once."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import (
+    Box,
+    Comm,
+    CommError,
+    Partial,
+    Piece,
+    Replicate,
+    ShardingSpec,
+    from_local,
+    parse_spec,
+    redistribute_many,
+    run_local,
+    shard,
+)
+from shardwise.checkpoint import load, save
+from shardwise.tensor import ShardedTensor
+
+ROWS = "on tp=2: S(0)"
+TIMEOUT = 20.0
+
+
+def endings(call: Callable[[bool], Any]) -> list[str]:
+    """How a call ends on each of two ranks, of which the second makes a mistake."""
+
+    def one(comm: Comm) -> str:
+        try:
+            call(comm.rank == 1)
+        except CommError as error:
+            return f"left waiting: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+    return run_local(one, 2, timeout=TIMEOUT)
+
+
+def given(odd: bool, mistake: Any, right: Any) -> Any:
+    return mistake if odd else right
+
+
+MISTAKES: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "a text for a local tensor": (
+        lambda odd: from_local(given(odd, "no tensor", torch.zeros(4, 4)), parse_spec(ROWS), (8, 4)),
+        "rank 1: from_local takes a tensor or a list of tensors, got str",
+    ),
+    "numbers for local tensors": (
+        lambda odd: from_local(given(odd, [1.0], torch.zeros(4, 4)), parse_spec(ROWS), (8, 4)),
+        "rank 1: local tensors are plain tensors, got float",
+    ),
+    "a text for the layout of local tensors": (
+        lambda odd: from_local(torch.zeros(4, 4), given(odd, "S(0)", parse_spec(ROWS)), (8, 4)),
+        "rank 1: from_local takes a spec or a Layout, got str: 'S(0)'",
+    ),
+    "a list for a whole tensor": (
+        lambda odd: shard(given(odd, [1.0, 2.0], torch.zeros(8, 4)), parse_spec(ROWS), None),
+        "rank 1: shard takes a whole tensor, got list",
+    ),
+    "a text for a spec": (
+        lambda odd: shard(torch.zeros(8, 4), given(odd, "S(0)", parse_spec(ROWS)), None),
+        "rank 1: shard takes a spec or a Layout, got str: 'S(0)'",
+    ),
+    "a number for a target": (
+        lambda odd: shard(torch.zeros(8, 4), parse_spec(ROWS), None).redistribute(given(odd, 3.5, (Replicate(),))),
+        "rank 1: redistribute takes a spec, a Layout or placements, got float: 3.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_type_on_one_rank_only(name: str) -> None:
+    """Every rank raises the same error; none waits for the one that made the mistake."""
+    call, text = MISTAKES[name]
+    one, other = endings(call)
+    assert one == other and text in one, f"{one}\n{other}"
+
+
+class WaitsForAnotherThread(ShardingSpec):
+    """Rows on two ranks; while it lays out a tensor it waits a moment for another thread that does the same."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    def pieces(self, shape: Sequence[int]) -> list[Piece]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.both.wait(1.0)
+        half = shape[0] // 2
+        return [Piece(Box((0,), (half,)), 0), Piece(Box((half,), (shape[0] - half,)), 1)]
+
+
+def test_two_threads_that_make_one_layout_get_one_object() -> None:
+    """Else one rank takes a tensor given twice for two, and moves it twice."""
+    spec = WaitsForAnotherThread()
+    first, second = run_local(lambda comm: spec.layout((6,)), 2, timeout=TIMEOUT)
+    assert first is second
+
+
+def test_a_new_layout_at_once_on_all_ranks() -> None:
+    """A tensor given twice is moved once on every rank, however the threads take turns."""
+
+    def body(comm: Comm, length: int) -> bool:
+        whole = torch.arange(length, dtype=torch.float64)
+        x = from_local(whole / 4, parse_spec("on tp=4: P(sum)"), (length,))
+        return torch.equal((x * x).full(), whole * whole)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for length in range(2, 32):
+            assert run_local(body, 4, length, timeout=TIMEOUT) == [True] * 4
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def empty_then_full() -> list[ShardedTensor]:
+    """Pending tensors, the first without elements."""
+    spec = parse_spec("on tp=2: P(sum)")
+    return [from_local(torch.ones(shape), spec, shape) for shape in ((0, 3), (4, 3), (3, 0))]
+
+
+def test_an_empty_tensor_may_come_first() -> None:
+    def body(comm: Comm) -> list[Any]:
+        moved = redistribute_many(empty_then_full(), [(Replicate(),)] * 3)
+        waited = redistribute_many(empty_then_full(), [(Replicate(),)] * 3, async_op=True).wait()
+        alone = empty_then_full()[0].redistribute((Replicate(),), async_op=True).wait()
+        return [[t.local_tensor().tolist() for t in ts] for ts in (moved, waited, [alone])]
+
+    full = [[2.0] * 3] * 4
+    assert run_local(body, 2, timeout=TIMEOUT) == [[[[], full, [[]] * 3]] * 2 + [[[]]]] * 2
+
+
+def test_pending_tensors_are_saved_with_an_empty_one_first(tmp_path: Path) -> None:
+    def body(comm: Comm) -> Any:
+        save({f"{i}": t for i, t in enumerate(empty_then_full())}, tmp_path / "c")
+        state = {"1": shard(torch.zeros(4, 3), parse_spec(ROWS), None)}
+        load(state, tmp_path / "c", strict=False)
+        return torch.equal(state["1"].full(), torch.full((4, 3), 2.0))
+
+    assert run_local(body, 2, timeout=TIMEOUT) == [True, True]
+
+
+def test_a_partial_that_is_waited_for_twice_is_moved_once() -> None:
+    def body(comm: Comm) -> bool:
+        handle = empty_then_full()[1].redistribute((Partial("avg"),), async_op=True)
+        return handle.wait() is handle.wait()
+
+    assert run_local(body, 2, timeout=TIMEOUT) == [True, True]
