@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
-from torch.distributed.tensor import distribute_tensor
 
 from shardwise.comm import ProcessGroupComm
 from shardwise.compat import from_dtensor
@@ -261,7 +261,7 @@ def shard_a_dtensor(placement: str, src_rank: int | None) -> list[str]:
     mesh = init_device_mesh("cpu", (4,))
     given = distribute_tensor(whole, mesh, [DShard(0) if placement == "S(0)" else DReplicate()])
     if placement == "P":
-        given = given.redistribute(mesh, [DPartial()])
+        given = DTensor.from_local(whole / 4, mesh, [DPartial()])
     columns = ChunkSpec(1, 4)
     laid = [from_dtensor(given).redistribute(columns).full()] if placement != "P" else [whole]
     assert torch.equal(laid[0], whole)
