@@ -263,7 +263,8 @@ def test_local_tensors_that_do_not_fit_are_refused_on_every_rank() -> None:
     assert "rank 1: the layout assigns this rank local tensors of shapes [(2, 3)], got [(2, 4)]" in shape
     assert "from_local with a spec needs the global shape; pass shape=, or a Layout" in unshaped
     assert "the layout names rank 7, not in the comm (ranks 0-2)" in ranks
-    assert "the ranks have different dtypes: torch.float32 on rank 0 and torch.float64 on rank 1; convert them first" in dtype
+    both = "torch.float32 on rank 0 and torch.float64 on rank 1"
+    assert f"the ranks have different dtypes: {both}; convert them first" in dtype
     assert "the ranks pass different arguments: layout is" in spec_text
     assert "rank 0: local tensors have one dtype and device, got ['torch.float16 on cpu'" in kinds
     assert "requires_grad is False on rank 0 and True on rank 1; every rank" in grad
