@@ -89,6 +89,13 @@ def test_properties_pickle_with_their_memory_format() -> None:
         pickle.dumps(Properties(memory_format=torch.channels_last_3d))
 
 
+def test_properties_pickle_with_their_strides() -> None:
+    given = Properties.create_from_tensor(torch.zeros(2, 3).t())
+    assert given.strides == (1, 3)
+    assert pickle.loads(pickle.dumps(given)) == given
+    assert len(Properties().__getstate__()) == 5  # what every release of torch reads
+
+
 def test_properties_follow_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:

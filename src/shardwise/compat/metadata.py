@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -261,7 +262,8 @@ def metadata_from_local_shards(
     for shard in local_shards:
         _check_placement(shard, current_rank, pg)
         _check_same_properties(shard.tensor, first, current_rank)
-    return ShardedTensorMetadata([shard.metadata for shard in local_shards], global_size, first)
+    whole = replace(first, strides=None)  # those of a shard are not those of the tensor
+    return ShardedTensorMetadata([shard.metadata for shard in local_shards], global_size, whole)
 
 
 def _check_placement(shard: Shard, current_rank: int, pg: dist.ProcessGroup | None) -> None:

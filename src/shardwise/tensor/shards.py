@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -73,9 +73,6 @@ class ShardMetadata:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
 
 
-PropertiesState: TypeAlias = tuple[torch.dtype, torch.layout, bool, MEM_FORMAT_ENCODING, bool]
-
-
 @dataclass
 class TensorProperties:
     """What all shards of a tensor have in common.
@@ -89,15 +86,19 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
-    def __getstate__(self) -> PropertiesState:
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Five entries, as before torch 2.15; strides follow where there are any."""
         encoding = _ENCODINGS.get(self.memory_format)
         if encoding is None:
             raise RuntimeError(f"Invalid torch.memory_format: {self.memory_format}; one of {list(_ENCODINGS)} pickles")
-        return self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory
+        strides = () if self.strides is None else (self.strides,)
+        return self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory, *strides
 
-    def __setstate__(self, state: PropertiesState) -> None:
-        self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory, *strides = state
+        self.strides = strides[0] if strides else None
         if encoding not in _FORMATS:
             raise RuntimeError(f"Invalid torch.memory_format encoding: {encoding}; it is one of {list(_FORMATS)}")
         self.memory_format = _FORMATS[encoding]
@@ -115,6 +116,7 @@ class TensorProperties:
             requires_grad=tensor.requires_grad,
             memory_format=torch.contiguous_format,
             pin_memory=tensor.is_pinned(),
+            strides=tensor.stride(),
         )
 
 
