@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SECTION ?=
+PAIRS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench check clean
+.PHONY: help demo test lint types bench matrix check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -23,10 +24,13 @@ lint: $(STAMP)  ## check the style with ruff
 	$(BIN)/ruff check .
 
 types: $(STAMP)  ## check the types with mypy (strict over src/)
-	$(BIN)/mypy src $(wildcard bench examples)
+	$(BIN)/mypy src $(wildcard bench examples tools)
 
 bench: $(STAMP)  ## run the benchmarks; one section with SECTION=move
 	$(BIN)/python -m bench $(SECTION)
+
+matrix: $(STAMP)  ## try the wheel with each supported torch and Python, 5 GB each; some: PAIRS="2.14.0 2.15.0:3.13"
+	$(BIN)/python tools/matrix.py $(PAIRS)
 
 check: lint types test  ## lint + types + test: what .ci/run runs
 

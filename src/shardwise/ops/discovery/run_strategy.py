@@ -107,7 +107,7 @@ def _cut_shard(dim: int, length: int, ranks: int, cut: str) -> Shard | None:
 def run_strategy(case: StrategyCase, strategy: Strategy, specs: Sequence[MeshSpec], ranks: int) -> list[Deviation]:
     """What differs when the strategy runs with the inputs laid out like this: outputs first, then by size."""
     probe = _Probe(case.call.op, (strategy.outputs, strategy.inputs, strategy.local, tuple(specs)))
-    lined = Strategy(strategy.outputs, tuple(line_up_placements(case.call, strategy.inputs)), strategy.local)
+    lined = replace(strategy, inputs=tuple(line_up_placements(case.call, strategy.inputs)))
     placed = (*strategy.outputs, *strategy.inputs)
     if any(isinstance(p, Partial) and p.op not in DIFFERENTIABLE for p in placed):
         case = replace(case, gradients=None)

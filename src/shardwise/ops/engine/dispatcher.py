@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class Decision:
     order: tuple[str, ...]
     mesh: Mesh
     keep: tuple[Layout, ...]
+    local: Callable[..., Any] | None
     outputs: tuple[Layout | None, ...] | None = None
 
 
@@ -144,7 +145,7 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
             )
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     given = tuple(t.sharding for t in tensors)
-    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given)
+    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given, _find_local(chosen, wanted))
 
 
 def _wanted_layouts(
@@ -232,6 +233,14 @@ def _ask_for_strategies(
     return normalise_strategies(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
 
 
+def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callable[..., Any] | None:
+    """The function that computes the local results in place of the operator: the same one on every rank."""
+    if_empty = next((s.local_if_empty for s in chosen if s.local_if_empty is not None), None)
+    if if_empty is not None and any(0 in p for w in wanted for rank in w.ranks for p in w.local_shapes(rank)):
+        return if_empty
+    return next((s.local for s in chosen if s.local is not None), None)
+
+
 def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
     """The axes of several ranks along which this tensor is replicated while something else is not."""
     axes = []
@@ -255,7 +264,7 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
             for t, axes in zip(aligned, decision.vary, strict=True)
         ]
         args, kwargs = call.fill_slots(values)
-        local = next((s.local for s in decision.chosen if s.local is not None), None)
+        local = decision.local
         if local is None:
             result = call.op(*args, **kwargs)
         else:

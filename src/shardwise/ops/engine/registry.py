@@ -42,12 +42,14 @@ class Strategy:
     """One strategy on one axis: a placement for each output and for each input tensor.
 
     `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
-    `LocalView` and the local arguments.
+    `LocalView` and the local arguments. `local_if_empty` takes its place where some rank's part of an input has no
+    elements: for operators whose kernels cannot take such tensors.
     """
 
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement | None, ...]
     local: Callable[..., Any] | None = None
+    local_if_empty: Callable[..., Any] | None = None
 
 
 _FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
@@ -84,12 +86,12 @@ def normalise_strategies(
 
 def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
     if isinstance(given, Strategy):
-        outputs, inputs, local = given.outputs, given.inputs, given.local
+        outputs, inputs, local, if_empty = given.outputs, given.inputs, given.local, given.local_if_empty
     else:
         _check_form(given)
-        outputs, inputs, local = given[0], given[1], (given[2] if len(given) > 2 else None)
+        outputs, inputs, local, if_empty = given[0], given[1], (given[2] if len(given) > 2 else None), None
     placed = tuple(_line_up_inputs(inputs, [*args, *kwargs.values()], tensors))
-    made = Strategy(tuple(to_native_placement(p) for p in _flatten_arguments(outputs)), placed, local)
+    made = Strategy(tuple(to_native_placement(p) for p in _flatten_arguments(outputs)), placed, local, if_empty)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LayoutError(f"a rule returns Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import aten
+from shardwise._torch import aten, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import empty_result_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
 
 Mask = TensorMeta | None
@@ -42,18 +42,7 @@ def attention(
     local = _attend_causal_rows if is_causal else None
     found.append(_attention_strategy(Shard(rows), (Shard(rows), Replicate(), Replicate()), mask, rows, ndim, local))
     found.append(_attention_strategy(Shard(columns), (Replicate(), Replicate(), Shard(columns)), mask, None, ndim))
-    return [_guard_empty(s) for s in found] if _may_be_empty(q, v) else found
-
-
-def _may_be_empty(q: TensorMeta, v: TensorMeta) -> bool:
-    """Whether some rank may hold no element: kernels of some versions of torch end the process on such tensors."""
-    spec = mesh_view(q.layout)
-    return spec is None or min((*q.shape, *v.shape), default=0) < math.prod(spec.mesh.shape)
-
-
-def _guard_empty(strategy: Strategy) -> Strategy:
-    """The same strategy with a local function that fits all of them: axes may choose different ones."""
-    return Strategy(strategy.outputs, strategy.inputs, _attend_if_any)
+    return [replace(s, local_if_empty=_attend_if_any) for s in found]
 
 
 def _attend_if_any(
@@ -66,13 +55,21 @@ def _attend_if_any(
     is_causal: bool = False,
     **named: Any,
 ) -> Tensor:
-    """Attention of any rows of the queries, and nothing where there is nothing."""
+    """Attention of any rows of the queries, and nothing where there is nothing.
+
+    Kernels of some releases of torch end the process on tensors without heads, rows or columns.
+    """
     if not (q.numel() and v.numel()):
-        empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        return empty_result_like(empty, q, k, v, mask if mask is not None and mask.is_floating_point() else None)
+        biases = [mask] if mask is not None and mask.is_floating_point() else []
+        return _put_on_tape(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v, *biases)
     if is_causal:
         return _attend_causal_rows(view, q, k, v, **named)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
+
+
+def _put_on_tape(zeros: Tensor, *inputs: Tensor) -> Tensor:
+    """Zeros that are computed from the inputs: every rank's backward pass has to meet the same moves."""
+    return sum((t.flatten()[:0].sum() for t in inputs), start=zeros)
 
 
 def _attention_batch_strategies(
@@ -151,23 +148,36 @@ def _attend_with_dropout(
     return F.dropout(scores.softmax(-1), dropout_p) @ value
 
 
-@register_sharding(
-    [
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
-)
-def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
-    """Kernels that torch picks: batch or heads sharded. The second output has a row for each query."""
-    mask = next((a for a in (*args, *kwargs.values()) if isinstance(a, TensorMeta)), None)
-    dropout_p = next((a for a in args if isinstance(a, float)), kwargs.get("dropout_p", 0.0))
-    if dropout_p:
-        raise UnsupportedOpError(
-            "attention with dropout draws random numbers; call torch.nn.functional.scaled_dot_product_attention, which "
-            "draws the same ones for every layout"
-        )
-    replicated, *cut = _attention_batch_strategies(q, k, v, mask, grouped=False)
-    two = [Strategy((s.outputs[0], s.outputs[0], *(Replicate(),) * 7), s.inputs) for s in cut]
-    return [Strategy((Replicate(),) * 9, replicated.inputs), *two]
+def _register_fused_attention(op: Any) -> None:
+    """Register the rule of a kernel that torch picks: batch or heads sharded."""
+
+    def attend_if_any(view: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if q.numel() and v.numel():
+            return op(q, k, v, *args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), ((q, k, v, *args), kwargs))
+        made = pytree.tree_map_only(Tensor, lambda t: torch.zeros_like(t, device=q.device), op(*args, **kwargs))
+        return (_put_on_tape(made[0], q, k, v), *made[1:])
+
+    @register_sharding(op)
+    def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
+        """The second output has a row for each query; further ones are no part of the result."""
+        mask = next((a for a in (*args, *kwargs.values()) if isinstance(a, TensorMeta)), None)
+        dropout_p = next((a for a in args if isinstance(a, float)), kwargs.get("dropout_p", 0.0))
+        if dropout_p:
+            raise UnsupportedOpError(
+                "attention with dropout draws random numbers; call torch.nn.functional.scaled_dot_product_attention, "
+                "which draws the same ones for every layout"
+            )
+        replicated, *cut = _attention_batch_strategies(q, k, v, mask, grouped=False)
+        two = [Strategy((s.outputs[0], s.outputs[0], *(Replicate(),) * 7), s.inputs) for s in cut]
+        found = [Strategy((Replicate(),) * 9, replicated.inputs), *two]
+        return [replace(s, local_if_empty=attend_if_any) for s in found]
+
+
+for _op in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+):
+    _register_fused_attention(_op)
