@@ -347,14 +347,14 @@ def test_a_state_that_holds_itself(tmp_path: Path) -> None:
 def test_a_rank_that_fails_makes_all_raise_and_the_old_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = values((7, 9), torch.float32)
     run_local(save_all, 4, tmp_path / "c", [EVERY["rows"]], whole)
-    plain = writing.write_file
+    plain = writing.FileWriter.finish
 
-    def write(path: Path, pieces: Any) -> Any:
-        if "rank00001" in path.name:
+    def finish(writer: Any) -> Any:
+        if "rank00001" in writer._file.name:
             raise OSError(28, "No space left on device")
-        return plain(path, pieces)
+        return plain(writer)
 
-    monkeypatch.setattr("shardwise.checkpoint.saving.write_file", write)
+    monkeypatch.setattr(writing.FileWriter, "finish", finish)
     for async_op in (False, True):
         found = run_local(save_failing, 4, tmp_path / "c", async_op)
         assert all("rank 1: OSError: [Errno 28] No space left on device" in told for told in found), found
@@ -402,7 +402,7 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
         shardwise.save({"x": torch.zeros(2)}, tmp_path / "notes" / "a.txt")
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         shardwise.open(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"not a checkpoint: it contains no shardwise.index.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint; expected a folder with shardwise.index.json"):
         shardwise.open(tmp_path / "notes")
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
-from shardwise.checkpoint.index import INDEX_NAME
+from shardwise.checkpoint.formats.shardwise import INDEX_NAME
 from shardwise.cli.main import app
 
 

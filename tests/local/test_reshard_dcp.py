@@ -21,8 +21,9 @@ from torch import Tensor
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import CheckpointError, reshard
+from shardwise.checkpoint.checksums import combine_crc
 from shardwise.checkpoint.formats.dcp.pickle import PickleCall, PickleName, PicklePairs, write_pickle
-from shardwise.checkpoint.formats.dcp.zip import DATA, combine_crc, read_archive, write_archive
+from shardwise.checkpoint.formats.dcp.zip import DATA, read_archive, write_archive
 from shardwise.checkpoint.resharding import plan as planning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e5m2, torch.complex64)

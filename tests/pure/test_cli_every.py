@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwise.checkpoint.formats.safetensors_header import header_bytes
+from shardwise.checkpoint.formats.safetensors import header_bytes
 from shardwise.cli.main import COMMANDS, _load_command, app
 from shardwise.cli.output import byte_progress, total_progress
 

@@ -1,12 +1,11 @@
 # The public names, each listed once: type checkers read them here, and `_lazy.attach_stub` does at run time.
 
 from shardwise.checkpoint.background import Saving as Saving
-from shardwise.checkpoint.errors import CheckpointError as CheckpointError
-from shardwise.checkpoint.folders import (
+from shardwise.checkpoint.cleaning import (
     clean as clean,
     leftovers as leftovers,
 )
-from shardwise.checkpoint.formats.huggingface import save_hf as save_hf
+from shardwise.checkpoint.errors import CheckpointError as CheckpointError
 from shardwise.checkpoint.loading import load as load
 from shardwise.checkpoint.opening import (
     Checkpoint as Checkpoint,
@@ -17,4 +16,7 @@ from shardwise.checkpoint.resharding.run import (
     ReshardReport as ReshardReport,
     reshard as reshard,
 )
-from shardwise.checkpoint.saving import save as save
+from shardwise.checkpoint.saving import (
+    save as save,
+    save_hf as save_hf,
+)

@@ -2,26 +2,30 @@
 
 The comm belongs to the program, so the threads of the ranks do not talk through it. Each leaves a record of its share
 in the temporary folder; the first rank's thread waits for all of them, writes the index and commits; the others wait
-until the folder is gone. `wait()` is collective and reports on every rank what failed on any.
+until the folder is gone. `wait()` is collective: until all threads have ended, the ranks tell each other how far they
+are, so that a failure on one, on a full disk say, stops the others at once and is raised on all.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from shardwise.checkpoint import folders
-from shardwise.checkpoint.describe import gather_or_raise, run_or_describe_error
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.tree import Json
+from shardwise.checkpoint.describe import raise_problems
+from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
+from shardwise.checkpoint.files import write_synced
+from shardwise.checkpoint.folders import remove_folder
+from shardwise.checkpoint.index import Json
 from shardwise.comm import Comm
 
 _POLL_SECONDS = 0.01
+_FIRST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.02, 0.5
+_LABEL = "save in the background"
+_STOPPED = "stopped: another rank failed"
 _running_saves: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
 _running_saves_lock = threading.Lock()
 
@@ -30,10 +34,15 @@ class Saving:
     """A save running in the background; all ranks `wait()` for it."""
 
     def __init__(
-        self, comm: Comm, folder: Path, write: Callable[[], Json], finish: Callable[[Sequence[Json]], None]
+        self,
+        comm: Comm,
+        folder: Path,
+        write: Callable[[Callable[[], None]], Json],
+        finish: Callable[[Sequence[Json]], None],
     ) -> None:
         self._comm, self._folder, self._write, self._finish = comm, folder, write, finish
         self._problem: str | None = None
+        self._stop = threading.Event()
         self._waited = False
         self._thread = threading.Thread(target=self._run, name="shardwise save")
         self._thread.start()
@@ -44,22 +53,52 @@ class Saving:
 
     def wait(self) -> None:
         """Return when the checkpoint is in place on disk; raise on every rank if that failed on any. Collective."""
-        self._thread.join()
         if self._waited:
             return
         self._waited = True
         unregister_save(self._comm, self)
-        gather_or_raise(self._comm, None, self._problem, "save in the background")
+        seconds = _FIRST_ROUND_SECONDS
+        while True:
+            self._thread.join(seconds)
+            ended = self.done()
+            everyone = self._exchange([ended, self._problem if ended else None])
+            problems = [problem for _, problem in everyone]
+            if any(problem is not None for problem in problems):
+                self._give_up()
+                raise_problems(self._comm, [None if p == _STOPPED else p for p in problems])
+            if all(done for done, _ in everyone):
+                return
+            seconds = min(2 * seconds, _LONGEST_ROUND_SECONDS)
+
+    def _exchange(self, given: Json) -> list[Json]:
+        return [json.loads(text) for text in self._comm.all_gather_bytes(json.dumps(given).encode(), label=_LABEL)]
+
+    def _give_up(self) -> None:
+        """Stop this rank's thread; when all have stopped, nothing writes to the folder any more and it is removed."""
+        self._stop.set()
+        self._thread.join()
+        self._exchange(None)
+        if self._comm.rank == self._comm.ranks[0]:
+            remove_folder(self._folder)
+        self._exchange(None)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise CheckpointError(_STOPPED)
 
     def _run(self) -> None:
         _, self._problem = run_or_describe_error(self._share)
-        self._write = self._finish = _do_nothing  # the copies of the tensors are free
+        self._write, self._finish = _write_nothing, _finish_nothing  # the copies of the tensors are free
 
     def _share(self) -> None:
-        record, problem = run_or_describe_error(self._write)
-        self._folder.mkdir(exist_ok=True)
-        folders.write_synced(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
-        if problem is not None and self._comm.rank != self._comm.ranks[0]:
+        record, problem = run_or_describe_error(lambda: self._write(self._check))
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_synced(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
+        except OSError:
+            if problem is None:
+                raise
+        if problem is not None:
             raise CheckpointError(problem)
         if self._comm.rank == self._comm.ranks[0]:
             self._complete()
@@ -67,19 +106,15 @@ class Saving:
             self._wait_until(lambda: not self._folder.exists(), "rank 0 did not complete the save")
 
     def _complete(self) -> None:
-        try:
-            names = {rank: self._record_of(rank) for rank in self._comm.ranks}
-            self._wait_until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
-            found = {rank: json.loads(file.read_bytes()) for rank, file in names.items()}
-            failed = [f"rank {rank}: {problem}" for rank, (problem, _) in found.items() if problem is not None]
-            if failed:
-                raise CheckpointError("; ".join(failed[:4]))
-            for file in names.values():
-                file.unlink()
-            self._finish([record for _, record in found.values()])
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        names = {rank: self._record_of(rank) for rank in self._comm.ranks}
+        self._wait_until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
+        found = {rank: json.loads(file.read_bytes()) for rank, file in names.items()}
+        failed = [f"rank {rank}: {problem}" for rank, (problem, _) in found.items() if problem is not None]
+        if failed:
+            raise CheckpointError("; ".join(failed[:4]))
+        for file in names.values():
+            file.unlink()
+        self._finish([record for _, record in found.values()])
 
     def _record_of(self, rank: int) -> Path:
         return self._folder / f"share{rank:05d}.json"
@@ -87,13 +122,18 @@ class Saving:
     def _wait_until(self, ready: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + self._comm.timeout
         while not ready():
+            self._check()
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{self._folder}: {problem} within {self._comm.timeout} s")
             time.sleep(_POLL_SECONDS)
 
 
-def _do_nothing(*_: object) -> None:
-    pass
+def _write_nothing(check: Callable[[], None]) -> Json:
+    return None
+
+
+def _finish_nothing(records: Sequence[Json]) -> None:
+    return None
 
 
 def register_save(saving: Saving) -> Saving:

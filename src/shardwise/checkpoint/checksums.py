@@ -79,3 +79,32 @@ class BlockSums:
         """The checksums of all blocks, one after another."""
         self._close()
         return "".join(self._done)
+
+
+def combine_crc(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after another, from theirs and the length of the second.
+
+    >>> import zlib
+    >>> combine_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
+    True
+    """
+    odd = [0xEDB88320, *(1 << n for n in range(31))]  # the effect of one zero bit on the register
+    power = _square_matrix(_square_matrix(_square_matrix(odd)))  # of one zero byte
+    while length:
+        if length & 1:
+            first = _apply_matrix(power, first)
+        power, length = _square_matrix(power), length >> 1
+    return first ^ second
+
+
+def _apply_matrix(matrix: list[int], vector: int) -> int:
+    total, row = 0, 0
+    while vector:
+        if vector & 1:
+            total ^= matrix[row]
+        vector, row = vector >> 1, row + 1
+    return total
+
+
+def _square_matrix(matrix: list[int]) -> list[int]:
+    return [_apply_matrix(matrix, row) for row in matrix]

@@ -8,27 +8,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import Json
 from shardwise.checkpoint.state import Leaf
-from shardwise.checkpoint.tree import Json
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, find_dtype, layout_from_json, layout_to_json
 from shardwise.tensor.move import replicated_layout
-
-
-def run_or_describe_error(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result of some work, or what went wrong, to report to the other ranks."""
-    try:
-        return work(), None
-    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
-        plain = isinstance(error, ValueError)
-        return None, str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def gather_or_raise(comm: Comm, given: Json, problem: str | None, label: str, wanted: bool = True) -> list[Json]:
@@ -39,11 +29,16 @@ def gather_or_raise(comm: Comm, given: Json, problem: str | None, label: str, wa
     data = json.dumps(problem) if problem is not None else "null\n" + json.dumps(given, separators=(",", ":"))
     everyone = [text.partition(b"\n") for text in comm.all_gather_bytes(data.encode(), label=label)]
     problems = [json.loads(one[0]) for one in everyone]
+    raise_problems(comm, problems)
+    return [json.loads(one[2]) for one in everyone] if wanted else []
+
+
+def raise_problems(comm: Comm, problems: Sequence[str | None]) -> None:
+    """Raise a CheckpointError that names the ranks that have a problem, if any has; all ranks know all problems."""
     found = [(rank, text) for rank, text in zip(comm.ranks, problems, strict=True) if text is not None]
     if found:
-        same = len({text for _, text in found}) == 1 and len(found) == len(everyone)
+        same = len({text for _, text in found}) == 1 and len(found) == len(problems)
         raise CheckpointError(found[0][1] if same else "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]))
-    return [json.loads(one[2]) for one in everyone] if wanted else []
 
 
 @lru_cache(maxsize=4096)

@@ -1,70 +1,223 @@
-"""Opening and writing files so that errors name them, and a pipe under the name of a file stops nobody."""
+"""Files of a checkpoint: opened once and kept, or written so that they last.
+
+Reading: a folder is opened once, and the files in it relative to that, so that a save that puts another folder in its
+place changes nothing for whoever reads. A pipe under the name of a file stops nobody.
+
+Writing: small parts that are neighbours are collected, and what was written is synced when a file is closed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shardwise.checkpoint.errors import CheckpointError, add_path_to_error
 
-def open_file(path: Path) -> FileIO:
-    """A file, open for reading; anything else that has the name of one is an OSError."""
-    return FileIO(path, "rb", opener=_opener)
-
-
-def _opener(path: str, flags: int) -> int:
-    handle = os.open(path, flags | os.O_NONBLOCK)
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # the caller refuses a folder in the system's words
-        return handle
-    os.close(handle)
-    raise OSError(errno.EINVAL, "Not an ordinary file", path)
+_COLLECT_BYTES = 1 << 20
+MAX_INDEX_BYTES = 1 << 28
+FileIdentity = tuple[int, int, int, int]
 
 
-@contextmanager
-def add_path_to_error(path: Path) -> Iterator[None]:
-    """Add the name of the file to an error of the system that has none.
+class PinnedFolder:
+    """A folder that is open for reading: its files stay the same, whatever its name refers to later.
 
-    >>> with add_path_to_error(Path("ckpt/a.safetensors")):
-    ...     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    Traceback (most recent call last):
-    ...
-    OSError: [Errno 28] No space left on device: 'ckpt/a.safetensors'
+    Files that were pinned stay readable even when the folder is removed.
     """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-class SyncedFile(ABC):
-    """A file that is open for writing; what was collected is written and synced when it is closed without an error."""
+    def has(self, name: str) -> bool:
+        """Whether there is an ordinary file of this name."""
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self._handle).st_mode)
+        except OSError:
+            return False
 
-    def __init__(self, path: Path, flags: int) -> None:
-        self._path = path
-        self._handle = os.open(path, flags, 0o644)
+    def names(self) -> list[str]:
+        """The names of everything in the folder."""
+        return os.listdir(self._handle)
+
+    def identity(self, name: str) -> FileIdentity:
+        """What is different as soon as a file is another one, or was written to."""
+        found = os.stat(name, dir_fd=self._handle)
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def is_replaced(self) -> bool:
+        """Whether the path of this folder names another one by now, or none."""
+        try:
+            now, then = os.stat(self.path), os.fstat(self._handle)
+        except OSError:
+            return True
+        return (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino)
+
+    def pin(self, name: str) -> None:
+        """Open a file and keep it open."""
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = self._open(name)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[int]:
+        """A file that is open for reading; an error of the system names the file."""
+        try:
+            with self._lock:
+                pinned = self._files.get(name)
+            handle = self._open(name) if pinned is None else pinned
+            try:
+                yield handle
+            finally:
+                if pinned is None:
+                    os.close(handle)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror}") from error
+
+    def _open(self, name: str) -> int:
+        if os.sep in name or name in ("", ".", ".."):
+            raise OSError(errno.EINVAL, "Not a file name", name)
+        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._handle)
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISREG(mode):
+            return handle
+        os.close(handle)
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(kind, os.strerror(kind) if kind == errno.EISDIR else "Not an ordinary file", name)
+
+    def read(self, name: str, limit: int = MAX_INDEX_BYTES) -> bytes:
+        """The content of a file, unless it is absurdly long."""
+        with self.open(name) as handle:
+            size = os.fstat(handle).st_size
+            if size > limit:
+                raise CheckpointError(f"{self.path / name}: {size} bytes; no more than {limit} are read")
+            return read_exactly(handle, size, 0)
+
+    def close(self) -> None:
+        """Close the folder and all its files."""
+        with self._lock:
+            handles = [*self._files.values(), self._handle] if self._handle >= 0 else []
+            self._files.clear()
+            self._handle = -1
+        for handle in handles:
+            os.close(handle)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", -1) >= 0:
+            self.close()
+
+
+def read_exactly(handle: int, size: int, begin: int) -> bytes:
+    """Bytes of an open file; fewer, where it ends before."""
+    parts = []
+    while size:
+        data = os.pread(handle, size, begin)
+        if not data:
+            break
+        parts.append(data)
+        size, begin = size - len(data), begin + len(data)
+    return b"".join(parts)
+
+
+class PositionedFile:
+    """A file that is written in places; neighbouring small parts are collected; synced when it is closed without error.
+
+    With `create` it is a new file.
+    """
+
+    def __init__(self, path: Path, create: bool = False) -> None:
+        self._path = path
+        self._handle = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
+        self._collected = bytearray()
+        self._begin = 0
+
+    def write(self, position: int, data: memoryview | bytes) -> None:
+        """Write bytes at a place."""
+        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECT_BYTES:
+            self._flush()
+            self._begin = position
+        if len(data) >= _COLLECT_BYTES:
+            self._put(position, memoryview(data))
+            self._begin = position + len(data)
+        else:
+            self._collected += data
+
+    def _flush(self) -> None:
+        data, self._collected = self._collected, bytearray()
+        self._put(self._begin, memoryview(data))
+
+    def _put(self, position: int, data: memoryview) -> None:
+        with add_path_to_error(self._path):
+            while len(data):
+                written = os.pwrite(self._handle, data[: 1 << 30], position)
+                data, position = data[written:], position + written
+
+    def close(self, sync: bool = True) -> None:
+        """Write what was collected and make it last, unless it is given up; nothing the second time."""
+        if self._handle < 0:
+            return
         try:
-            if kind is None:
+            if sync:
                 self._flush()
                 with add_path_to_error(self._path):
                     os.fsync(self._handle)
         finally:
             os.close(self._handle)
+            self._handle = -1
 
-    @abstractmethod
-    def _flush(self) -> None:
-        """Write what was collected."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(sync=kind is None)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with add_path_to_error(folder):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above it that are missing, so that they last."""
+    missing = [folder, *folder.parents]
+    missing = missing[: next((i for i, path in enumerate(missing) if path.is_dir()), len(missing))]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    half = path.with_name(path.name + ".half")
+    handle = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        with add_path_to_error(path):
+            left = memoryview(data)
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.rename(half, path)

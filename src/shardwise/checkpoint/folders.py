@@ -1,21 +1,21 @@
-"""Removing what a save has replaced, in the background: freeing gigabytes takes a while.
-
-A program that ends waits for it; one that is killed leaves a folder that is recognised as a leftover.
-
-Which folder is the checkpoint? Names of temporary folders, the commit, and what a killed save leaves behind.
+"""Which folder is the checkpoint? Names of temporary folders, the commit, and what a killed save leaves behind.
 
 A save to `ckpt` with the token `1f2e` writes `.ckpt.saving-1f2e` next to it, all files synced, the index last. Then:
 
-1. if there is a `ckpt`, it is renamed to `.ckpt.replaced-1f2e`;
-2. `.ckpt.saving-1f2e` is renamed to `ckpt`;
-3. `.ckpt.replaced-1f2e` is removed, by a save in the background.
+1. if there is a `ckpt`, the two folders swap their names in one step, so that there is a checkpoint at any time; the
+   old one is now called `.ckpt.saving-1f2e` and is renamed to `.ckpt.replaced-1f2e`;
+2. where the system cannot swap, `ckpt` is renamed to `.ckpt.replaced-1f2e`, and `.ckpt.saving-1f2e` to `ckpt`;
+3. `.ckpt.replaced-1f2e` is removed, its index first, by a save in the background.
 
-So wherever a save is killed, `ckpt` is the old or the new checkpoint, or is missing for the moment between 1 and 2. In
-that case, and only then, a `.ckpt.replaced-1f2e` has a complete `.ckpt.saving-1f2e` next to it: the checkpoint.
+So `ckpt` is the old or the new checkpoint wherever a save is killed; only between the two renames of 2 it is missing.
+Then, and only then, a `.ckpt.replaced-1f2e` has a complete `.ckpt.saving-1f2e` of the same token next to it, which is
+the checkpoint. A folder without its partner is never brought back: it was replaced by a save that came through.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import threading
@@ -23,36 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.huggingface_index import read_header
-from shardwise.checkpoint.index import INDEX_NAME
+from shardwise.checkpoint.files import PinnedFolder, sync_folder
+from shardwise.checkpoint.formats.table import FORMATS, is_checkpoint_file
+
+SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
+_CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 _removal_threads: list[threading.Thread] = []
 _removal_lock = threading.Lock()
-
-
-def remove_in_background(folder: Path) -> None:
-    """Start to remove a folder."""
-    thread = threading.Thread(target=shutil.rmtree, args=(folder, True), name="shardwise remove")
-    with _removal_lock:
-        _removal_threads[:] = [t for t in _removal_threads if t.is_alive()]
-        thread.start()
-        _removal_threads.append(thread)
-
-
-def wait_for_removals() -> None:
-    """Wait until everything that this process removes is gone."""
-    with _removal_lock:
-        threads = list(_removal_threads)
-    for thread in threads:
-        thread.join()
-
-
-SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
-HF_INDEX_NAME = "model.safetensors.index.json"
-HF_SINGLE_NAME = "model.safetensors"
-DCP_NAME = ".metadata"
-_COMPLETE = (INDEX_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, DCP_NAME)
-_SUFFIXES = (".safetensors", ".distcp")
 
 
 def temporary_folder(path: Path, kind: str, token: str) -> Path:
@@ -73,40 +52,46 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a finished checkpoint: its index is written last, a single file has its whole length."""
-    if any((folder / name).is_file() for name in _COMPLETE if name != HF_SINGLE_NAME):
-        return True
+    """Whether a folder has a finished checkpoint of any format."""
     try:
-        read_header(folder / HF_SINGLE_NAME)
+        with PinnedFolder(folder) as pinned:
+            return any(known.is_complete(pinned) for known in FORMATS)
     except CheckpointError:
         return False
-    return True
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The folder (or file) that holds the checkpoint called `path`, also where a save was killed in its commit."""
-    if path.exists() and not _is_empty(path):
-        return path
-    for replaced in _list_temporary_folders(path, REPLACED):
-        saved = _saved_partner(path, replaced)
-        if is_complete(saved):
+    """The folder (or file) that has the checkpoint called `path`, also where a save was killed in its commit."""
+    for _ in range(2):  # a commit may end between the two looks
+        if path.exists() and not is_empty(path):
+            return path
+        saved = find_interrupted_commit(path)
+        if saved is not None:
             return saved
-        if is_complete(replaced):
-            return replaced
     if path.exists():
         raise CheckpointError(f"{path}: an empty folder, not a checkpoint")
-    raise CheckpointError(f"{path}: no such checkpoint")
+    complete = [p.name for p in list_temporary_folders(path, SAVING, REPLACED) if is_complete(p)]
+    hint = f"; complete ones are left next to it: rename one of {', '.join(complete[:3])}" if complete else ""
+    raise CheckpointError(f"{path}: no such checkpoint{hint}")
 
 
-def _is_empty(path: Path) -> bool:
+def find_interrupted_commit(path: Path) -> Path | None:
+    """The new checkpoint of a save that was killed between its two renames; it has the token of what it replaces."""
+    found = [temporary_folder(path, SAVING, p.name.rpartition("-")[2]) for p in list_temporary_folders(path, REPLACED)]
+    saved = [folder for folder in found if is_complete(folder)]
+    if len(saved) > 1:
+        names = ", ".join(folder.name for folder in saved[:3])
+        raise CheckpointError(f"{path}: several saves were killed while they put it in place; rename one of {names}")
+    return saved[0] if saved else None
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a path is a folder with nothing in it."""
     return path.is_dir() and not any(path.iterdir())
 
 
-def _saved_partner(path: Path, replaced: Path) -> Path:
-    return temporary_folder(path, SAVING, replaced.name.rpartition("-")[2])
-
-
-def _list_temporary_folders(path: Path, *kinds: str) -> list[Path]:
+def list_temporary_folders(path: Path, *kinds: str) -> list[Path]:
+    """The folders of these kinds next to a checkpoint."""
     starts = tuple(temporary_folder(path, kind, "").name for kind in kinds)
     if not path.parent.is_dir():
         return []
@@ -115,11 +100,11 @@ def _list_temporary_folders(path: Path, *kinds: str) -> list[Path]:
 
 def check_target(path: Path) -> None:
     """Raise unless a checkpoint may be written here: nothing is there, or a checkpoint that is to be replaced."""
-    if not path.exists() or _is_empty(path):
+    if not path.exists() or is_empty(path):
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder, choose another name")
-    strange = [e.name for e in path.iterdir() if e.suffix not in _SUFFIXES and e.name not in _COMPLETE]
+    strange = [e.name for e in path.iterdir() if not is_checkpoint_file(e.name)]
     if strange or not is_complete(path):
         raise CheckpointError(
             f"{path} is a folder that contains things other than a checkpoint ({', '.join(sorted(strange)[:3])}); "
@@ -127,94 +112,91 @@ def check_target(path: Path) -> None:
         )
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    handle = os.open(folder, os.O_RDONLY)
+def exchange_folders(one: Path, other: Path) -> bool:
+    """Let two folders swap their names in one step; False where the system or the file system cannot."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        rename: Callable[..., int] = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if rename(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    half = path.with_name(path.name + ".half")
-    handle = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(handle, left) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    os.rename(half, path)
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint, its index first: what is left of it when this is killed is not taken for one."""
+    for name in (name for known in FORMATS for name in known.index_names):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit_checkpoint(path: Path, token: str, remove: Callable[[Path], object] = shutil.rmtree) -> None:
+def commit_checkpoint(path: Path, token: str, remove: Callable[[Path], object] = remove_folder) -> None:
     """Put a complete temporary folder in the checkpoint's place."""
     saving, replaced = temporary_folder(path, SAVING, token), temporary_folder(path, REPLACED, token)
     sync_folder(saving)
-    if path.exists():
-        os.rename(path, replaced)
-    os.rename(saving, path)
+    if not path.exists():
+        os.rename(saving, path)
+    elif exchange_folders(saving, path):
+        sync_folder(path.parent)
+        os.rename(saving, replaced)
+    else:
+        _rename_in_two_steps(path, saving, replaced)
     sync_folder(path.parent)
     if replaced.exists():
         remove(replaced)
 
 
+def _rename_in_two_steps(path: Path, saving: Path, replaced: Path) -> None:
+    os.rename(path, replaced)
+    try:
+        os.rename(saving, path)
+    except OSError:
+        os.rename(replaced, path)
+        raise
+
+
 def recover_commit(path: Path) -> None:
     """Complete a commit that was killed between its two renames."""
-    if path.exists() and not _is_empty(path):
+    if path.exists() and not is_empty(path):
         return
-    for replaced in _list_temporary_folders(path, REPLACED):
-        saved = _saved_partner(path, replaced)
-        if is_complete(saved) or is_complete(replaced):
-            os.rename(saved if is_complete(saved) else replaced, path)
-            sync_folder(path.parent)
-            return
-
-
-def leftovers(path: str | os.PathLike[str]) -> list[Path]:
-    """The temporary folders that killed saves and reshards left next to this checkpoint, to be removed.
-
-    Where there is no checkpoint, complete ones are not among them: they are the only ones there are.
-
-    >>> leftovers("no/such/checkpoint")
-    []
-    """
-    whole = absolute_path(path)
-    found = list_leftovers(whole)
-    try:
-        if is_complete(find_checkpoint(whole)):
-            return found
-    except CheckpointError:
-        pass
-    return [folder for folder in found if not is_complete(folder)]
+    saved = find_interrupted_commit(path)
+    if saved is not None:
+        os.rename(saved, path)
+        sync_folder(path.parent)
 
 
 def list_leftovers(path: Path) -> list[Path]:
     """All temporary folders next to a checkpoint, except the one that is the checkpoint in the middle of a commit."""
     wait_for_removals()
-    found = _list_temporary_folders(path, SAVING, REPLACED, RESHARDING)
-    if not found or (path.exists() and not _is_empty(path)):
+    found = list_temporary_folders(path, SAVING, REPLACED, RESHARDING)
+    if not found or (path.exists() and not is_empty(path)):
         return found
-    try:
-        kept = find_checkpoint(path)
-    except CheckpointError:
-        return found
+    kept = find_interrupted_commit(path)
     return [folder for folder in found if folder != kept]
 
 
-def clean(path: str | os.PathLike[str]) -> list[Path]:
-    """Complete a killed commit, remove what killed saves left, and return what was removed; see `leftovers`.
+def remove_in_background(folder: Path) -> None:
+    """Start to remove a folder: freeing gigabytes takes a while. A program that ends waits for it."""
+    thread = threading.Thread(target=_remove_quietly, args=(folder,), name="shardwise remove")
+    with _removal_lock:
+        _removal_threads[:] = [t for t in _removal_threads if t.is_alive()]
+        thread.start()
+        _removal_threads.append(thread)
 
-    Do not call it while a save to this path is running.
 
-    >>> clean("no/such/checkpoint")
-    []
-    """
-    recover_commit(absolute_path(path))
-    found = leftovers(path)
-    for folder in found:
-        shutil.rmtree(folder)
-    return found
+def _remove_quietly(folder: Path) -> None:
+    try:
+        remove_folder(folder)
+    except OSError:
+        return  # it is recognised as a leftover
+
+
+def wait_for_removals() -> None:
+    """Wait until everything that this process removes is gone."""
+    with _removal_lock:
+        threads = list(_removal_threads)
+    for thread in threads:
+        thread.join()

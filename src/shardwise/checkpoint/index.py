@@ -1,34 +1,33 @@
-"""The layout a tensor was saved with, from the index, with a bound on how much a few numbers may blow up to.
-
-What is in a checkpoint, and where? The index as a value, and its JSON with every number checked.
+"""What is in a checkpoint, and where? The index as a value, whatever the format, and the tree of the nested state.
 
 1. Tensors that are cut alike share one `StoredCut`: a shape, the boxes that tile it, and the spec it was saved with.
 2. A tensor names its cut and its dtype, and for each box the file, the first byte and the checksums of its blocks.
-3. Reading trusts nothing: names of files are plain names, boxes tile the shape, ranges are in their files and do not
-   overlap. Work and memory grow with the length of the index, never with a number written in it.
+3. The name of a leaf of the tree is its path joined by dots: `{"model": {"w": x}, "steps": [1, 2]}` has the tensor
+   `model.w` and the values `steps.0` and `steps.1`. In JSON, scalars and lists are unchanged; everything else is an
+   object with one key that says what it is.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
-from shardwise.checkpoint.tree import Json, Scalar, iterate_leaves
-from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece, find_dtype
-from shardwise.geometry.coverage import check_coverage
+from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_from_json
 
+Json: TypeAlias = Any
+Scalar: TypeAlias = bool | int | float | str | None
+MAX_DEPTH = 100
+MAX_NUMBER = 2**62
+CRC = "crc32:"  # a checksum that begins so is the CRC-32 of a whole stored box
 _MAX_CUTS = 1 << 22
 
 
@@ -53,14 +52,6 @@ def _check_cut_count(spec: Any, shape: tuple[int, ...]) -> None:
     for split in spec.get("splits") or ():
         if isinstance(split, int) and split > _MAX_CUTS:
             raise CheckpointError(f"more than {_MAX_CUTS} cuts of one dim")
-
-
-INDEX_NAME = "shardwise.index.json"
-FORMAT = "shardwise"
-VERSION = 1
-MAX_INDEX_BYTES = 1 << 28
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
-_SUMS = re.compile(f"(?:[0-9a-f]{{{SUM_DIGITS}}})*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,27 +134,6 @@ class Index:
         """The (name, tensor or None, value) of every leaf of the tree."""
         return list(iterate_leaves(self.tree))
 
-    def to_bytes(self) -> bytes:
-        """The index as it is stored."""
-        cuts: dict[int, int] = {}
-        for entry in self.tensors.values():
-            cuts.setdefault(id(entry.cut), len(cuts))
-        by_number = {cuts[id(e.cut)]: e.cut for e in self.tensors.values()}
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "checksum": "xxh3-64",
-            "block_bytes": self.block_bytes,
-            "files": [[f.name, f.bytes, f.data_start, f.header_sum] for f in self.files],
-            "cuts": [_cut_json(by_number[number]) for number in range(len(by_number))],
-            "tensors": {
-                e.name: [e.dtype.torch_name, cuts[id(e.cut)], list(e.files), list(e.begins), list(e.sums)]
-                for e in self.tensors.values()
-            },
-            "tree": self.tree,
-        }
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-
 
 def stored_values(index: Index) -> dict[str, Scalar]:
     """The values of a checkpoint that are not tensors, by name."""
@@ -174,123 +144,6 @@ def stored_names(index: Index) -> dict[str, str]:
     """The names by which tensors are found: where the tree has them, and as they are stored."""
     named = {name: tensor for name, tensor, _ in index.leaves if tensor is not None}
     return {**{name: name for name in index.tensors}, **named}
-
-
-def _cut_json(cut: StoredCut) -> Json:
-    return {"shape": cut.shape, "offsets": cut.offsets.tolist(), "sizes": cut.sizes.tolist(), "spec": cut.spec}
-
-
-def parse_index(data: bytes, name: str) -> Index:
-    """The index from its stored form; `name` is the file, for errors."""
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: not JSON: {type(error).__name__}: {str(error)[:200]}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{name}: not the index of a shardwise checkpoint")
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{name}: version {str(content.get('version'))[:20]} of the format; this shardwise reads version {VERSION}"
-        )
-    try:
-        return _IndexParser(content, name).index()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{name}: the index is damaged: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-class _IndexParser:
-    """One pass over the content of an index; errors name the file."""
-
-    def __init__(self, content: dict[str, Any], name: str) -> None:
-        self.content, self.name = content, name
-
-    def error(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self.name}: {text}")
-
-    def index(self) -> Index:
-        block_bytes = self.content["block_bytes"]
-        if type(block_bytes) is not int or not 1 << 10 <= block_bytes <= 1 << 30:
-            raise self.error(f"blocks of {str(block_bytes)[:30]} bytes; they must have 1 KiB to 1 GiB")
-        files = [self.file(entry) for entry in self.content["files"]]
-        if len({f.name for f in files}) != len(files):
-            raise self.error("a file is listed twice")
-        cuts = [self.cut(entry) for entry in self.content["cuts"]]
-        tensors = {name: self.tensor(name, entry, cuts) for name, entry in self.content["tensors"].items()}
-        check_ranges(tensors, files, block_bytes, self.name)
-        index = Index(files, tensors, self.content["tree"], block_bytes)
-        self.check_tree(index)
-        return index
-
-    def check_tree(self, index: Index) -> None:
-        try:
-            unknown = [t for _, t, _ in index.leaves if t is not None and t not in index.tensors]
-        except CheckpointError as error:
-            raise self.error(str(error)) from error
-        if unknown:
-            raise self.error(f"the tree names tensor {unknown[0]!r}, which is not stored")
-
-    def file(self, entry: Any) -> FileEntry:
-        name, size, data_start, header_sum = entry
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise self.error(f"{str(name)[:200]!r} is not a file name in the checkpoint's folder; nothing is read")
-        if not (type(size) is type(data_start) is int and 8 <= data_start <= size <= MAX_NUMBER):
-            raise self.error(f"{name}: {size} bytes with data from byte {data_start} on are invalid")
-        if not isinstance(header_sum, str):
-            raise self.error(f"{name}: the header has no checksum")
-        return FileEntry(name, size, data_start, header_sum)
-
-    def cut(self, entry: Any) -> StoredCut:
-        shape = tuple(entry["shape"])
-        if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > MAX_NUMBER or len(shape) > 64:
-            raise self.error(f"the shape {str(shape)[:200]} is invalid")
-        if any(n > MAX_NUMBER for n in shape):
-            raise self.error(f"the shape {str(shape)[:200]} is too large")
-        offsets, sizes = (self.columns(entry[key], len(shape)) for key in ("offsets", "sizes"))
-        if len(offsets) != len(sizes):
-            raise self.error(f"{len(offsets)} offsets and {len(sizes)} sizes of boxes")
-        cut = StoredCut(shape, offsets, sizes, entry.get("spec"))
-        try:
-            check_coverage(shape, offsets, sizes, lambda row: f"the box {cut.box(row)}", "boxes")
-        except LayoutError as error:
-            raise self.error(f"the boxes of {self.users_of(entry)} do not tile it: {error}") from error
-        return cut
-
-    def columns(self, rows: Any, ndim: int) -> IntArray:
-        array = np.array(rows if rows else np.zeros((0, ndim), np.int64))
-        if not isinstance(rows, list) or array.dtype.kind != "i" or array.shape != (len(rows), ndim):
-            if not (ndim == 0 and array.shape == (len(rows), 0)):
-                raise self.error(f"the boxes of a tensor of {ndim} dims are not rows of {ndim} ints")
-            array = np.zeros((len(rows), 0), np.int64)
-        if ((array < 0) | (array > MAX_NUMBER)).any():
-            raise self.error("a box has negative or absurd numbers")
-        return array.astype(np.int64)
-
-    def users_of(self, cut: Any) -> str:
-        number = self.content["cuts"].index(cut)
-        names = [name for name, entry in self.content["tensors"].items() if entry[1] == number]
-        return f"tensor {names[0]!r}" if names else "a tensor"
-
-    def tensor(self, name: str, entry: Any, cuts: Sequence[StoredCut]) -> TensorEntry:
-        dtype_name, number, files, begins, sums = entry
-        if type(number) is not int or not 0 <= number < len(cuts):
-            raise self.error(f"tensor {name!r}: there is no cut {str(number)[:30]}; there are {len(cuts)}")
-        if not isinstance(dtype_name, str):
-            raise self.error(f"tensor {name!r}: its dtype is not a name")
-        try:
-            dtype = find_dtype(dtype_name)
-        except LayoutError as error:
-            raise self.error(f"tensor {name!r}: {error}") from error
-        if math.prod(cuts[number].shape) * dtype.itemsize > MAX_NUMBER:
-            raise self.error(f"tensor {name!r}: {dtype_name}{list(cuts[number].shape)} is too large")
-        if not (isinstance(files, list) and isinstance(begins, list) and isinstance(sums, list)) or not (
-            len(files) == len(begins) == len(sums) == len(cuts[number])
-        ):
-            raise self.error(f"tensor {name!r}: {len(cuts[number])} boxes, but not as many files, places and checksums")
-        if not (set(map(type, sums)) <= {str} and _SUMS.fullmatch("".join(sums))):
-            raise self.error(f"tensor {name!r}: its checksums are not rows of {SUM_DIGITS} hexadecimal digits")
-        return TensorEntry(name, dtype, cuts[number], files, begins, sums)
 
 
 def check_ranges(
@@ -343,3 +196,71 @@ def _check_no_overlap(
         one, other = (entries[owners[order[crossed[0] + i]]].name for i in (0, 1))
         place = files[numbers[order[crossed[0]]]].name
         raise CheckpointError(f"{name}: tensors {one!r} and {other!r} overlap in {place}")
+
+
+def iterate_leaves(tree: Json) -> Iterator[tuple[str, str | None, Scalar]]:
+    """The (name, tensor or None, value) of every leaf of a tree in JSON, checked.
+
+    >>> list(iterate_leaves({"dict": [["a", [1, {"tensor": "w"}]]]}))
+    [('a.0', None, 1), ('a.1', 'w', None)]
+    """
+    yield from _iterate_node_leaves(tree, ())
+
+
+def _iterate_node_leaves(node: Json, path: tuple[str, ...]) -> Iterator[tuple[str, str | None, Scalar]]:
+    if isinstance(node, dict) and "tensor" in node:
+        if len(node) != 1 or not isinstance(node["tensor"], str):
+            raise CheckpointError(f"the tree of the index has a tensor without a name at {'.'.join(path)!r}")
+        yield ".".join(path), node["tensor"], None
+    elif (children := _tree_children(node, path)) is not None:
+        for key, child in children:
+            yield from _iterate_node_leaves(child, (*path, str(key)))
+    else:
+        yield ".".join(path), None, _parse_tree_scalar(node, path)
+
+
+def _tree_children(node: Json, path: tuple[str, ...]) -> list[tuple[str | int, Json]] | None:
+    """The children of a container, or None for a leaf."""
+    if len(path) > MAX_DEPTH:
+        raise CheckpointError(f"the tree of the index is nested deeper than {MAX_DEPTH} levels")
+    items = node.get("tuple") if isinstance(node, dict) else node
+    if isinstance(items, list):
+        return list(enumerate(items))
+    if isinstance(node, dict) and isinstance(node.get("dict"), list):
+        pairs = node["dict"]
+        if all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in pairs):
+            return [(key, child) for key, child in pairs]
+        raise CheckpointError(f"the tree of the index has keys that are not strings or ints at {'.'.join(path)!r}")
+    return None
+
+
+def _parse_tree_scalar(node: Json, path: tuple[str, ...]) -> Scalar:
+    if isinstance(node, dict):
+        if list(node) == ["float"] and node["float"] in ("nan", "inf", "-inf"):
+            return float(node["float"])
+        raise CheckpointError(f"the tree of the index has an unknown kind {list(node)[:3]} at {'.'.join(path)!r}")
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise CheckpointError(f"the tree of the index has a {type(node).__name__} at {'.'.join(path)!r}")
+
+
+def build_state(tree: Json, tensor: Callable[[str], Any]) -> Any:
+    """The nested state of a tree in JSON, with what `tensor` returns for each name.
+
+    >>> build_state({"dict": [["a", {"tuple": [1, {"tensor": "w"}]}]]}, str.upper)
+    {'a': (1, 'W')}
+    """
+    return _build_node(tree, (), tensor)
+
+
+def _build_node(node: Json, path: tuple[str, ...], tensor: Callable[[str], Any]) -> Any:
+    if isinstance(node, dict) and "tensor" in node:
+        return tensor(node["tensor"])
+    children = _tree_children(node, path)
+    if children is None:
+        return _parse_tree_scalar(node, path)
+    built = [(key, _build_node(child, (*path, str(key)), tensor)) for key, child in children]
+    if isinstance(node, dict) and "dict" in node:
+        return dict(built)
+    values = [value for _, value in built]
+    return tuple(values) if isinstance(node, dict) else values

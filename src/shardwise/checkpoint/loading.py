@@ -2,7 +2,8 @@
 
 Loading a checkpoint into the tensors of a state, from all ranks at once, in any layout.
 
-1. Every rank reads the index and finds what it needs; the ranks agree, and a misfit on any is raised on all.
+1. Every rank pins the checkpoint, reads the index and finds what it needs; the ranks agree, and a misfit on any is
+   raised on all. Where a save has replaced it meanwhile, all ranks start over.
 2. Checksums are verified before anything is written. Where all ranks load the same state, each block is checked by one
    of the ranks that need it.
 3. Each rank reads what it needs, file by file, into its local tensors.
@@ -15,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,9 +25,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.background import wait_for_running_save
 from shardwise.checkpoint.checksums import block_count, checksum
-from shardwise.checkpoint.describe import describe_state, gather_or_raise, run_or_describe_error
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Index, StoredCut, TensorEntry, stored_names, stored_values
+from shardwise.checkpoint.describe import describe_state, gather_or_raise, raise_problems
+from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
+from shardwise.checkpoint.index import Index, Scalar, StoredCut, TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.reading import (
     BoxRead,
     copy_tensors,
@@ -46,7 +48,6 @@ from shardwise.checkpoint.state import (
     torch_dtype,
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
-from shardwise.checkpoint.tree import Scalar
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
@@ -153,6 +154,7 @@ def _misfit_problem(leaf: Leaf, entry: TensorEntry, cast: bool) -> str | None:
 
 
 LOAD_LABEL = "load"
+_MAX_TRIES = 100
 _BLOCKS_PER_CHECK = 8
 BlockRange: TypeAlias = tuple[int, int, int]  # a stored box, its first block and the one after the last
 
@@ -187,23 +189,26 @@ def load(
     """
     comm = resolve_comm(comm)
     wait_for_running_save(comm)
-    found, problem = run_or_describe_error(
-        lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes)
-    )
-    asked = None if found is None else [found[0].digest, _digest_wanted(found[1].tensors), verify, cast]
-    everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
-    store, matched = found
-    _check_same_load(comm, everyone)
-    loader = Loader(store, matched.tensors, comm, shared=len({one[1] for one in everyone}) == 1)
-    try:
-        _, problem = run_or_describe_error(lambda: loader.check(verify))
-        gather_or_raise(comm, None, problem, LOAD_LABEL)
-        _, problem = run_or_describe_error(loader.copy)
-        gather_or_raise(comm, None, problem and f"{problem}; tensors may be half-loaded", LOAD_LABEL)
-    finally:
-        store.close()
-    loader.settle()
-    return fill_state(state, matched.values)
+    before: list[Any] = []
+    for _ in range(_MAX_TRIES):
+        found, problem = run_or_describe_error(
+            lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes)
+        )
+        asked = None if found is None else [found[0].digest, verify, cast, _digest_wanted(found[1].tensors)]
+        everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
+        store, matched = found
+        try:
+            if _agree_on_load(comm, everyone, before):
+                loader = Loader(store, matched.tensors, comm, shared=len({one[3] for one in everyone}) == 1)
+                if loader.run_or_start_over(partial(loader.check, verify)) and loader.run_or_start_over(
+                    loader.copy, "; tensors may be half-loaded"
+                ):
+                    loader.settle()
+                    return fill_state(state, matched.values)
+        finally:
+            store.close()
+        before = everyone
+    raise CheckpointError(f"load: {path} was replaced {_MAX_TRIES} times while it was loaded; try again later")
 
 
 def _open_and_match(
@@ -228,13 +233,15 @@ def _digest_wanted(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
     return checksum(text.encode())
 
 
-def _check_same_load(comm: Comm, everyone: Sequence[Any]) -> None:
-    for number, what in ((0, "the checkpoint"), (2, "verify"), (3, "cast")):
+def _agree_on_load(comm: Comm, everyone: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether all ranks load the same; False if a save replaced the checkpoint after some of them had opened it."""
+    for number, what in ((1, "verify"), (2, "cast"), (0, "the checkpoint")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
-            if asked[number] != everyone[0][number]:
+            if asked[number] != everyone[0][number] and (number or everyone == before):
                 raise CheckpointError(
                     f"load: {what} is not the same on ranks {comm.ranks[0]} and {rank}; pass the same path and options"
                 )
+    return len({one[0] for one in everyone}) == 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -274,6 +281,16 @@ class Loader:
         if key not in kept:
             kept[key] = make()
         return kept[key]
+
+    def run_or_start_over(self, work: Callable[[], None], note: str = "") -> bool:
+        """Do a step on all ranks; False if it failed on any because a save replaced the checkpoint meanwhile."""
+        _, problem = run_or_describe_error(work)
+        stale = problem is not None and self.store.is_stale()
+        everyone = gather_or_raise(self.comm, [problem and problem + note, stale], None, LOAD_LABEL)
+        if any(one[1] for one in everyone):
+            return False
+        raise_problems(self.comm, [one[0] for one in everyone])
+        return True
 
     def check(self, verify: bool) -> None:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import TensorEntry, stored_layout, stored_names, stored_values
+from shardwise.checkpoint.index import Scalar, TensorEntry, build_state, stored_layout, stored_names, stored_values
 from shardwise.checkpoint.reading import copy_reads, plan_box_reads, verify_reads
 from shardwise.checkpoint.state import torch_dtype
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
-from shardwise.checkpoint.tree import Scalar, build_state
 from shardwise.geometry import Box, Layout
 
 
@@ -65,9 +64,14 @@ class StoredTensor:
         zeros = np.zeros((1, box.ndim), np.int64)
         offsets, sizes = (np.array([v], np.int64).reshape(1, box.ndim) for v in (box.offsets, box.sizes))
         reads = plan_box_reads(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)
-        if self._verify:
-            verify_reads(self._store, self._entry, reads)
-        copy_reads(self._store, self._entry, reads, (target,))
+        try:
+            if self._verify:
+                verify_reads(self._store, self._entry, reads)
+            copy_reads(self._store, self._entry, reads, (target,))
+        except CheckpointError as error:
+            if not self._store.is_stale():
+                raise
+            raise CheckpointError(f"{error}; a save has replaced the checkpoint since: open it again") from error
         return target
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
-"""Saving a nested state from all ranks at once.
+"""Saving a nested state from all ranks at once, in any format.
 
-1. The ranks agree on what is saved, in one small exchange, before a file is touched.
-2. Each rank writes its share into a temporary folder, and syncs it.
-3. The places and checksums of all shares make the index, which the first rank writes last; then it puts the folder in
+1. The ranks agree on what is saved, in one small exchange, before a file is touched; the format plans the files.
+2. Each rank writes its files into a temporary folder, and syncs them. Formats of whole tensors gather them first, in
+   batches, as many in one exchange as the buffer limit allows.
+3. The checksums of all files make the index, which the first rank writes last; then it puts the folder in
    the checkpoint's place. If any rank fails before that, all raise and the previous checkpoint is as it was.
 """
 
@@ -10,46 +11,59 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folders
-from shardwise.checkpoint.assign import MAX_FILE_BYTES, BoxToWrite, CutPlan, TensorToSave, assign_boxes, pack_into_files
+from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
-from shardwise.checkpoint.describe import agree_on_state, gather_or_raise, run_or_describe_error
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import remove_in_background, wait_for_removals
-from shardwise.checkpoint.index import INDEX_NAME, FileEntry, Index, TensorEntry
-from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, reduce_pending, reduced_layout
-from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import FilePart, write_file
+from shardwise.checkpoint.describe import agree_on_state, gather_or_raise
+from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
+from shardwise.checkpoint.files import make_folders, sync_folder, write_synced
+from shardwise.checkpoint.formats.base import FileItem, FilePlan, Format, ItemSums, PlannedFile, SaveRequest
+from shardwise.checkpoint.formats.table import find_format
+from shardwise.checkpoint.index import Json
+from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, reduce_pending, reduced_layout, torch_dtype
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
+from shardwise.checkpoint.writing import FileWriter
 from shardwise.comm import Comm
+from shardwise.tensor import redistribute_many, wrap
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.execute import view_box
+from shardwise.tensor.move import single_rank_layout
 
 SAVE_LABEL = "save"
 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """All that is decided before the first byte is written."""
+    """All that is decided before the first byte is written, and the local tensors of each tensor."""
 
     path: Path
     token: str
-    tree: Json
-    tensors: Sequence[TensorToSave]
-    cuts: Sequence[CutPlan]
-    parts: Sequence[BoxToWrite]
-    sources: Sequence[Tensor]
+    files: FilePlan
+    held: dict[str, tuple[Tensor, ...]]
 
     @property
     def folder(self) -> Path:
         return folders.temporary_folder(self.path, folders.SAVING, self.token)
+
+    def sources(self, rank: int) -> list[Tensor]:
+        """The values of all items that this rank writes, in the order of its files."""
+        items = [item for file in self.files.files_of(rank) for item in file.items]
+        return [self._source(item, rank) for item in items]
+
+    def _source(self, item: FileItem, rank: int) -> Tensor:
+        name, holder = self.files.tensors[item.tensor].name, self.files.holder_of(item, rank)
+        if holder is None:
+            raise CheckpointError(f"tensor {name!r}: rank {rank} does not have its box {self.files.box_of(item)}")
+        return view_box(self.held[name][holder.slot], holder.here)
 
 
 @overload
@@ -59,19 +73,32 @@ def save(
     *,
     comm: Any = None,
     async_op: Literal[False] = False,
-    max_file_bytes: int = ...,
+    max_file_bytes: int | None = ...,
+    format: str = ...,
 ) -> None: ...
 
 
 @overload
 def save(
-    state: Any, path: str | os.PathLike[str], *, comm: Any = None, async_op: Literal[True], max_file_bytes: int = ...
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    async_op: Literal[True],
+    max_file_bytes: int | None = ...,
+    format: str = ...,
 ) -> Saving: ...
 
 
 @overload
 def save(
-    state: Any, path: str | os.PathLike[str], *, comm: Any = None, async_op: bool, max_file_bytes: int = ...
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    async_op: bool,
+    max_file_bytes: int | None = ...,
+    format: str = ...,
 ) -> Saving | None: ...
 
 
@@ -81,12 +108,14 @@ def save(
     *,
     comm: Any = None,
     async_op: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | None = None,
+    format: str = "shardwise",
 ) -> Saving | None:
     """Save a nested state of tensors, numbers and strings; all ranks of the comm call it.
 
     The folder `path` is replaced at once when everything is on disk. With `async_op`, the tensors are copied to host
     memory and written in the background; `wait()` of what is returned, or the next save or load, waits for it.
+    `format` may also be "dcp" (torch.distributed.checkpoint) or "hf" (Hugging Face; see `save_hf`).
 
     >>> import tempfile, torch, shardwise
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -97,21 +126,47 @@ def save(
     """
     comm = resolve_comm(comm)
     wait_for_running_save(comm)
-    wait_for_removals()
-    plan = _plan_save(state, path, comm, max_file_bytes, async_op)
+    folders.wait_for_removals()
+    plan = _plan_save(state, path, comm, max_file_bytes, async_op, find_format(format))
     if not async_op:
-        _save_now(plan, comm, max_file_bytes)
+        _save_now(plan, comm, DEFAULT_BUFFER_BYTES)
         return None
-    sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources])
+    if plan.files.gathers:
+        raise CheckpointError(f"format {format!r} gathers whole tensors, which needs the comm; omit async_op")
+    sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources(comm.rank)])
     gather_or_raise(comm, None, problem, SAVE_LABEL)
     return register_save(
         Saving(
             comm,
             plan.folder,
-            write=lambda: write_rank_files(plan, sources, comm.rank, max_file_bytes),
-            finish=lambda records: _commit_save(plan, records, shutil.rmtree),
+            write=lambda check: write_rank_files(plan, sources, comm.rank, check),
+            finish=lambda records: _commit_save(plan, records, folders.remove_folder),
         )
     )
+
+
+def save_hf(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int | None = None,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    comm: Any = None,
+) -> None:
+    """Save tensors as a Hugging Face folder: `model.safetensors`, or numbered files and an index. All ranks call it.
+
+    Entries that are not tensors are refused: the format cannot store them.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_hf({"w": torch.ones(4), "b": torch.ones(2)}, f"{folder}/model", max_file_bytes=16)
+    ...     sorted(os.listdir(f"{folder}/model"))[:2]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    comm = resolve_comm(comm)
+    wait_for_running_save(comm)
+    folders.wait_for_removals()
+    _save_now(_plan_save(state, path, comm, max_file_bytes, False, find_format("hf")), comm, max_buffer_bytes)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -120,32 +175,41 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return copy.contiguous()
 
 
-def _plan_save(state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: int, async_op: bool) -> SavePlan:
+def _plan_save(
+    state: Any,
+    path: str | os.PathLike[str],
+    comm: Comm,
+    max_file_bytes: int | None,
+    async_op: bool,
+    format: Format,
+) -> SavePlan:
     def look() -> tuple[Path, Json, list[Leaf]]:
-        target = folders.absolute_path(path)
-        if max_file_bytes < 1:
+        target, flat = folders.absolute_path(path), flatten_state(state)
+        if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
+        if flat.values and not format.has_values:
+            raise CheckpointError(
+                f"{next(iter(flat.values))} is not a tensor; {format.title} folders store only tensors"
+            )
+        leaves = [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
         if comm.rank == comm.ranks[0]:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(target.parent)
             folders.recover_commit(target)
             folders.check_target(target)
-        flat = flatten_state(state)
-        return target, flat.tree, [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
+        return target, flat.tree, leaves
 
     found, problem = run_or_describe_error(look)
     target, tree, leaves = found or (Path(), None, [])
-    asked = [str(target), async_op, max_file_bytes, secrets.token_hex(8)]
+    asked = [str(target), async_op, max_file_bytes, format.name, secrets.token_hex(8)]
     tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
     _check_same_save(comm, everyone)
     tensors = [t if t.layout.pending is None else replace(t, layout=reduced_layout(t.layout)) for t in tensors]
-    held = reduce_pending(leaves, comm)
-    cuts, parts = assign_boxes(tensors, comm.rank)
-    sources = [view_box(held[tensors[p.tensor].name][p.holder.slot], p.holder.here) for p in parts]
-    return SavePlan(target, everyone[0][3], tree, tensors, cuts, parts, sources)
+    files = format.plan_files(SaveRequest(tensors, tree, comm.ranks, max_file_bytes))
+    return SavePlan(target, everyone[0][4], files, reduce_pending(leaves, comm))
 
 
 def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
-    for number, what in enumerate(("path", "async_op", "max_file_bytes")):
+    for number, what in enumerate(("path", "async_op", "max_file_bytes", "format")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
             if asked[number] != everyone[0][number]:
                 raise CheckpointError(
@@ -154,62 +218,132 @@ def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
                 )
 
 
-def _save_now(plan: SavePlan, comm: Comm, max_file_bytes: int) -> None:
+def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> None:
+    first = comm.rank == comm.ranks[0]
     try:
-        record, problem = run_or_describe_error(lambda: write_rank_files(plan, plan.sources, comm.rank, max_file_bytes))
-        first = comm.rank == comm.ranks[0]
+        if plan.files.gathers:
+            record, problem = _write_gathered(plan, comm, max_buffer_bytes)
+        else:
+            record, problem = run_or_describe_error(lambda: write_rank_files(plan, plan.sources(comm.rank), comm.rank))
         records = gather_or_raise(comm, record, problem, SAVE_LABEL, wanted=first)
-        _, problem = (
-            run_or_describe_error(lambda: _commit_save(plan, records, remove_in_background)) if first else (None, None)
-        )
-        gather_or_raise(comm, None, problem, SAVE_LABEL)
     except BaseException:
-        shutil.rmtree(plan.folder, ignore_errors=True)
+        if first:
+            folders.remove_folder(plan.folder)
         raise
+    commit = partial(_commit_save, plan, records, folders.remove_in_background)
+    _, problem = run_or_describe_error(commit) if first else (None, None)
+    gather_or_raise(comm, None, problem, SAVE_LABEL)
 
 
-def write_rank_files(plan: SavePlan, sources: Sequence[Tensor], rank: int, max_file_bytes: int) -> Json:
-    """Write this rank's boxes; return its files, and for each box where it is."""
+def write_rank_files(
+    plan: SavePlan, sources: Sequence[Tensor], rank: int, check: Callable[[], None] = lambda: None
+) -> Json:
+    """Write this rank's files from the values of its items; return what the index needs of them."""
     plan.folder.mkdir(exist_ok=True)
-    pieces = [_make_file_part(plan, part, values) for part, values in zip(plan.parts, sources, strict=True)]
-    files, places = [], []
-    for number, chosen in enumerate(pack_into_files([(p.dtype.itemsize, p.nbytes) for p in pieces], max_file_bytes)):
-        written = write_file(plan.folder / f"rank{rank:05d}-{number:05d}.safetensors", [pieces[i] for i in chosen])
-        files.append([written.name, written.bytes, written.data_start, written.header_sum])
-        for i, (begin, sums) in zip(chosen, written.places, strict=True):
-            places.append((plan.parts[i].tensor, plan.parts[i].box, number, begin, sums))
-    return {"files": files, "places": list(zip(*places, strict=True))}
+    values = iter(sources)
+    records = []
+    for file in plan.files.files_of(rank):
+        writer = FileWriter(plan.folder, plan.files, file, check)
+        try:
+            for _ in file.items:
+                writer.add(next(values))
+            records.append(_record(file, writer.finish()))
+        except BaseException:
+            writer.abandon()
+            raise
+    return records
 
 
-def _make_file_part(plan: SavePlan, part: BoxToWrite, values: Tensor) -> FilePart:
-    tensor, cut = plan.tensors[part.tensor], plan.cuts[part.tensor].cut
-    sizes, count = cut.extents[part.box]
-    return FilePart(tensor.name + cut.labels[part.box], tensor.dtype, sizes, count * tensor.dtype.itemsize, values)
+def _write_gathered(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> tuple[Json, str | None]:
+    """Bring the tensors of each file to the rank that writes it; a failure there leaves the others to go on."""
+    owners = {file.name: rank for rank in plan.files.ranks for file in plan.files.files_of(rank)}
+    records: list[Json] = []
+    first_problem: str | None = None
+    for file in plan.files.all_files():
+        record, problem = _write_gathered_file(plan, file, owners[file.name], comm, max_buffer_bytes)
+        records += [record] if record is not None else []
+        first_problem = first_problem or problem
+    return records, first_problem
+
+
+def _write_gathered_file(
+    plan: SavePlan, file: PlannedFile, owner: int, comm: Comm, max_buffer_bytes: int
+) -> tuple[Json, str | None]:
+    writer, problem = run_or_describe_error(partial(_open_file, plan, file)) if comm.rank == owner else (None, None)
+    for batch in _split_into_batches(plan.files, file.items, max_buffer_bytes):
+        tensors = [plan.files.tensors[item.tensor] for item in batch]
+        whole = _gather_on_owner(tensors, plan, owner, comm, max_buffer_bytes)
+        if writer is not None and problem is None:
+            _, problem = run_or_describe_error(partial(_add_all, writer, whole))
+    if writer is None:
+        return None, problem
+    if problem is not None:
+        writer.abandon()
+        return None, problem
+    sums, problem = run_or_describe_error(writer.finish)
+    return None if problem else _record(file, sums), problem
+
+
+def _open_file(plan: SavePlan, file: PlannedFile) -> FileWriter:
+    plan.folder.mkdir(exist_ok=True)
+    return FileWriter(plan.folder, plan.files, file, lambda: None)
+
+
+def _add_all(writer: FileWriter, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        writer.add(tensor)
+
+
+def _split_into_batches(plan: FilePlan, items: Sequence[FileItem], max_bytes: int) -> Iterator[list[FileItem]]:
+    batch: list[FileItem] = []
+    size = 0
+    for item in items:
+        own = plan.bytes_of(item)
+        if batch and size + own > max_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += own
+    if batch:
+        yield batch
+
+
+def _gather_on_owner(
+    tensors: Sequence[TensorToSave], plan: SavePlan, owner: int, comm: Comm, max_buffer_bytes: int
+) -> list[Tensor]:
+    """The whole tensors on the owner, nothing elsewhere."""
+    sources = [wrap(t.layout, plan.held.get(t.name, ()), comm, dtype=torch_dtype(t.dtype)) for t in tensors]
+    targets = [single_rank_layout(t.layout.shape, owner) for t in tensors]
+    with torch.no_grad():
+        moved = redistribute_many(sources, targets, max_buffer_bytes=max_buffer_bytes)
+    return [tensor.local_parts[0] for tensor in moved] if comm.rank == owner else []
+
+
+def _record(file: PlannedFile, sums: Sequence[ItemSums]) -> Json:
+    """A written file as plain data; columns are shorter than rows."""
+    return [file.name, file.bytes, file.data_start, file.header_sum, [*zip(*file.items)], [*zip(*sums)]]  # noqa: B905
+
+
+def _parse_record(record: Json) -> tuple[PlannedFile, list[ItemSums]]:
+    name, nbytes, data_start, header_sum, items, sums = record
+    found = [FileItem(*item) for item in zip(*items, strict=True)]
+    return PlannedFile(name, nbytes, found, data_start, header_sum), list(zip(*sums, strict=True))
 
 
 def _commit_save(plan: SavePlan, records: Sequence[Json], remove: Callable[[Path], object]) -> None:
-    index = join_records(plan, records)
-    for file in index.files:
-        size = (plan.folder / file.name).stat().st_size
-        if size != file.bytes:
-            raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
-    folders.write_synced(plan.folder / INDEX_NAME, index.to_bytes())
+    """Write the index and put the folder in place; before it is there, a failure removes it."""
+    try:
+        written = [_parse_record(record) for of_rank in records for record in of_rank]
+        plan.folder.mkdir(exist_ok=True)
+        for file, _ in written:
+            size = (plan.folder / file.name).stat().st_size
+            if size != file.bytes:
+                raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
+        index = plan.files.make_index(written)
+        if index is not None:
+            write_synced(plan.folder / index[0], index[1])
+        sync_folder(plan.folder)
+    except BaseException:
+        folders.remove_folder(plan.folder)
+        raise
     folders.commit_checkpoint(plan.path, plan.token, remove)
-
-
-def join_records(plan: SavePlan, records: Sequence[Json]) -> Index:
-    """The index of what all ranks wrote."""
-    counts = [len(c.cut) for c in plan.cuts]
-    columns: list[tuple[list[Any], list[Any], list[Any]]] = [([None] * n, [None] * n, [None] * n) for n in counts]
-    files: list[FileEntry] = []
-    for record in records:
-        for tensor, box, file, begin, sums in zip(*record["places"], strict=True):
-            numbers, begins, all_sums = columns[tensor]
-            numbers[box], begins[box], all_sums[box] = file + len(files), begin, sums
-        files += [FileEntry(*entry) for entry in record["files"]]
-    tensors = {
-        t.name: TensorEntry(t.name, t.dtype, c.cut, *column)
-        for t, c, column in zip(plan.tensors, plan.cuts, columns, strict=True)
-    }
-    assert all(n is not None for e in tensors.values() for n in e.files), "every box is written by one rank"
-    return Index(files, tensors, plan.tree)

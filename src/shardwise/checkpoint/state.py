@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.tree import MAX_DEPTH, Json, Scalar
+from shardwise.checkpoint.index import MAX_DEPTH, Json, Scalar
 from shardwise.comm import Comm
 from shardwise.compat.dtensor.layouts import TENSOR_MODULE, spec_from_dtensor
 from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import sys
 import threading
 import zlib
@@ -23,14 +24,15 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import open_file
-from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute_path, find_checkpoint
-from shardwise.checkpoint.formats.dcp.folder import CRC, read_dcp_index
-from shardwise.checkpoint.formats.huggingface_index import read_file_index, read_folder_index
-from shardwise.checkpoint.index import INDEX_NAME, MAX_INDEX_BYTES, Index, TensorEntry, parse_index
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.folders import absolute_path, find_checkpoint
+from shardwise.checkpoint.formats.base import Format
+from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
+from shardwise.checkpoint.index import CRC, TensorEntry
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 _MAX_MAPPED = 256
+_MAX_TRIES = 100
 _WORTH_FETCHING = 256 << 10
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; Python has no name for it
 CARRIERS: dict[int, np.dtype[Any]] = {
@@ -43,15 +45,48 @@ CARRIERS: dict[int, np.dtype[Any]] = {
 
 
 class Store:
-    """An index and the folder that holds its files."""
+    """An index and the folder that its files are in, both pinned: what is read belongs to one save.
 
-    def __init__(self, folder: Path, index: Index, digest: str, max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
-        self.folder, self.index, self.digest = folder, index, digest
+    `digest` differs as soon as the index, or a file that has no checksums, does.
+    """
+
+    def __init__(self, pinned: PinnedFolder, format: Format, index_name: str, max_buffer_bytes: int) -> None:
+        self.pinned, self.format, self.folder = pinned, format, pinned.path
+        self.format_title = format.title_of(index_name)
+        self._index_name = index_name
+        with pinned.open(index_name):  # an error of the system names the file
+            self._identity = pinned.identity(index_name)
+        self.index, self.digest = format.read_index(pinned, index_name)
+        self._all_pinned = self._pin_files()
         self._limit = max(max_buffer_bytes, mmap.PAGESIZE)
         self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
         self._touched = 0
         self._fetches = sys.platform == "linux"
         self._lock = threading.Lock()
+
+    def _pin_files(self) -> bool:
+        """Keep the files open, as far as that many may be; whether that was all of them."""
+        try:
+            for file in self.index.files[: _max_pinned()]:
+                self.pinned.pin(file.name)
+        except OSError:  # reported when the file is read, if ever
+            return False
+        return len(self.index.files) <= _max_pinned()
+
+    def is_stale(self) -> bool:
+        """Whether another save has taken the place of this one, or has written to it, so that reading may fail."""
+        return self.pinned.is_replaced() or self._is_overwritten()
+
+    def is_consistent(self) -> bool:
+        """Whether the index and all files belong to one save, and will as long as this is open."""
+        return not self._is_overwritten() if self._all_pinned else not self.is_stale()
+
+    def _is_overwritten(self) -> bool:
+        """Whether the index is another file by now; one that was removed with its folder does not count."""
+        try:
+            return self.pinned.identity(self._index_name) != self._identity
+        except OSError:
+            return False
 
     def data(self, number: int) -> npt.NDArray[np.uint8]:
         """All bytes of a file."""
@@ -73,17 +108,14 @@ class Store:
     def open_data_file(self, number: int) -> Iterator[int]:
         """A file that is open for reading, after a look at its length; system errors name the file."""
         file = self.index.files[number]
-        path = self.folder / file.name
-        try:
-            with open_file(path) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                if size != file.bytes:
-                    raise CheckpointError(
-                        f"{path}: {size} bytes; the index says {file.bytes}: it is truncated or not from this save"
-                    )
-                yield opened.fileno()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        with self.pinned.open(file.name) as handle:
+            size = os.fstat(handle).st_size
+            if size != file.bytes:
+                raise CheckpointError(
+                    f"{self.folder / file.name}: {size} bytes; the index says {file.bytes}: it is truncated or not "
+                    "from this save"
+                )
+            yield handle
 
     def map_box(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
         """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
@@ -172,40 +204,58 @@ class Store:
             )
 
     def close(self) -> None:
-        """Unmap all files."""
+        """Unmap and close all files."""
         with self._lock:
             self._maps.clear()
+        self.pinned.close()
+
+
+def _max_pinned() -> int:
+    """How many files one checkpoint keeps open: ranks of one process share its limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MAX_MAPPED, soft // 8) if soft != resource.RLIM_INFINITY else _MAX_MAPPED
 
 
 def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> Store:
-    """The checkpoint at a path: a folder of shardwise, torch or Hugging Face, or one safetensors file."""
-    whole = find_checkpoint(absolute_path(path))
-    if whole.is_file():
-        index, digest = read_file_index(whole)
-        return Store(whole.parent, index, digest, max_buffer_bytes)
-    if (whole / INDEX_NAME).is_file():
-        data = read_index_bytes(whole / INDEX_NAME)
-        return Store(whole, parse_index(data, str(whole / INDEX_NAME)), checksum(data), max_buffer_bytes)
-    if (whole / DCP_NAME).is_file():
-        index, digest = read_dcp_index(whole, read_index_bytes(whole / DCP_NAME))
-        return Store(whole, index, digest, max_buffer_bytes)
-    if (whole / HF_INDEX_NAME).is_file():
-        index, digest = read_folder_index(whole, read_index_bytes(whole / HF_INDEX_NAME))
-        return Store(whole, index, digest, max_buffer_bytes)
-    if (whole / HF_SINGLE_NAME).is_file():
-        index, digest = read_file_index(whole / HF_SINGLE_NAME)
-        return Store(whole, index, digest, max_buffer_bytes)
-    raise CheckpointError(
-        f"{whole}: not a checkpoint: it contains no {INDEX_NAME}, {DCP_NAME}, {HF_INDEX_NAME} or {HF_SINGLE_NAME}"
-    )
+    """The checkpoint at a path: a folder of any known format, or one file.
+
+    If a save replaces it while its index is read, this starts over with what it was replaced by.
+    """
+    whole = absolute_path(path)
+    for _ in range(_MAX_TRIES):
+        store = _try_open(whole, max_buffer_bytes)
+        if store is not None:
+            return store
+    raise CheckpointError(f"{whole}: it was replaced {_MAX_TRIES} times while it was opened; try again later")
 
 
-def read_index_bytes(path: Path) -> bytes:
-    """The content of an index, unless it is absurdly long."""
-    size = path.stat().st_size
-    if size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path}: an index of {size} bytes; no more than {MAX_INDEX_BYTES} are read")
+def _try_open(whole: Path, max_buffer_bytes: int) -> Store | None:
+    """The checkpoint, or None if it was replaced meanwhile."""
+    place = find_checkpoint(whole)
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        pinned = PinnedFolder(place.parent if place.is_file() else place)
+    except CheckpointError:
+        if place.exists():
+            raise
+        return None
+    try:
+        store = Store(pinned, *_find_index(pinned, place), max_buffer_bytes)
+        if store.is_consistent():
+            return store
+    except CheckpointError:
+        if not pinned.is_replaced():
+            pinned.close()
+            raise
+    pinned.close()
+    return None
+
+
+def _find_index(pinned: PinnedFolder, place: Path) -> tuple[Format, str]:
+    """The format of what is at a place, and the name of its index."""
+    if pinned.path != place:
+        found = next(((known, place.name) for known in FORMATS if known.accepts_file(place.name)), None)
+    else:
+        found = detect_format(pinned)
+    if found is None:
+        raise CheckpointError(f"{place}: not a checkpoint; expected {describe_expected()}")
+    return found

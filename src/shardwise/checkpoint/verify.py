@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.safetensors_header import HeaderEntry, parse_header, safetensors_code_and_shape
+from shardwise.checkpoint.formats.safetensors import HeaderEntry, parse_header, safetensors_code_and_shape
 from shardwise.checkpoint.index import StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store
 

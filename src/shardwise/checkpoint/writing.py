@@ -1,29 +1,24 @@
-"""The memory of a tensor on the host as NumPy sees it, also for element types that NumPy lacks.
+"""Writing the files of one rank from the memory of its tensors, also for element types that NumPy lacks.
 
-Writing one rank's boxes: safetensors files, straight from the tensors' memory, with checksums on the way.
-
-Boxes are sorted by the width of their elements, widest first, so that each begins at a multiple of it. Tensors that do
-not form one run of host memory pass through a buffer of bounded size.
+Tensors that do not form one run of host memory pass through a buffer of bounded size.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, checksum, split_into_blocks
-from shardwise.checkpoint.files import SyncedFile, add_path_to_error
-from shardwise.checkpoint.formats.safetensors_header import header_bytes, safetensors_code_and_shape
+from shardwise.checkpoint.checksums import BlockSums, split_into_blocks
+from shardwise.checkpoint.files import PositionedFile
+from shardwise.checkpoint.formats.base import FilePlan, ItemSums, PlannedFile
 from shardwise.checkpoint.store import CARRIERS
-from shardwise.geometry import DType
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64}
@@ -63,77 +58,39 @@ def flat_bytes(tensor: Tensor) -> memoryview | None:
 STAGING_BYTES = 32 << 20
 
 
-class FilePart(NamedTuple):
-    """Something to store: the key in the file, the dtype, the sizes and their bytes, and the values."""
+class FileWriter:
+    """Writes the items of a planned file in order, straight from the tensors' memory, with checksums on the way.
 
-    key: str
-    dtype: DType
-    sizes: tuple[int, ...]
-    nbytes: int
-    values: Tensor
+    `check` is called before each block, and may raise to stop.
+    """
 
+    def __init__(self, folder: Path, plan: FilePlan, file: PlannedFile, check: Callable[[], None]) -> None:
+        self._plan, self._file, self._check = plan, file, check
+        self._output = PositionedFile(folder / file.name, create=True)
+        self._sums: list[ItemSums] = []
 
-@dataclass(frozen=True, eq=False)
-class WrittenFile:
-    """A file that was written: its name, length and header, and for each piece the first byte and the checksums."""
+    def add(self, values: Tensor) -> None:
+        """Write the next item; each block is hashed right before it is copied."""
+        position = self._file.items[len(self._sums)].begin
+        sums, crc = BlockSums(), 0
+        for part in iterate_host_bytes(values):
+            self._check()
+            sums.update(part)
+            crc = zlib.crc32(part, crc) if self._plan.crc else 0
+            self._output.write(position, part)
+            position += len(part)
+        self._sums.append((sums.text(), crc))
 
-    name: str
-    bytes: int
-    data_start: int
-    header_sum: str
-    places: list[tuple[int, str]]
+    def finish(self) -> list[ItemSums]:
+        """Write what surrounds the items, and make all of it last."""
+        for position, data in self._plan.finish_file(self._file, self._sums):
+            self._output.write(position, data)
+        self._output.close()
+        return self._sums
 
-
-def write_file(path: Path, pieces: Sequence[FilePart]) -> WrittenFile:
-    """Write one file and make it last."""
-    entries = {p.key: (*safetensors_code_and_shape(p.dtype, p.sizes), p.nbytes) for p in pieces}
-    header = header_bytes(entries, len(pieces))
-    places: list[tuple[int, str]] = []
-    position = len(header)
-    with Sink(path) as sink:
-        sink.write(memoryview(header))
-        for piece in pieces:
-            places.append((position, _write_file_part(sink, piece)))
-            position += piece.nbytes
-    return WrittenFile(path.name, position, len(header), checksum(header), places)
-
-
-def _write_file_part(sink: Sink, piece: FilePart) -> str:
-    """Append the bytes of a piece, and return the checksums of its blocks; each is hashed right before it is copied."""
-    data = flat_bytes(piece.values)
-    if data is not None and 0 < len(data) <= BLOCK_BYTES:
-        sink.write(data)
-        return checksum(data)
-    sums = BlockSums()
-    for part in iterate_host_bytes(piece.values):
-        sums.update(part)
-        sink.write(part)
-    return sums.text()
-
-
-class Sink(SyncedFile):
-    """A new file: small writes are collected, large ones go straight through; synced when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        self._small = bytearray()
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes."""
-        if len(data) + len(self._small) <= BLOCK_BYTES // 4:
-            self._small += data
-            return
-        self._flush()
-        self._put(data)
-
-    def _flush(self) -> None:
-        data, self._small = self._small, bytearray()
-        self._put(memoryview(data))
-
-    def _put(self, data: memoryview) -> None:
-        with add_path_to_error(self._path):
-            while len(data):
-                data = data[os.write(self._handle, data[: 1 << 30]) :]
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._output.close(sync=False)
 
 
 def iterate_host_bytes(values: Tensor) -> Iterator[memoryview]:

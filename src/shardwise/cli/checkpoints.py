@@ -13,22 +13,13 @@ from typing import Annotated
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import DCP_NAME, HF_INDEX_NAME, HF_SINGLE_NAME, absolute_path, find_checkpoint
-from shardwise.checkpoint.index import INDEX_NAME, StoredCut, TensorEntry, stored_layout
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.folders import absolute_path, find_checkpoint
+from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
+from shardwise.checkpoint.index import StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.store import Store, open_store
 from shardwise.geometry import Layout, LayoutError, format_rule
 
-OWN_FORMAT = "shardwise"
-FORMATS = {
-    INDEX_NAME: OWN_FORMAT,
-    DCP_NAME: "torch.distributed.checkpoint",
-    HF_INDEX_NAME: "Hugging Face",
-    HF_SINGLE_NAME: "Hugging Face",
-}
-EXPECTED = (
-    f"a folder with {INDEX_NAME} (shardwise), {DCP_NAME} (torch.distributed.checkpoint), {HF_INDEX_NAME} or "
-    f"{HF_SINGLE_NAME} (Hugging Face), or a .safetensors file"
-)
 _SHOWN = 4
 
 
@@ -37,41 +28,55 @@ class OpenedCheckpoint:
     """A checkpoint that a command looks into."""
 
     path: str
-    format: str
     store: Store
+
+    @property
+    def format(self) -> str:
+        """The format in words."""
+        return self.store.format_title
 
 
 def open_checkpoint(path: str) -> OpenedCheckpoint:
     """The checkpoint at a path; an error says what was found there and what was expected."""
-    return OpenedCheckpoint(path, find_format(path), open_store(path))
+    find_format_title(path)
+    return OpenedCheckpoint(path, open_store(path))
 
 
-def find_format(path: str) -> str:
-    """The format of the checkpoint at a path, by the names of its files."""
+def find_format_title(path: str) -> str:
+    """The format of the checkpoint at a path in words, by the names of its files."""
     whole = absolute_path(path)
     try:
         place = find_checkpoint(whole)
     except CheckpointError:
         raise CheckpointError(_explain_missing(path, whole)) from None
-    if place.is_dir() and detect_format(place) is None:
+    if place.is_file():
+        known = next((known for known in FORMATS if known.accepts_file(place.name)), None)
+        if known is None:
+            raise CheckpointError(_explain_other_file(path, place))
+        return known.title_of(place.name)
+    found = detect_folder(place)
+    if found is None:
         raise CheckpointError(_explain_other_folder(path, place))
-    if place.is_file() and place.suffix != ".safetensors":
-        raise CheckpointError(_explain_other_file(path, place))
-    return detect_format(place) or "safetensors file"
+    return found
 
 
-def detect_format(folder: Path) -> str | None:
-    """The format of a folder by the files in it, or None if it is not a checkpoint."""
-    return next((kind for name, kind in FORMATS.items() if (folder / name).is_file()), None)
+def detect_folder(folder: Path) -> str | None:
+    """The format of a folder in words, or None if it is not a checkpoint."""
+    try:
+        with PinnedFolder(folder) as pinned:
+            found = detect_format(pinned)
+    except CheckpointError:
+        return None
+    return None if found is None else found[0].title_of(found[1])
 
 
 def _explain_missing(path: str, whole: Path) -> str:
     if whole.is_dir():
-        return f"{path}: an empty folder; expected {EXPECTED}"
+        return f"{path}: an empty folder; expected {describe_expected()}"
     beside = _list_checkpoints(whole.parent)
     near = difflib.get_close_matches(whole.name, beside, n=2, cutoff=0.4)
     hint = f"; near: {', '.join(os.path.join(os.path.dirname(path), name) for name in near)}" if near else ""
-    return f"{path}: no such file or folder{hint}; expected {EXPECTED}"
+    return f"{path}: no such file or folder{hint}; expected {describe_expected()}"
 
 
 def _explain_other_folder(path: str, place: Path) -> str:
@@ -79,20 +84,21 @@ def _explain_other_folder(path: str, place: Path) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     inside = _list_checkpoints(place)
     hint = f"; inside are {', '.join(os.path.join(path, name) for name in inside[:_SHOWN])}" if inside else ""
-    return f"{path}: a folder with {', '.join(names[:_SHOWN])}{more}, not a checkpoint{hint}; expected {EXPECTED}"
+    listed = f"{', '.join(names[:_SHOWN])}{more}"
+    return f"{path}: a folder with {listed}, not a checkpoint{hint}; expected {describe_expected()}"
 
 
 def _explain_other_file(path: str, place: Path) -> str:
-    if detect_format(place.parent) is not None:
+    if detect_folder(place.parent) is not None:
         return f"{path}: a file of a checkpoint; pass its folder, {os.path.dirname(path) or '.'}"
-    return f"{path}: a file of {place.stat().st_size} bytes, not a checkpoint; expected {EXPECTED}"
+    return f"{path}: a file of {place.stat().st_size} bytes, not a checkpoint; expected {describe_expected()}"
 
 
 def _list_checkpoints(folder: Path) -> list[str]:
     """The names of the checkpoints in a folder."""
     if not folder.is_dir():
         return []
-    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".") and e.is_dir() and detect_format(e))
+    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".") and e.is_dir() and detect_folder(e))
 
 
 def filter_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ import typer
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import absolute_path, find_checkpoint, list_leftovers, recover_commit
 from shardwise.checkpoint.store import open_store
-from shardwise.cli.checkpoints import detect_format
+from shardwise.cli.checkpoints import detect_folder
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, format_count, print_json, table_lines
 from shardwise.transfer.report import format_bytes
@@ -79,7 +79,7 @@ def find_targets(path: str) -> list[Path]:
     whole = absolute_path(path)
     if whole.is_file():
         raise CheckpointError(f"{path}: a file; pass the folder of a checkpoint, or one that contains checkpoints")
-    if whole.is_dir() and detect_format(whole) is None and not list_leftovers(whole):
+    if whole.is_dir() and detect_folder(whole) is None and not list_leftovers(whole):
         names = {found["checkpoint"] for entry in whole.iterdir() if (found := _NAME.fullmatch(entry.name))}
         return [whole / name for name in sorted(names)]
     if not whole.exists() and not list_leftovers(whole) and not is_unfinished(whole):

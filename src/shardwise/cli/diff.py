@@ -13,15 +13,13 @@ import typer
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.compare import ComparedTensor, Difference, Tolerance, compare_stored
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import TensorEntry, stored_names, stored_values
-from shardwise.checkpoint.tree import Scalar
+from shardwise.checkpoint.index import Scalar, TensorEntry, stored_names, stored_values
 from shardwise.cli.checkpoints import NamePatterns, OpenedCheckpoint, StoredLayouts, filter_names, open_checkpoint
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
 from shardwise.view import line, print_lines
 
 SHOWN = 50
-WITHOUT_VALUES = ("Hugging Face", "safetensors file")
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def _value_differences(
     first: OpenedCheckpoint, second: OpenedCheckpoint, patterns: Sequence[str], tolerance: Tolerance
 ) -> ValueDiff:
     """What differs besides the tensors; formats that cannot store values are not compared."""
-    if first.format in WITHOUT_VALUES or second.format in WITHOUT_VALUES:
+    if not (first.store.format.has_values and second.store.format.has_values):
         return ValueDiff()
     stored = [stored_values(found.store.index) for found in (first, second)]
     a, b = ({name: values[name] for name in filter_names(values, patterns)} for values in stored)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,17 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_values
 from shardwise.checkpoint.verify import Problem, count_checked_bytes, find_problems
 from shardwise.cli.checkpoints import (
-    OWN_FORMAT,
     NamePatterns,
     OpenedCheckpoint,
     StoredLayouts,
     filter_names,
-    find_format,
+    find_format_title,
     open_checkpoint,
 )
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, table_lines
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
-
-_WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors|__(\d{1,9})_\d+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,13 @@ class CheckpointBalance:
 
 
 def measure_balance(found: OpenedCheckpoint, layouts: StoredLayouts) -> CheckpointBalance:
-    """How a checkpoint is spread; only the shardwise format records who held copies of what."""
+    """How a checkpoint is spread, as far as its format records who stored copies of what."""
     index = found.store.index
     held: dict[int, int] = {}
     in_file = [0] * len(index.files)
     tensors = [0] * len(index.files)
     for entry in index.tensors.values():
-        elements_per_rank = layouts.elements_per_rank(entry) if found.format == OWN_FORMAT else {}
+        elements_per_rank = layouts.elements_per_rank(entry) if found.store.format.has_copies else {}
         for rank, elements in elements_per_rank.items():
             held[rank] = held.get(rank, 0) + elements * entry.dtype.itemsize
         for number, (_, elements) in zip(entry.files, entry.cut.extents, strict=True):
@@ -63,20 +59,10 @@ def measure_balance(found: OpenedCheckpoint, layouts: StoredLayouts) -> Checkpoi
             tensors[number] += 1
     written: dict[int, int] = {}
     for file, nbytes in zip(index.files, in_file, strict=True):
-        writer = writer_of(file.name)
+        writer = found.store.format.writer_of(file.name)
         if writer is not None:
             written[writer] = written.get(writer, 0) + nbytes
     return CheckpointBalance(held, written, tensors)
-
-
-def writer_of(name: str) -> int | None:
-    """The rank that wrote a file, if its name says so.
-
-    >>> writer_of("rank00003-00000.safetensors"), writer_of("__2_0.distcp"), writer_of("model.safetensors")
-    (3, 2, None)
-    """
-    found = _WRITER.fullmatch(name)
-    return int(found[1] or found[2]) if found else None
 
 
 def format_spread(counts: Mapping[int, int], what: str) -> str:
@@ -129,7 +115,7 @@ def inspect(
       shardwise inspect runs/step-1000 --name "*.attention.*" --sort bytes --limit 10
       shardwise inspect runs/step-1000 --verify
     """
-    kind = find_format(path)
+    kind = find_format_title(path)
     try:
         found = open_checkpoint(path)
     except CheckpointError as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.formats.table import FORMATS
 from shardwise.checkpoint.resharding.run import ReshardReport, reshard
 from shardwise.cli.errors import INTERRUPTED
 from shardwise.cli.output import (
@@ -29,14 +30,9 @@ from shardwise.view import Line, line, print_lines
 _LISTED = 5
 
 
-class FormatName(StrEnum):
-    """The formats that are written."""
-
-    shardwise = "shardwise"
-    dcp = "dcp"
-    hf = "hf"
-
-
+FormatName = StrEnum("FormatName", {known.name: known.name for known in FORMATS})  # type: ignore[misc]  # from a table
+_DEFAULT_FORMAT = FormatName(FORMATS[0].name)
+_TITLES = "; ".join(f"{known.name}: {known.title}" for known in FORMATS if known.name != known.title)
 SourcePath = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch or Hugging Face.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
 PlanFile = Annotated[
@@ -47,7 +43,7 @@ LayoutText = Annotated[
     typer.Option("--layout", metavar="TEXT", help='For all tensors: "S(0)" with --ranks, or "on tp=4: S(0)".'),
 ]
 Ranks = Annotated[int | None, typer.Option(min=1, metavar="N", help="The number of ranks of a short layout.")]
-AsFormat = Annotated[FormatName, typer.Option("--format", help="dcp: torch.distributed.checkpoint; hf: Hugging Face.")]
+AsFormat = Annotated[FormatName, typer.Option("--format", help=f"{_TITLES}.")]
 Workers = Annotated[int | None, typer.Option(min=1, metavar="W", help="Processes to copy with; by size and cores.")]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory that all processes together may use.")]
 MaxFile = Annotated[str | None, typer.Option("--max-file", metavar="SIZE", help="Maximum bytes of tensors per file.")]
@@ -62,7 +58,7 @@ def command(
     plan: PlanFile = None,
     layout: LayoutText = None,
     ranks: Ranks = None,
-    format: AsFormat = FormatName.shardwise,
+    format: AsFormat = _DEFAULT_FORMAT,
     workers: Workers = None,
     memory: Memory = "256MB",
     max_file: MaxFile = None,

@@ -1,182 +1,158 @@
-"""Writing a Hugging Face folder: every tensor whole in one safetensors file, and an index where there are several.
+"""Hugging Face folders: every tensor whole in one safetensors file, an index where there are several; no checksums.
 
-1. Tensors are put into files in order, up to the requested size; files are distributed over the ranks.
-2. Tensors move to the rank that writes them in batches, as many in one exchange as the buffer limit allows.
-3. The folder is written next to its final place and renamed, as any checkpoint is.
+Tensors are put into files in order, up to the requested size; files are distributed over the ranks. A single
+safetensors file is a checkpoint as well.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from shardwise.checkpoint import folders
-from shardwise.checkpoint.assign import TensorToSave, pack_into_files
-from shardwise.checkpoint.background import wait_for_running_save
-from shardwise.checkpoint.describe import agree_on_state, gather_or_raise, run_or_describe_error
+from shardwise.checkpoint.assign import pack_into_files
+from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.safetensors_header import CODES, header_bytes
-from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, torch_dtype
-from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
-from shardwise.checkpoint.tree import Json
-from shardwise.checkpoint.writing import Sink, iterate_host_bytes
-from shardwise.comm import Comm
-from shardwise.tensor import redistribute_many, wrap
-from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.move import single_rank_layout
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.formats.base import Format, ItemSums, PlannedFile, SaveRequest, digest_files
+from shardwise.checkpoint.formats.safetensors import CODES, HeaderEntry, SafetensorsPlan, read_header
+from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, iterate_leaves
 
-SAVE_HF_LABEL = "save_hf"
+HF_INDEX_NAME = "model.safetensors.index.json"
+HF_SINGLE_NAME = "model.safetensors"
 HF_MAX_FILE_BYTES = 5_000_000_000
 
 
-def save_hf(
-    state: Any,
-    path: str | os.PathLike[str],
-    *,
-    max_file_bytes: int = HF_MAX_FILE_BYTES,
-    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
-    comm: Any = None,
-) -> None:
-    """Save tensors as a Hugging Face folder: `model.safetensors`, or numbered files and an index. All ranks call it.
+class HuggingFaceFormat(Format):
+    """Whole tensors in `model.safetensors`, or in numbered files with an index."""
 
-    Entries that are not tensors are refused: the format cannot store them.
+    name = "hf"
+    title = "Hugging Face"
+    index_names = (HF_INDEX_NAME, HF_SINGLE_NAME)
+    suffixes = (".safetensors",)
+    has_values = False
+    has_layouts = False
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_hf({"w": torch.ones(4), "b": torch.ones(2)}, f"{folder}/model", max_file_bytes=16)
-    ...     sorted(os.listdir(f"{folder}/model"))[:2]
-    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
-    """
-    comm = resolve_comm(comm)
-    wait_for_running_save(comm)
-    found, problem = run_or_describe_error(lambda: _prepare_save_hf(state, path, comm, max_file_bytes))
-    target, leaves = found or (Path(), [])
-    _, tensors, everyone = agree_on_state(comm, None, leaves, secrets.token_hex(8), problem, SAVE_HF_LABEL)
-    token = everyone[0]
-    folder = folders.temporary_folder(target, folders.SAVING, token)
-    files = _plan_hf_files(tensors, max_file_bytes)
-    held = {leaf.name: leaf for leaf in leaves}
-    try:
-        for number, (name, chosen) in enumerate(files.items()):
-            owner = comm.ranks[number % comm.world_size]
-            _write_hf_file(folder / name, [(t, held.get(t.name)) for t in chosen], owner, comm, max_buffer_bytes)
-        first = comm.rank == comm.ranks[0]
-        _, problem = run_or_describe_error(lambda: _commit_hf(target, token, files)) if first else (None, None)
-        gather_or_raise(comm, None, problem, SAVE_HF_LABEL)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    def is_complete(self, folder: PinnedFolder) -> bool:
+        """With an index, which is written last; a single file has its whole length."""
+        found = self.detect(folder)
+        if found != HF_SINGLE_NAME:
+            return found is not None
+        try:
+            read_header(folder, found)
+        except CheckpointError:
+            return False
+        return True
 
+    def accepts_file(self, name: str) -> bool:
+        return name.endswith(self.suffixes)
 
-def _prepare_save_hf(
-    state: Any, path: str | os.PathLike[str], comm: Comm, max_file_bytes: int
-) -> tuple[Path, list[Leaf]]:
-    target, flat = folders.absolute_path(path), flatten_state(state)
-    if flat.values:
-        raise CheckpointError(f"{next(iter(flat.values))} is not a tensor; a Hugging Face folder stores only tensors")
-    if max_file_bytes < 1:
-        raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
-    leaves = [make_leaf(name, tensor, comm) for name, tensor in flat.tensors.items()]
-    for leaf in leaves:
-        if leaf.dtype.torch_name not in CODES:
-            raise CheckpointError(f"{leaf.name}: safetensors has no {leaf.dtype}; convert it, or use save()")
-    if comm.rank == comm.ranks[0]:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folders.recover_commit(target)
-        folders.check_target(target)
-    return target, leaves
+    def title_of(self, index_name: str) -> str:
+        return self.title if index_name in self.index_names else "safetensors file"
+
+    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+        if index_name == HF_INDEX_NAME:
+            return _read_folder_index(folder, folder.read(index_name))
+        file, entries, start = read_header(folder, index_name)
+        index = _make_hf_index([file], {key: (0, entry) for key, entry in entries.items()})
+        return index, _digest(folder, index, start)
+
+    def plan_files(self, request: SaveRequest) -> HuggingFacePlan:
+        return HuggingFacePlan(request)
 
 
-def _plan_hf_files(tensors: Sequence[TensorToSave], max_file_bytes: int) -> dict[str, list[TensorToSave]]:
-    """The tensors of each file; within a file the widest elements come first, so that all are aligned."""
-    sizes = [(t.dtype.itemsize, t.layout.numel * t.dtype.itemsize) for t in tensors]
-    groups = [[tensors[i] for i in chosen] for chosen in pack_into_files(sizes, max_file_bytes, widest_first=False)]
-    if len(groups) <= 1:
-        names = [folders.HF_SINGLE_NAME]
-    else:
+class HuggingFacePlan(SafetensorsPlan):
+    """Files of whole tensors, each written by one of the ranks; values that are not tensors are left out."""
+
+    gathers = True
+
+    def __init__(self, request: SaveRequest) -> None:
+        super().__init__()
+        self.tensors, self.ranks = request.tensors, tuple(request.ranks)
+        values = tuple(name for name, tensor, _ in iterate_leaves(request.tree) if tensor is None)
+        self.left_out = (*values, *request.unreadable)
+        for tensor in self.tensors:
+            if tensor.dtype.torch_name not in CODES:
+                raise CheckpointError(f"tensor {tensor.name!r}: safetensors has no {tensor.dtype}; use another format")
+        cuts: dict[tuple[int, ...], StoredCut] = {}
+        self.cuts = [cuts.setdefault(t.layout.shape, _whole_cut(t.layout.shape, keep_empty=True)) for t in self.tensors]
+        self._files = self._plan(HF_MAX_FILE_BYTES if request.max_file_bytes is None else request.max_file_bytes)
+
+    def _plan(self, max_file_bytes: int) -> list[PlannedFile]:
+        sizes = [(t.dtype.itemsize, t.nbytes) for t in self.tensors]
+        groups = pack_into_files(sizes, max_file_bytes, widest_first=False) or [[]]
         names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    ordered = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups or [[]]]
-    return dict(zip(names, ordered, strict=True))
+        return [
+            self.plan_file(name if len(groups) > 1 else HF_SINGLE_NAME, [(i, 0) for i in self._aligned(group)])
+            for name, group in zip(names, groups, strict=True)
+        ]
+
+    def _aligned(self, group: Sequence[int]) -> list[int]:
+        """Within a file the widest elements come first, so that all are aligned."""
+        return sorted(group, key=lambda i: -self.tensors[i].dtype.itemsize)
+
+    def files_of(self, rank: int) -> Sequence[PlannedFile]:
+        return self._files[self.ranks.index(rank) :: len(self.ranks)]
+
+    def all_files(self) -> list[PlannedFile]:
+        return self._files
+
+    def make_index(self, written: Sequence[tuple[PlannedFile, Sequence[ItemSums]]]) -> tuple[str, bytes] | None:
+        if len(written) == 1:
+            return None
+        weight_map = {self.tensors[item.tensor].name: file.name for file, _ in written for item in file.items}
+        total = sum(self.bytes_of(item) for file, _ in written for item in file.items)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return HF_INDEX_NAME, json.dumps(content, indent=2).encode()
 
 
-def _write_hf_file(
-    path: Path, tensors: Sequence[tuple[TensorToSave, Leaf | None]], owner: int, comm: Comm, max_buffer_bytes: int
-) -> None:
-    """Bring the tensors of one file to its owner and write it; a failure there is raised on all ranks."""
-    sink, problem = (
-        run_or_describe_error(lambda: _open_hf_file(path, [t for t, _ in tensors]))
-        if comm.rank == owner
-        else (None, None)
-    )
-    for batch in _split_into_batches(tensors, max_buffer_bytes):
-        whole = _gather_on_owner(batch, owner, comm, max_buffer_bytes)
-        if sink is not None and problem is None:
-            _, problem = run_or_describe_error(partial(_append_tensors, sink, whole))
-    if sink is not None:
-        _, closed = run_or_describe_error(lambda: sink.__exit__(None, None, None))
-        problem = problem or closed
-    gather_or_raise(comm, None, problem, SAVE_HF_LABEL)
+def _read_folder_index(folder: PinnedFolder, data: bytes) -> tuple[Index, str]:
+    weight_map = _parse_weight_map(folder.path, data)
+    numbers = {name: number for number, name in enumerate(sorted(set(weight_map.values())))}
+    found = [read_header(folder, name) for name in numbers]
+    tensors: dict[str, tuple[int, HeaderEntry]] = {}
+    for key, name in weight_map.items():
+        number = numbers[name]
+        if key not in found[number][1]:
+            raise CheckpointError(
+                f"{folder.path / name}: tensor {key!r} is not in this file, where the index says it is"
+            )
+        tensors[key] = (number, found[number][1][key])
+    index = _make_hf_index([file for file, _, _ in found], tensors)
+    return index, _digest(folder, index, data + b"".join(start for _, _, start in found))
 
 
-def _open_hf_file(path: Path, tensors: Sequence[TensorToSave]) -> Sink:
-    path.parent.mkdir(exist_ok=True)
-    entries = {
-        t.name: (CODES[t.dtype.torch_name], list(t.layout.shape), t.layout.numel * t.dtype.itemsize) for t in tensors
-    }
-    sink = Sink(path)
-    sink.write(memoryview(header_bytes(entries)))
-    return sink
+def _digest(folder: PinnedFolder, index: Index, headers: bytes) -> str:
+    """Two saves of one model have the same headers, so times count as well."""
+    return checksum(headers + json.dumps(digest_files(folder, [file.name for file in index.files])).encode())
 
 
-def _append_tensors(sink: Sink, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        for data in iterate_host_bytes(tensor):
-            sink.write(data)
+def _parse_weight_map(folder: Path, data: bytes) -> dict[str, str]:
+    try:
+        weight_map = json.loads(data)["weight_map"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        weight_map = None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{folder}: its index has no weight_map from tensors to files")
+    for name in set(weight_map.values()):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{folder}: {name[:200]!r} is not a file name in this folder; nothing is read")
+    return weight_map
 
 
-def _split_into_batches(
-    tensors: Sequence[tuple[TensorToSave, Leaf | None]], max_bytes: int
-) -> Iterator[list[tuple[TensorToSave, Leaf | None]]]:
-    batch: list[tuple[TensorToSave, Leaf | None]] = []
-    size = 0
-    for tensor, leaf in tensors:
-        own = tensor.layout.numel * tensor.dtype.itemsize
-        if batch and size + own > max_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append((tensor, leaf))
-        size += own
-    if batch:
-        yield batch
+def _make_hf_index(files: Sequence[FileEntry], tensors: Mapping[str, tuple[int, HeaderEntry]]) -> Index:
+    cuts: dict[tuple[int, ...], StoredCut] = {}
+    entries: dict[str, TensorEntry] = {}
+    for name, (file, entry) in tensors.items():
+        cut = cuts.setdefault(entry.shape, _whole_cut(entry.shape))
+        count = len(cut)
+        entries[name] = TensorEntry(name, entry.dtype, cut, [file] * count, [entry.begin] * count, [""] * count)
+    return Index(files, entries, {"dict": [[name, {"tensor": name}] for name in entries]})
 
 
-def _gather_on_owner(
-    batch: Sequence[tuple[TensorToSave, Leaf | None]], owner: int, comm: Comm, max_buffer_bytes: int
-) -> list[Tensor]:
-    """The whole tensors on the owner, nothing elsewhere."""
-    sources = [
-        wrap(t.layout, leaf.locals if leaf is not None else (), comm, dtype=torch_dtype(t.dtype)) for t, leaf in batch
-    ]
-    targets = [single_rank_layout(t.layout.shape, owner) for t, _ in batch]
-    with torch.no_grad():
-        moved = redistribute_many(sources, targets, max_buffer_bytes=max_buffer_bytes)
-    return [tensor.local_parts[0] for tensor in moved] if comm.rank == owner else []
-
-
-def _commit_hf(target: Path, token: str, files: dict[str, list[TensorToSave]]) -> None:
-    folder = folders.temporary_folder(target, folders.SAVING, token)
-    if len(files) > 1:
-        total = sum(t.layout.numel * t.dtype.itemsize for group in files.values() for t in group)
-        weight_map = {t.name: name for name, group in files.items() for t in group}
-        index: Json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        folders.write_synced(folder / folders.HF_INDEX_NAME, json.dumps(index, indent=2).encode())
-    folders.commit_checkpoint(target, token)
+def _whole_cut(shape: tuple[int, ...], keep_empty: bool = False) -> StoredCut:
+    rows = 0 if 0 in shape and not keep_empty else 1
+    sizes = np.array([shape] * rows, np.int64).reshape(rows, len(shape))
+    return StoredCut(shape, np.zeros_like(sizes), sizes)

@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
-from shardwise.checkpoint.files import SyncedFile, add_path_to_error
+from shardwise.checkpoint.files import PositionedFile
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment, split_into_boxes
 from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.geometry import Box
 from shardwise.geometry.mesh import IntArray
 
-_COLLECT_BYTES = 1 << 20
 _MAX_CACHED_OVERLAPS = 4096
 
 
@@ -200,33 +199,3 @@ class Overlap:
         sizes = np.minimum(self._high, begin + np.array(run.sizes, np.int64)) - low
         rows = np.flatnonzero((sizes > 0).all(axis=1))
         return self._cells[rows], low[rows], sizes[rows]
-
-
-class PositionedFile(SyncedFile):
-    """A file that is written in places; neighbouring small parts are collected; synced when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, os.O_WRONLY)
-        self._collected = bytearray()
-        self._begin = 0
-
-    def write(self, position: int, data: memoryview | bytes) -> None:
-        """Write bytes at a place."""
-        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECT_BYTES:
-            self._flush()
-            self._begin = position
-        if len(data) >= _COLLECT_BYTES:
-            self._put(position, memoryview(data))
-            self._begin = position + len(data)
-        else:
-            self._collected += data
-
-    def _flush(self) -> None:
-        data, self._collected = self._collected, bytearray()
-        self._put(self._begin, memoryview(data))
-
-    def _put(self, position: int, data: memoryview) -> None:
-        with add_path_to_error(self._path):
-            while len(data):
-                written = os.pwrite(self._handle, data, position)
-                data, position = data[written:], position + written

@@ -1,8 +1,7 @@
-"""What is written where? The files of the new checkpoint as values, and the segments in which they are written.
+"""In which segments are the files of a new checkpoint written?
 
-A `FileItem` is a box of a tensor that is one run of bytes of a file. A segment is a part of a file that is copied,
-synced and recorded as one unit: some items, or some blocks of a large one. Segments do not depend on the number of
-workers, so an interrupted run is taken up by any number of them.
+A segment is a part of a file that is copied, synced and recorded as one unit: some items, or some blocks of a large
+one. Segments do not depend on the number of workers, so an interrupted run is taken up by any number of them.
 """
 
 from __future__ import annotations
@@ -11,31 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.checkpoint.checksums import BLOCK_BYTES, combine_crc
+from shardwise.checkpoint.formats.base import FilePlan, ItemSums, PlannedFile
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.geometry import Box
 
 SEGMENT_BYTES = 8 * BLOCK_BYTES
 RangeSums: TypeAlias = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class FileItem:
-    """A box of a tensor, whose bytes begin at `begin` in its file."""
-
-    tensor: str
-    box: Box
-    begin: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFile:
-    """A file to write: its length, and the items in it in ascending order; what is between them is written last."""
-
-    name: str
-    bytes: int
-    items: Sequence[FileItem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +44,19 @@ class Segment:
         return sum(r.high - r.low for r in self.ranges)
 
 
-def plan_segments(files: Sequence[TargetFile], index: Index) -> list[Segment]:
+def plan_segments(plan: FilePlan, index: Index) -> list[Segment]:
     """All segments, in the order in which the source stores what they begin with.
 
     Files that need the same part of the source then ask for it one after another, while it is in memory.
     """
-    found = [s for number, file in enumerate(files) for s in _split_into_segments(number, file)]
+    found = [s for number, file in enumerate(plan.all_files()) for s in _split_into_segments(plan, number, file)]
     return sorted(found, key=lambda s: (*_find_source_place(index.tensors[s.ranges[0].tensor], s.ranges[0]), s.file))
 
 
-def _split_into_segments(number: int, file: TargetFile) -> Iterator[Segment]:
+def _split_into_segments(plan: FilePlan, number: int, file: PlannedFile) -> Iterator[Segment]:
     gathered: list[ItemRange] = []
     size = 0
-    for part in _split_into_ranges(file):
+    for part in _split_into_ranges(plan, file):
         if gathered and size + part.high - part.low > SEGMENT_BYTES:
             yield Segment(number, file.name, tuple(gathered))
             gathered, size = [], 0
@@ -85,11 +66,11 @@ def _split_into_segments(number: int, file: TargetFile) -> Iterator[Segment]:
         yield Segment(number, file.name, tuple(gathered))
 
 
-def _split_into_ranges(file: TargetFile) -> Iterator[ItemRange]:
+def _split_into_ranges(plan: FilePlan, file: PlannedFile) -> Iterator[ItemRange]:
     for number, item in enumerate(file.items):
-        for low in range(0, item.nbytes, SEGMENT_BYTES):
-            high = min(item.nbytes, low + SEGMENT_BYTES)
-            yield ItemRange(number, item.tensor, item.box, item.begin + low, low, high)
+        name, box, nbytes = plan.tensors[item.tensor].name, plan.box_of(item), plan.bytes_of(item)
+        for low in range(0, nbytes, SEGMENT_BYTES):
+            yield ItemRange(number, name, box, item.begin + low, low, min(nbytes, low + SEGMENT_BYTES))
 
 
 def _find_source_place(entry: TensorEntry, part: ItemRange) -> tuple[int, int]:
@@ -150,12 +131,22 @@ def _split_row(sizes: Sequence[int], number: int, first: int, last: int) -> Iter
 
 
 def join_sums(
-    segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
-) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
-    """For each (file, item) the checksums, CRC-32 and length of its ranges, in order; `done` is by segment."""
+    plan: FilePlan, segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
+) -> list[tuple[PlannedFile, list[ItemSums]]]:
+    """For each file the checksums and the CRC-32 of its items, from those of their ranges; `done` is by segment."""
     found: dict[tuple[int, int], list[tuple[int, str, int, int]]] = {}
     for number, results in done.items():
         segment = segments[number]
         for part, (text, crc) in zip(segment.ranges, results, strict=True):
             found.setdefault((segment.file, part.item), []).append((part.low, text, crc, part.high - part.low))
-    return {key: [(text, crc, size) for _, text, crc, size in sorted(parts)] for key, parts in found.items()}
+    return [
+        (file, [_join_ranges(sorted(found.get((number, item), ()))) for item in range(len(file.items))])
+        for number, file in enumerate(plan.all_files())
+    ]
+
+
+def _join_ranges(ranges: Sequence[tuple[int, str, int, int]]) -> ItemSums:
+    crc = 0
+    for _, _, part, length in ranges:
+        crc = combine_crc(crc, part, length)
+    return "".join(text for _, text, _, _ in ranges), crc

@@ -28,6 +28,7 @@ class CopyJob:
     """What all workers receive: where from, where to, and how."""
 
     source: Path
+    digest: str
     folder: Path
     marks: Path
     verify: bool
@@ -104,10 +105,10 @@ def _start_worker(job: CopyJob, limit: int) -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,
     )
-    told = {"source": str(job.source), "folder": str(job.folder), "marks": str(job.marks), "limit": limit}
+    about = {name: str(value) if isinstance(value, Path) else value for name, value in vars(job).items()}
     assert process.stdin is not None
     try:
-        process.stdin.write(json.dumps({**told, "verify": job.verify, "crc": job.crc}).encode() + b"\n")
+        process.stdin.write(json.dumps({**about, "limit": limit}).encode() + b"\n")
         process.stdin.flush()
     except OSError:
         pass  # it has ended already; the first request will say so

@@ -15,24 +15,22 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.dcp.target import DcpTarget
-from shardwise.checkpoint.resharding.copy import PositionedFile
+from shardwise.checkpoint.files import PositionedFile, write_synced
+from shardwise.checkpoint.formats.base import FilePlan, Format, SaveRequest, digest_files
+from shardwise.checkpoint.formats.table import find_format
 from shardwise.checkpoint.resharding.layouts import ChosenLayouts, LayoutPlan, choose_layouts
 from shardwise.checkpoint.resharding.plan import RangeSums, Segment, join_sums, plan_segments
 from shardwise.checkpoint.resharding.pool import CopyJob, copy_in_processes, copy_in_this_process, divide_memory
-from shardwise.checkpoint.resharding.targets import HuggingFaceTarget, ShardwiseTarget, Target
 from shardwise.checkpoint.resharding.work import ReshardWorkFolder, select_finished_segments
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.geometry import ShardingSpec
 
-Format = Literal["shardwise", "dcp", "hf"]
-FORMATS = ("shardwise", "dcp", "hf")
 _MIN_BYTES_PER_WORKER = 128 << 20
 _MAX_WORKERS = 8
 
@@ -65,7 +63,7 @@ def reshard(
     plan: LayoutPlan | None = None,
     layout: ShardingSpec | str | None = None,
     ranks: int | None = None,
-    format: Format = "shardwise",
+    format: str = "shardwise",
     workers: int | None = None,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     max_file_bytes: int | None = None,
@@ -96,11 +94,12 @@ def reshard(
         raise CheckpointError(f"{source} is both source and destination; choose another name for the new checkpoint")
     if source in target_path.parents:
         raise CheckpointError(f"{target_path} is inside the source {source}; choose a path outside it")
-    _check_reshard_arguments(format, workers, max_buffer_bytes, max_file_bytes, ranks)
+    chosen_format = find_format(format)
+    _check_reshard_arguments(workers, max_buffer_bytes, max_file_bytes, ranks)
     store = open_store(source, divide_memory(max_buffer_bytes, 1)[1])
     try:
-        chosen = _choose_target_layouts(store, plan, layout, ranks, format)
-        target = _make_target(store, chosen, format, max_file_bytes)
+        chosen = _choose_target_layouts(store, plan, layout, ranks, chosen_format)
+        target = _plan_target(store, chosen, chosen_format, max_file_bytes)
         run = ReshardRun(store, source, target, target_path, overwrite, verify, workers, max_buffer_bytes, progress)
         kept, total, used = run.run(resume, format)
     finally:
@@ -109,8 +108,8 @@ def reshard(
         target_path,
         format,
         len(store.index.tensors),
-        len(target.files),
-        chosen.ranks if format != "hf" else (),
+        len(target.all_files()),
+        chosen.ranks if chosen_format.has_layouts else (),
         total,
         kept,
         time.monotonic() - started,
@@ -121,10 +120,8 @@ def reshard(
 
 
 def _check_reshard_arguments(
-    format: str, workers: int | None, max_buffer_bytes: int, max_file_bytes: int | None, ranks: int | None
+    workers: int | None, max_buffer_bytes: int, max_file_bytes: int | None, ranks: int | None
 ) -> None:
-    if format not in FORMATS:
-        raise CheckpointError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
     limits = {"workers": workers, "ranks": ranks, "max_file_bytes": max_file_bytes}
     for name, value in limits.items():
         if value is not None and value < 1:
@@ -136,38 +133,28 @@ def _check_reshard_arguments(
 def _choose_target_layouts(
     store: Store, plan: LayoutPlan | None, layout: ShardingSpec | str | None, ranks: int | None, format: Format
 ) -> ChosenLayouts:
-    if format == "hf" and not (plan is None and layout is None and ranks is None):
-        raise CheckpointError("a Hugging Face folder stores every tensor whole; omit plan, layout and ranks")
+    if not format.has_layouts and not (plan is None and layout is None and ranks is None):
+        raise CheckpointError(f"a {format.title} folder stores every tensor whole; omit plan, layout and ranks")
     return choose_layouts(store.index, plan, layout, ranks)
 
 
-def _make_target(store: Store, chosen: ChosenLayouts, format: Format, max_file_bytes: int | None) -> Target:
-    limit = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
-    if format == "hf":
-        return HuggingFaceTarget(store.index, **limit)
+def _plan_target(store: Store, chosen: ChosenLayouts, format: Format, max_file_bytes: int | None) -> FilePlan:
     tensors = [TensorToSave(e.name, e.dtype, chosen.layouts[e.name]) for e in store.index.tensors.values()]
-    if format == "dcp":
-        if max_file_bytes is not None:
-            raise CheckpointError("a folder of torch.distributed.checkpoint has one file for each rank; omit the limit")
-        return DcpTarget(tensors, store.index.tree, store.index.opaque)
-    return ShardwiseTarget(tensors, store.index.tree, store.index.opaque, **limit)
+    ranks = chosen.ranks if format.has_layouts and chosen.ranks else (0,)
+    return format.plan_files(SaveRequest(tensors, store.index.tree, ranks, max_file_bytes, store.index.opaque))
 
 
 def _check_destination(path: Path, overwrite: bool) -> None:
     folders.recover_commit(path)
     if overwrite:
         folders.check_target(path)
-    elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    elif path.exists() and not folders.is_empty(path):
         raise CheckpointError(f"{path} exists; choose another name, or pass overwrite=True (--overwrite) to replace it")
 
 
 def fingerprint_source(store: Store) -> str:
     """What identifies a source: its index, and the length and time of every file."""
-    try:
-        stats = [(f.name, (store.folder / f.name).stat()) for f in store.index.files]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    rows = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    rows = digest_files(store.pinned, [file.name for file in store.index.files])
     return checksum(json.dumps([store.digest, rows]).encode())
 
 
@@ -177,7 +164,7 @@ class ReshardRun:
 
     store: Store
     source: Path
-    target: Target
+    target: FilePlan
     path: Path
     overwrite: bool
     verify: bool
@@ -185,9 +172,9 @@ class ReshardRun:
     max_buffer_bytes: int
     progress: Callable[[int, int], None] | None
 
-    def run(self, resume: bool, format: Format) -> tuple[int, int, int]:
+    def run(self, resume: bool, format: str) -> tuple[int, int, int]:
         """Do it; return the bytes that were there, the bytes in all, and the number of workers."""
-        segments = plan_segments(self.target.files, self.store.index)
+        segments = plan_segments(self.target, self.store.index)
         asked = {"source": str(self.source), "format": format, "verify": self.verify, **self._digests(segments)}
         with ReshardWorkFolder(self.path) as work:
             total = sum(s.nbytes for s in segments)
@@ -204,15 +191,15 @@ class ReshardRun:
         return kept, total, workers
 
     def _digests(self, segments: Sequence[Segment]) -> dict[str, str]:
-        plan = json.dumps([[f.name, f.bytes] for f in self.target.files]) + repr(segments)
+        plan = json.dumps([[f.name, f.bytes] for f in self.target.all_files()]) + repr(segments)
         return {"source state": fingerprint_source(self.store), "files to write": checksum(plan.encode())}
 
     def _copy(self, work: ReshardWorkFolder, segments: Sequence[Segment], known: dict[int, Any]) -> tuple[int, int]:
-        work.make_files(self.target.files)
+        work.make_files(self.target.all_files())
         for number in range(len(self.store.index.files)):
             self.store.verify_header(number)
         total, finished, kept = sum(s.nbytes for s in segments), 0, 0
-        job = CopyJob(self.source, work.files, work.marks, self.verify, self.target.crc)
+        job = CopyJob(self.source, self.store.digest, work.files, work.marks, self.verify, self.target.crc)
         workers, limit = divide_memory(self.max_buffer_bytes, self._choose_worker_count(total))
         if workers == 1:
             copied = copy_in_this_process(self.store, job, segments, known)
@@ -240,12 +227,12 @@ class ReshardRun:
     def _finish(
         self, work: ReshardWorkFolder, segments: Sequence[Segment], found: dict[int, Sequence[RangeSums]]
     ) -> None:
-        """Write what is between the items, and the index."""
-        sums = join_sums(segments, found)
-        for number, file in enumerate(self.target.files):
+        """Write what surrounds the items, and the index."""
+        written = join_sums(self.target, segments, found)
+        for file, sums in written:
             with PositionedFile(work.files / file.name) as output:
-                for position, data in self.target.between(number, sums):
+                for position, data in self.target.finish_file(file, sums):
                     output.write(position, data)
-        index = self.target.index(sums)
+        index = self.target.make_index(written)
         if index is not None:
-            folders.write_synced(work.files / index[0], index[1])
+            write_synced(work.files / index[0], index[1])

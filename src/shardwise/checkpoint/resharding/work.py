@@ -4,7 +4,8 @@ A reshard to `ckpt` works in `.ckpt.resharding-work` next to it:
 
 - `manifest.json` records the request, with a digest of the source and of all that determines the result;
 - `journal` has a line for each segment that is copied and synced, with its checksums;
-- `files` is the checkpoint to be; `verified` are the marks of source blocks that were checked in this run.
+- `files` is the checkpoint to be, and `identity` its inode; `verified` are the marks of source blocks that were checked
+  in this run.
 
 When all is copied, `files` becomes `.ckpt.saving-TOKEN` and is put in place as every save is. A run finds out from what
 is there how far the one before it came.
@@ -24,7 +25,9 @@ from typing import Any
 
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.resharding.plan import RangeSums, Segment, TargetFile
+from shardwise.checkpoint.files import make_folders, write_synced
+from shardwise.checkpoint.formats.base import PlannedFile
+from shardwise.checkpoint.resharding.plan import RangeSums, Segment
 
 _TOKEN = "work"
 
@@ -55,7 +58,7 @@ class ReshardWorkFolder:
         return self.folder / "verified"
 
     def __enter__(self) -> ReshardWorkFolder:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folders(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +91,7 @@ class ReshardWorkFolder:
             token = secrets.token_hex(8)
             self.files.mkdir()
             manifest = {"version": 1, "token": token, **asked}
-            folders.write_synced(self.folder / "manifest.json", json.dumps(manifest).encode())
+            write_synced(self.folder / "manifest.json", json.dumps(manifest).encode())
         done = self._read_journal()
         self._journal = os.open(self.folder / "journal", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.marks.unlink(missing_ok=True)
@@ -98,14 +101,15 @@ class ReshardWorkFolder:
         """The token of a run that was killed, if there is one; an error if its request was different."""
         try:
             known = json.loads((self.folder / "manifest.json").read_bytes())
-            assert known["version"] == 1 and isinstance(known["token"], str)
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AssertionError):
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+        if not isinstance(known, dict) or known.get("version") != 1 or not isinstance(known.get("token"), str):
             return None
         differs = [key for key in asked if known.get(key) != asked[key]]
         if differs:
-            told = "; ".join(f"{key} was {str(known.get(key))[:80]}, is {str(asked[key])[:80]}" for key in differs)
+            changes = "; ".join(f"{key} was {str(known.get(key))[:80]}, is {str(asked[key])[:80]}" for key in differs)
             raise CheckpointError(
-                f"{self.folder} contains an unfinished reshard of something else: {told}. Run it again as it was to "
+                f"{self.folder} contains an unfinished reshard of something else: {changes}. Run it again as it was to "
                 "finish it, or start over with resume=False (--restart), which removes it"
             )
         return str(known["token"])
@@ -135,7 +139,7 @@ class ReshardWorkFolder:
                 break
             whole += 1
         if lines[whole:] != [b""]:
-            folders.write_synced(self.folder / "journal", b"".join(line + b"\n" for line in lines[:whole]))
+            write_synced(self.folder / "journal", b"".join(line + b"\n" for line in lines[:whole]))
         return done
 
     def log_segment(self, number: int, sums: Sequence[RangeSums]) -> None:
@@ -145,7 +149,7 @@ class ReshardWorkFolder:
             line = line[os.write(self._journal, line) :]
         os.fsync(self._journal)
 
-    def make_files(self, files: Sequence[TargetFile]) -> None:
+    def make_files(self, files: Sequence[PlannedFile]) -> None:
         """Make all files in their full length, and see that there is room for them."""
         missing = [f for f in files if _file_size_or_missing(self.files / f.name) != f.bytes]
         needed, free = sum(f.bytes for f in missing), shutil.disk_usage(self.folder).free
@@ -168,17 +172,26 @@ class ReshardWorkFolder:
         saving, replaced = (
             folders.temporary_folder(self.path, kind, token) for kind in (folders.SAVING, folders.REPLACED)
         )
-        if saving.exists():
+        if self._is_new(saving):
             folders.commit_checkpoint(self.path, token)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        for old in (saving, replaced):  # after the swap of names, the folder of this run is that of the old one
+            if old.exists() and self._is_new(self.path):
+                folders.remove_folder(old)
         return folders.is_complete(self.path)
 
     def commit(self, token: str) -> None:
         """Put the files in place of the checkpoint, and remove the work folder."""
+        write_synced(self.folder / "identity", json.dumps(os.stat(self.files).st_ino).encode())
         os.rename(self.files, folders.temporary_folder(self.path, folders.SAVING, token))
         folders.commit_checkpoint(self.path, token)
         self.remove()
+
+    def _is_new(self, folder: Path) -> bool:
+        """Whether a folder is the one that this run made, under whatever name."""
+        try:
+            return bool(folder.stat().st_ino == json.loads((self.folder / "identity").read_bytes()))
+        except (FileNotFoundError, ValueError):
+            return False
 
     def remove(self) -> None:
         """Remove the work folder, the manifest last: until then it says that all is done."""

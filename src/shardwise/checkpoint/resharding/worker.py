@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.resharding.copy import Copier, VerifiedBlocks
 from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment
 from shardwise.checkpoint.store import open_store
@@ -56,10 +57,17 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more; the first line says what all of them are about."""
     job = json.loads(requests.readline())
     store = open_store(job["source"], job["limit"])
+    if store.digest != job["digest"]:
+        replies.write(
+            json.dumps({"error": f"{store.folder} was changed while it was read; start over"}).encode() + b"\n"
+        )
+        return
     marks = VerifiedBlocks(store.index, Path(job["marks"])) if job["verify"] else None
     copier = Copier(store, Path(job["folder"]), marks, job["crc"])
     for line in requests:
         try:
+            if store.digest != job["digest"]:
+                raise CheckpointError(f"{store.folder} was changed while it was read; start over")
             reply: dict[str, Any] = {"result": copy_or_keep_segment(copier, *task_from_json(json.loads(line)))}
         except (ValueError, OSError) as error:
             reply = {"error": str(error)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,24 @@ import numpy as np
 
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import open_file
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.formats.base import digest_files
 from shardwise.checkpoint.formats.dcp.pickle import PickledTensor, UnpickledObject, read_pickle
 from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, Record, read_archive
-from shardwise.checkpoint.formats.safetensors_header import MAX_NUMBER
-from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, check_ranges
-from shardwise.checkpoint.tree import MAX_DEPTH, Json
+from shardwise.checkpoint.index import (
+    CRC,
+    MAX_DEPTH,
+    MAX_NUMBER,
+    FileEntry,
+    Index,
+    Json,
+    StoredCut,
+    TensorEntry,
+    check_ranges,
+)
 from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
 from shardwise.geometry.coverage import check_coverage
 
-CRC = "crc32:"
 WHOLE = 1 << 62
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _RANK = re.compile(r"__(\d{1,9})_")
@@ -43,22 +52,23 @@ _REMEMBERED, _SMALL_PICKLE_BYTES = 256, 4096
 StoredPlace = tuple[str, int, int]
 
 
-def read_dcp_index(folder: Path, data: bytes) -> tuple[Index, str]:
+def read_dcp_index(pinned: PinnedFolder, data: bytes) -> tuple[Index, str]:
     """The index of a folder whose `.metadata` is `data`, and a digest of it."""
+    folder = pinned.path
     try:
-        index = _DcpIndexReader(folder, read_pickle(data, f"{folder}/.metadata"), _MappedFiles(folder)).index()
+        index = _DcpIndexReader(folder, read_pickle(data, f"{folder}/.metadata"), _MappedFiles(pinned)).index()
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder}/.metadata: damaged: {type(error).__name__}: {str(error)[:200]}") from error
-    return index, checksum(data + json.dumps([[f.name, f.bytes] for f in index.files]).encode())
+    return index, checksum(data + json.dumps(digest_files(pinned, [f.name for f in index.files])).encode())
 
 
 class _MappedFiles:
     """The files of a folder, mapped while the index is read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: PinnedFolder) -> None:
+        self._pinned, self._folder = folder, folder.path
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
         self.bytes = 0
 
@@ -79,12 +89,10 @@ class _MappedFiles:
     def _mapped(self, name: str) -> mmap.mmap:
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{self._folder}: {name[:200]!r} is not a file name in this folder; nothing is read")
-        try:
-            with open_file(self._folder / name) as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            told = getattr(error, "strerror", None) or "the file is empty"
-            raise CheckpointError(f"{self._folder / name}: cannot be read: {told}") from error
+        with self._pinned.open(name) as handle:
+            if not os.fstat(handle).st_size:
+                raise CheckpointError(f"{self._folder / name}: cannot be read: the file is empty")
+            return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
 
     def entries(self) -> list[FileEntry]:
         return [FileEntry(name, len(mapped), 0, None) for name, (_, mapped) in self._maps.items()]

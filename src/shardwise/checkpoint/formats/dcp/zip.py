@@ -133,31 +133,3 @@ def _central_header(name: str, size: int, crc: int, local: int) -> bytes:
     extra = struct.pack("<2H3Q", _WIDE, 24, size, size, local)
     sizes = (crc, _NO, _NO, len(text), len(extra), 0, 0, 0, 0, _NO)
     return _CENTRAL.pack(b"PK\x01\x02", _ZIP64, _ZIP64, _FLAGS, 0, 0, _DATE, *sizes) + text + extra
-
-
-def combine_crc(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes one after another, from theirs and the length of the second.
-
-    >>> combine_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
-    True
-    """
-    odd = [0xEDB88320, *(1 << n for n in range(31))]  # the effect of one zero bit on the register
-    power = _square_matrix(_square_matrix(_square_matrix(odd)))  # of one zero byte
-    while length:
-        if length & 1:
-            first = _apply_matrix(power, first)
-        power, length = _square_matrix(power), length >> 1
-    return first ^ second
-
-
-def _apply_matrix(matrix: list[int], vector: int) -> int:
-    total, row = 0, 0
-    while vector:
-        if vector & 1:
-            total ^= matrix[row]
-        vector, row = vector >> 1, row + 1
-    return total
-
-
-def _square_matrix(matrix: list[int]) -> list[int]:
-    return [_apply_matrix(matrix, row) for row in matrix]

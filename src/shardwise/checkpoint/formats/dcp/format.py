@@ -1,18 +1,29 @@
-"""Writing a folder that `torch.distributed.checkpoint.load` reads: archives in `.distcp` files, and `.metadata`.
+"""Folders of torch.distributed.checkpoint, written so that `torch.distributed.checkpoint.load` reads them.
 
 Every archive begins at a multiple of 64 bytes. Its length is known before a byte of its tensor is, so items are copied
-in any order; the headers around them, which hold their CRC-32, are written at the end.
+in any order; the headers around them, which hold their CRC-32, are written at the end. Then comes `.metadata`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from shardwise.checkpoint.assign import TensorToSave
+from shardwise.checkpoint.assign import Holder, TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import DCP_NAME
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.formats.base import (
+    BoxAssignment,
+    FileItem,
+    FilePlan,
+    Format,
+    ItemSums,
+    PlannedFile,
+    SaveRequest,
+)
+from shardwise.checkpoint.formats.dcp.folder import read_dcp_index
 from shardwise.checkpoint.formats.dcp.pickle import (
     FILESYSTEM,
     METADATA,
@@ -24,38 +35,55 @@ from shardwise.checkpoint.formats.dcp.pickle import (
     PickleReference,
     write_pickle,
 )
-from shardwise.checkpoint.formats.dcp.zip import ALIGNMENT, ORDER, PICKLE, VERSION, combine_crc, write_archive
-from shardwise.checkpoint.resharding.plan import FileItem, TargetFile
-from shardwise.checkpoint.resharding.targets import ItemSums, Target, TargetBox, assign_target_boxes
-from shardwise.checkpoint.tree import Json, build_state
+from shardwise.checkpoint.formats.dcp.zip import ALIGNMENT, ORDER, PICKLE, VERSION, write_archive
+from shardwise.checkpoint.index import Index, Json, build_state
 from shardwise.geometry import Box, DType
 
+DCP_NAME = ".metadata"
 TreePath = tuple[str | int, ...]
 _COMMON_RECORDS = {ORDER: b"little", VERSION: b"3\n"}
+_WRITER = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 
-class DcpTarget(Target):
-    """A folder of torch.distributed.checkpoint: one file for each rank; values that are not tensors in the first."""
+class DcpFormat(Format):
+    """Archives of torch.save in `.distcp` files, and a pickle that says what is where."""
+
+    name = "dcp"
+    title = "torch.distributed.checkpoint"
+    index_names = (DCP_NAME,)
+    suffixes = (".distcp",)
+
+    def writer_of(self, file_name: str) -> int | None:
+        found = _WRITER.fullmatch(file_name)
+        return int(found[1]) if found else None
+
+    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+        return read_dcp_index(folder, folder.read(index_name))
+
+    def plan_files(self, request: SaveRequest) -> DcpPlan:
+        return DcpPlan(request)
+
+
+class DcpPlan(FilePlan):
+    """One file for each rank; values that are not tensors are in the first."""
 
     crc = True
 
-    def __init__(self, tensors: Sequence[TensorToSave], tree: Json, left_out: tuple[str, ...] = ()) -> None:
-        self._tensors, self.left_out = tensors, left_out
-        self._paths, values = _flatten_tree(tree)
-        missing = [t.name for t in tensors if t.name not in self._paths]
+    def __init__(self, request: SaveRequest) -> None:
+        if request.max_file_bytes is not None:
+            raise CheckpointError("a folder of torch.distributed.checkpoint has one file for each rank; omit the limit")
+        self.tensors, self.left_out = request.tensors, request.unreadable
+        self._paths, values = _flatten_tree(request.tree)
+        missing = [t.name for t in self.tensors if t.name not in self._paths]
         if missing:
             raise CheckpointError(f"tensor {missing[0]!r} is stored, but has no place in the state; use another format")
-        self._cuts, shares = assign_target_boxes(tensors)
+        self._assigned = BoxAssignment(request.tensors, request.ranks)
+        self.cuts, self.ranks = self._assigned.cuts, self._assigned.ranks
         self._values: list[tuple[str, int, bytes]] = []
-        self._boxes: list[list[TargetBox]] = []
-        files = []
-        for share in shares:
-            position = self._lay_values(values) if not self._boxes else 0
-            if share.boxes or position:
-                files.append(self._file(f"__{share.rank}_0.distcp", share.boxes, position))
-        self.files = files
+        self._values_end = self._place_values(values)
+        self._files: dict[int, list[PlannedFile]] = {}
 
-    def _lay_values(self, values: dict[str, Any]) -> int:
+    def _place_values(self, values: dict[str, Any]) -> int:
         position = 0
         for name, value in values.items():
             archive, _ = write_archive({PICKLE: write_pickle(value), **_COMMON_RECORDS}, None)
@@ -63,67 +91,67 @@ class DcpTarget(Target):
             position = _align_up(position + len(archive))
         return position
 
-    def _file(self, name: str, boxes: Sequence[TargetBox], position: int) -> TargetFile:
+    def files_of(self, rank: int) -> Sequence[PlannedFile]:
+        if rank not in self.ranks:
+            return []
+        if rank not in self._files:
+            position = self._values_end if rank == self.ranks[0] else 0
+            boxes = list(self._assigned.parts_of(rank))
+            self._files[rank] = [self._plan_file(_file_name(rank), boxes, position)] if boxes or position else []
+        return self._files[rank]
+
+    def _plan_file(self, name: str, boxes: Sequence[tuple[int, int]], position: int) -> PlannedFile:
         items = []
         end = position
-        for box in boxes:
-            tensor = self._tensors[box.tensor]
-            nbytes = box.box.numel * tensor.dtype.itemsize
-            before, after = _archive_envelope(tensor.dtype, box.box.sizes, 0)
-            items.append(FileItem(tensor.name, box.box, position + len(before), nbytes))
-            end = position + len(before) + nbytes + len(after)
+        for tensor, box in boxes:
+            before, after = self._envelope(tensor, box, 0)
+            items.append(FileItem(tensor, box, position + len(before)))
+            end = items[-1].begin + self.bytes_of(items[-1]) + len(after)
             position = _align_up(end)
-        self._boxes.append(list(boxes))
-        return TargetFile(name, end, items)
+        return PlannedFile(name, end, items)
 
-    def between(self, file: int, found: ItemSums) -> list[tuple[int, bytes]]:
-        parts = [(position, archive) for _, position, archive in self._values] if file == 0 else []
-        for number, (box, item) in enumerate(zip(self._boxes[file], self.files[file].items, strict=True)):
-            before, after = _archive_envelope(
-                self._tensors[box.tensor].dtype, box.box.sizes, _combine_range_crcs(found[file, number])
-            )
-            parts += [(item.begin - len(before), before), (item.begin + item.nbytes, after)]
+    def _envelope(self, tensor: int, box: int, crc: int) -> tuple[bytes, bytes]:
+        return _archive_envelope(self.tensors[tensor].dtype, self.cuts[tensor].extents[box][0], crc)
+
+    def holder_of(self, item: FileItem, rank: int) -> Holder | None:
+        return self._assigned.parts_of(rank)[item.tensor, item.box]
+
+    def finish_file(self, file: PlannedFile, sums: Sequence[ItemSums]) -> list[tuple[int, bytes]]:
+        parts = [(position, archive) for _, position, archive in self._values] if self._has_values(file) else []
+        for item, (_, crc) in zip(file.items, sums, strict=True):
+            before, after = self._envelope(item.tensor, item.box, crc)
+            parts += [(item.begin - len(before), before), (item.begin + self.bytes_of(item), after)]
         return parts
 
-    def index(self, found: ItemSums) -> tuple[str, bytes] | None:
-        chunks: list[list[Any]] = [[] for _ in self._tensors]
-        places: list[tuple[Any, Any]] = []
-        if self._values:
-            places += [
-                (_metadata_index(name, None, None), _storage_info(self.files[0].name, *at))
-                for name, *at in self._value_places()
-            ]
-        for boxes, file in zip(self._boxes, self.files, strict=True):
-            for box, item in zip(boxes, file.items, strict=True):
-                tensor = self._tensors[box.tensor]
-                before, after = _archive_envelope(tensor.dtype, box.box.sizes, 0)
-                length = len(before) + item.nbytes + len(after)
-                places.append(
-                    (
-                        _metadata_index(tensor.name, box.box.offsets, len(chunks[box.tensor])),
-                        _storage_info(file.name, item.begin - len(before), length),
-                    )
-                )
-                chunks[box.tensor].append(_chunk_metadata(box.box))
+    def _has_values(self, file: PlannedFile) -> bool:
+        return file.name == _file_name(self.ranks[0])
+
+    def make_index(self, written: Sequence[tuple[PlannedFile, Sequence[ItemSums]]]) -> tuple[str, bytes] | None:
+        chunks: list[list[Any]] = [[] for _ in self.tensors]
+        places: list[tuple[Any, Any]] = [
+            (_metadata_index(name, None, None), _storage_info(_file_name(self.ranks[0]), position, len(archive)))
+            for name, position, archive in self._values
+        ]
+        for file, _ in written:
+            for item in file.items:
+                name, box = self.tensors[item.tensor].name, self.box_of(item)
+                before, after = self._envelope(item.tensor, item.box, 0)
+                length = len(before) + self.bytes_of(item) + len(after)
+                index = _metadata_index(name, box.offsets, len(chunks[item.tensor]))
+                places.append((index, _storage_info(file.name, item.begin - len(before), length)))
+                chunks[item.tensor].append(_chunk_metadata(box))
         described: dict[str, Any] = {
-            t.name: _tensor_metadata(t, parts) for t, parts in zip(self._tensors, chunks, strict=True)
+            t.name: _tensor_metadata(t, parts) for t, parts in zip(self.tensors, chunks, strict=True)
         } | {name: PickleObject(PickleName(METADATA, "BytesStorageMetadata"), {}) for name, *_ in self._values}
         return DCP_NAME, write_pickle(_make_dcp_metadata(described, self._paths, PicklePairs(places)))
 
-    def _value_places(self) -> Iterator[tuple[str, int, int]]:
-        return ((name, position, len(archive)) for name, position, archive in self._values)
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _align_up(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
-
-
-def _combine_range_crcs(ranges: Sequence[tuple[str, int, int]]) -> int:
-    """The CRC-32 of an item from those of its ranges."""
-    whole = ranges[0][1]
-    for _, crc, length in ranges[1:]:
-        whole = combine_crc(whole, crc, length)
-    return whole
 
 
 @lru_cache(maxsize=4096)

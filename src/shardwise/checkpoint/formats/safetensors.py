@@ -1,4 +1,4 @@
-"""Headers of safetensors files: written, and read with every number checked.
+"""Safetensors files: headers written, and read with every number checked; the plan of a format that uses them.
 
 A file is 8 bytes (the header's length, little-endian), the header (JSON, padded with spaces), then the tensors' bytes
 without gaps. The header maps each key to a dtype, a shape and a range of those bytes.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import PinnedFolder, read_exactly
+from shardwise.checkpoint.formats.base import FileItem, FilePlan, ItemSums, PlannedFile
+from shardwise.checkpoint.index import MAX_NUMBER, FileEntry
 from shardwise.geometry import DType, find_dtype
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_NUMBER = 2**62
 _ALIGNMENT = 64
 _PREFIX = 8
 _METADATA = "__metadata__"
@@ -146,3 +150,40 @@ def _check_no_gaps(entries: Mapping[str, HeaderEntry], data_start: int, file_byt
         position += math.prod(entry.shape) * entry.dtype.itemsize
     if position != file_bytes:
         raise CheckpointError(f"{name}: its tensors end at byte {position}; the file has {file_bytes} bytes")
+
+
+def read_header(folder: PinnedFolder, name: str) -> tuple[FileEntry, dict[str, HeaderEntry], bytes]:
+    """A safetensors file as an entry, its tensors, and the bytes of its header."""
+    path = str(folder.path / name)
+    with folder.open(name) as handle:
+        size = os.fstat(handle).st_size
+        start = read_exactly(handle, _PREFIX, 0)
+        start += read_exactly(handle, header_size(start, size, path) - _PREFIX, _PREFIX)
+    return FileEntry(name, size, len(start), checksum(start)), parse_header(start, size, path), start
+
+
+class SafetensorsPlan(FilePlan):
+    """Files that are safetensors files, with a header of their own before the items."""
+
+    def __init__(self) -> None:
+        self._headers: dict[str, bytes] = {}
+
+    def key_of(self, tensor: int, box: int) -> str:
+        """The key of a box in its file."""
+        return self.tensors[tensor].name
+
+    def plan_file(self, name: str, boxes: Sequence[tuple[int, int]]) -> PlannedFile:
+        """A file of these (tensor, box) in this order."""
+        entries: dict[str, tuple[str, list[int], int]] = {}
+        for tensor, box in boxes:
+            dtype, (sizes, count) = self.tensors[tensor].dtype, self.cuts[tensor].extents[box]
+            entries[self.key_of(tensor, box)] = (*safetensors_code_and_shape(dtype, sizes), count * dtype.itemsize)
+        self._headers[name] = header = header_bytes(entries, len(boxes))
+        items, position = [], len(header)
+        for (tensor, box), (_, _, nbytes) in zip(boxes, entries.values(), strict=True):
+            items.append(FileItem(tensor, box, position))
+            position += nbytes
+        return PlannedFile(name, position, items, len(header), checksum(header))
+
+    def finish_file(self, file: PlannedFile, sums: Sequence[ItemSums]) -> list[tuple[int, bytes]]:
+        return [(0, self._headers[file.name])]

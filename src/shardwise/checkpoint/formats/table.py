@@ -1,0 +1,48 @@
+"""All formats that are known, in the order in which a folder is tried."""
+
+from __future__ import annotations
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.formats.base import Format
+from shardwise.checkpoint.formats.dcp.format import DcpFormat
+from shardwise.checkpoint.formats.huggingface import HuggingFaceFormat
+from shardwise.checkpoint.formats.shardwise import ShardwiseFormat
+
+FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat()]
+
+
+def find_format(name: str) -> Format:
+    """The format of a name.
+
+    >>> find_format("hf").title
+    'Hugging Face'
+    """
+    found = next((known for known in FORMATS if known.name == name), None)
+    if found is None:
+        raise CheckpointError(f"unknown format {name!r}; known: {', '.join(known.name for known in FORMATS)}")
+    return found
+
+
+def detect_format(folder: PinnedFolder) -> tuple[Format, str] | None:
+    """The format of a folder and the name of its index, or None if it is not a checkpoint."""
+    for known in FORMATS:
+        index_name = known.detect(folder)
+        if index_name is not None:
+            return known, index_name
+    return None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name belongs in a checkpoint.
+
+    >>> is_checkpoint_file("rank00000-00000.safetensors"), is_checkpoint_file("notes.txt")
+    (True, False)
+    """
+    return any(name in known.index_names or name.endswith(known.suffixes) for known in FORMATS)
+
+
+def describe_expected() -> str:
+    """What a checkpoint looks like, in words."""
+    kinds = [f"{' or '.join(known.index_names)} ({known.title})" for known in FORMATS]
+    return f"a folder with {', '.join(kinds)}, or a .safetensors file"
