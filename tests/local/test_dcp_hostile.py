@@ -7,6 +7,7 @@ import pickle
 import random
 import resource
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 import shardwise
 from shardwise import CheckpointError
-from shardwise.checkpoint.formats.dcp.pickle import PickleCall, PickleName, read_pickle, write_pickle
-from shardwise.checkpoint.formats.dcp.zip import PICKLE, write_archive
+from shardwise.checkpoint.formats.dcp.pickle import read_pickle
+from shardwise.checkpoint.formats.dcp.pickle_writer import PickleCall, PickleName, write_pickle
+from shardwise.checkpoint.formats.dcp.zip import PICKLE, read_archive, write_archive
 from shardwise.geometry import find_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -117,8 +119,15 @@ def test_a_part_that_repeats_an_element_is_refused(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "a")
     file = tmp_path / "a" / "__0_0.distcp"
     data = file.read_bytes()
-    assert b"K\x01\x85" in data, "the strides (1,)"
-    file.write_bytes(data.replace(b"K\x01\x85", b"K\x00\x85"))
+    record = read_archive(memoryview(data), "a file")[PICKLE]
+    pickled = data[record.begin : record.begin + record.size]
+    assert b"K\x01\x85" in pickled, "the strides (1,)"
+    forged = pickled.replace(b"K\x01\x85", b"K\x00\x85")
+    sums = [zlib.crc32(text).to_bytes(4, "little") for text in (pickled, forged)]
+    file.write_bytes(data.replace(pickled, forged))
+    with pytest.raises(CheckpointError, match="tensor 'w': a record of .* bytes is damaged: its CRC-32 differs"):
+        shardwise.open(tmp_path / "a")
+    file.write_bytes(data.replace(pickled, forged).replace(*sums))
     with pytest.raises(CheckpointError, match="tensors 'w' and 'w' overlap"):
         shardwise.open(tmp_path / "a")
 

@@ -22,7 +22,7 @@ import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import CheckpointError, reshard
 from shardwise.checkpoint.checksums import combine_crc
-from shardwise.checkpoint.formats.dcp.pickle import PickleCall, PickleName, PicklePairs, write_pickle
+from shardwise.checkpoint.formats.dcp.pickle_writer import PickleCall, PickleName, PicklePairs, write_pickle
 from shardwise.checkpoint.formats.dcp.zip import DATA, read_archive, write_archive
 from shardwise.checkpoint.resharding import plan as planning
 

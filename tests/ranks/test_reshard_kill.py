@@ -134,7 +134,7 @@ def wait_here(folder: Path, path: Path, as_command: bool) -> None:
 
     from shardwise.cli.main import app
 
-    command.shown_progress = lambda *_: nullcontext(stop)  # type: ignore[assignment]  # a context all the same
+    command.total_progress = lambda *_: nullcontext(stop)  # type: ignore[assignment]  # a context all the same
     texts = [str(folder / "source"), str(path), "--layout", "S(1)", "--ranks", "3", "--workers", "2", "--memory", "1GB"]
     app(["reshard", *texts])
 

@@ -16,6 +16,18 @@ class CheckpointError(ValueError):
     """
 
 
+def require(condition: object, problem: str) -> None:
+    """Raise a ValueError unless something holds of what was read; unlike `assert`, always.
+
+    >>> require(1 > 2, "no order")
+    Traceback (most recent call last):
+    ...
+    ValueError: no order
+    """
+    if not condition:
+        raise ValueError(problem)
+
+
 def run_or_describe_error(work: Callable[[], Any]) -> tuple[Any, str | None]:
     """The result of some work, or what went wrong, to report to the other ranks."""
     try:
@@ -29,6 +41,7 @@ def run_or_describe_error(work: Callable[[], Any]) -> tuple[Any, str | None]:
 def add_path_to_error(path: Path) -> Iterator[None]:
     """Add the name of the file to an error of the system that has none.
 
+    >>> import errno, os
     >>> with add_path_to_error(Path("ckpt/a.safetensors")):
     ...     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     Traceback (most recent call last):

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, require
 from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_from_json
@@ -27,8 +27,10 @@ Json: TypeAlias = Any
 Scalar: TypeAlias = bool | int | float | str | None
 MAX_DEPTH = 100
 MAX_NUMBER = 2**62
+MAX_DIMS = 64
 CRC = "crc32:"  # a checksum that begins so is the CRC-32 of a whole stored box
-_MAX_CUTS = 1 << 22
+_FREE_PIECES, _PIECES_PER_BOX = 1 << 18, 64
+_FREE_NAME_BYTES, _NAME_BYTES_PER_BYTE = 1 << 20, 8
 
 
 def stored_layout(entry: TensorEntry) -> Layout:
@@ -37,21 +39,53 @@ def stored_layout(entry: TensorEntry) -> Layout:
     if spec is None:
         return EnumerableSpec([Piece(Box.whole(entry.shape), 0)]).layout(entry.shape)
     try:
-        _check_cut_count(spec, entry.shape)
+        _check_spec_size(spec, entry)
         return layout_from_json({"shape": list(entry.shape), "spec": spec})
-    except (LayoutError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"tensor {entry.name!r}: its layout in the index is damaged: {error}") from error
+    except (LayoutError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        text = f"tensor {entry.name[:300]!r}: its layout in the index is damaged: {str(error)[:300]}"
+        raise CheckpointError(text) from error
 
 
-def _check_cut_count(spec: Any, shape: tuple[int, ...]) -> None:
-    """Block-cyclic shards have as many cuts as the dim has blocks, whatever the length of the index."""
+def _check_spec_size(spec: Any, entry: TensorEntry) -> None:
+    """Raise unless a spec makes about as many pieces as its length and the number of stored boxes allow.
+
+    Ranks are always listed one by one. Block-cyclic shards have as many cuts as the dim has blocks, and as many boxes.
+    """
+    ranks = _count_ints(spec["mesh"]["ranks"] if spec["kind"] == "mesh" else spec.get("ranks", []))
+    cuts = 1
     for placement in spec.get("placements") or ():
         block = placement.get("block")
-        if block is not None and shape[placement["dim"]] // max(1, block) > _MAX_CUTS:
-            raise CheckpointError(f"blocks of {block} make more than {_MAX_CUTS} cuts")
+        cuts *= 1 if block is None else -(-entry.shape[placement["dim"]] // max(1, block))
     for split in spec.get("splits") or ():
-        if isinstance(split, int) and split > _MAX_CUTS:
-            raise CheckpointError(f"more than {_MAX_CUTS} cuts of one dim")
+        require(not isinstance(split, int) or split <= ranks, f"{split} parts of a dim on {ranks} ranks")
+    require(cuts * ranks <= _FREE_PIECES + _PIECES_PER_BOX * len(entry.cut), f"{cuts} blocks on {ranks} ranks")
+
+
+def _count_ints(node: Any) -> int:
+    """How many ints are in nested lists; anything else in them is an error."""
+    require(isinstance(node, list), "ranks are not listed")
+    if node and isinstance(node[0], list):
+        return sum(map(_count_ints, node))
+    require(not set(map(type, node)) - {int}, "ranks are not ints")
+    return len(node)
+
+
+def check_name_bytes(tree: Json, index_bytes: int, name: str) -> None:
+    """Raise if the names of all leaves together are much longer than the index: each repeats those of its parents."""
+    left = _FREE_NAME_BYTES + _NAME_BYTES_PER_BYTE * index_bytes
+    todo: list[tuple[Json, int, int]] = [(tree, 0, 0)]
+    while todo:
+        node, length, depth = todo.pop()
+        try:
+            children = None if isinstance(node, dict) and "tensor" in node else _tree_children(node, depth)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        if children is None:
+            left -= length
+            if left < 0:
+                raise CheckpointError(f"{name}: the names in the state are much longer than the index")
+            continue
+        todo += [(child, length + 1 + (len(key) if isinstance(key, str) else 8), depth + 1) for key, child in children]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +208,9 @@ def check_ranges(
 
 
 def _flatten_column(numbers: list[Any], entries: Sequence[TensorEntry], name: str) -> IntArray:
-    array = np.array(numbers) if numbers else np.zeros(0, np.int64)
-    if array.dtype.kind != "i" or array.ndim != 1 or (len(array) and not 0 <= array.min() <= array.max() <= MAX_NUMBER):
+    if set(map(type, numbers)) - {int} or (numbers and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER):
         raise CheckpointError(f"{name}: some places of the {len(entries)} tensors are not byte offsets")
-    return array
+    return np.array(numbers, np.int64)
 
 
 def _check_no_overlap(
@@ -210,18 +243,18 @@ def iterate_leaves(tree: Json) -> Iterator[tuple[str, str | None, Scalar]]:
 def _iterate_node_leaves(node: Json, path: tuple[str, ...]) -> Iterator[tuple[str, str | None, Scalar]]:
     if isinstance(node, dict) and "tensor" in node:
         if len(node) != 1 or not isinstance(node["tensor"], str):
-            raise CheckpointError(f"the tree of the index has a tensor without a name at {'.'.join(path)!r}")
+            raise CheckpointError(f"the tree of the index has a tensor without a name at {'.'.join(path)[:300]!r}")
         yield ".".join(path), node["tensor"], None
-    elif (children := _tree_children(node, path)) is not None:
+    elif (children := _tree_children(node, len(path))) is not None:
         for key, child in children:
             yield from _iterate_node_leaves(child, (*path, str(key)))
     else:
         yield ".".join(path), None, _parse_tree_scalar(node, path)
 
 
-def _tree_children(node: Json, path: tuple[str, ...]) -> list[tuple[str | int, Json]] | None:
+def _tree_children(node: Json, depth: int) -> list[tuple[str | int, Json]] | None:
     """The children of a container, or None for a leaf."""
-    if len(path) > MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise CheckpointError(f"the tree of the index is nested deeper than {MAX_DEPTH} levels")
     items = node.get("tuple") if isinstance(node, dict) else node
     if isinstance(items, list):
@@ -230,7 +263,7 @@ def _tree_children(node: Json, path: tuple[str, ...]) -> list[tuple[str | int, J
         pairs = node["dict"]
         if all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in pairs):
             return [(key, child) for key, child in pairs]
-        raise CheckpointError(f"the tree of the index has keys that are not strings or ints at {'.'.join(path)!r}")
+        raise CheckpointError("the tree of the index has keys that are not strings or ints")
     return None
 
 
@@ -238,10 +271,10 @@ def _parse_tree_scalar(node: Json, path: tuple[str, ...]) -> Scalar:
     if isinstance(node, dict):
         if list(node) == ["float"] and node["float"] in ("nan", "inf", "-inf"):
             return float(node["float"])
-        raise CheckpointError(f"the tree of the index has an unknown kind {list(node)[:3]} at {'.'.join(path)!r}")
+        raise CheckpointError(f"the tree of the index has an unknown kind {list(node)[:3]} at {'.'.join(path)[:300]!r}")
     if node is None or isinstance(node, bool | int | float | str):
         return node
-    raise CheckpointError(f"the tree of the index has a {type(node).__name__} at {'.'.join(path)!r}")
+    raise CheckpointError(f"the tree of the index has a {type(node).__name__} at {'.'.join(path)[:300]!r}")
 
 
 def build_state(tree: Json, tensor: Callable[[str], Any]) -> Any:
@@ -256,7 +289,7 @@ def build_state(tree: Json, tensor: Callable[[str], Any]) -> Any:
 def _build_node(node: Json, path: tuple[str, ...], tensor: Callable[[str], Any]) -> Any:
     if isinstance(node, dict) and "tensor" in node:
         return tensor(node["tensor"])
-    children = _tree_children(node, path)
+    children = _tree_children(node, len(path))
     if children is None:
         return _parse_tree_scalar(node, path)
     built = [(key, _build_node(child, (*path, str(key)), tensor)) for key, child in children]

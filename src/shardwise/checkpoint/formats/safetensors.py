@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, require
 from shardwise.checkpoint.files import PinnedFolder, read_exactly
 from shardwise.checkpoint.formats.base import FileItem, FilePlan, ItemSums, PlannedFile
-from shardwise.checkpoint.index import MAX_NUMBER, FileEntry
+from shardwise.checkpoint.index import MAX_DIMS, MAX_NUMBER, FileEntry
 from shardwise.geometry import DType, find_dtype
 
 MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
 _PREFIX = 8
+_SHOWN = 300
 _METADATA = "__metadata__"
 CODES = {
     "float64": "F64",
@@ -122,20 +123,21 @@ def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEn
     return entries
 
 
-def _parse_header_entry(key: str, value: object, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
+def _parse_header_entry(key: str, value: Any, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
+    told = f"{name}: tensor {key[:_SHOWN]!r}"
     try:
-        assert isinstance(value, dict)
+        require(isinstance(value, dict) and len(value["shape"]) <= MAX_DIMS, "no entry")
         code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
-        assert numbers and isinstance(code, str)
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{name}: tensor {key!r}: its entry has no valid dtype, shape and data_offsets") from None
+        require(numbers and isinstance(code, str), "no numbers")
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{told}: its entry has no valid dtype, shape and data_offsets") from None
     if code not in _DTYPES:
-        raise CheckpointError(f"{name}: tensor {key!r}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{told}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
     size = math.prod(shape) * _DTYPES[code].itemsize
     if end - begin != size or data_start + end > file_bytes:
         raise CheckpointError(
-            f"{name}: tensor {key!r}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
+            f"{told}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
             f"{file_bytes - data_start} bytes of data in the file"
         )
     return HeaderEntry(_DTYPES[code], shape, data_start + begin)
@@ -146,7 +148,7 @@ def _check_no_gaps(entries: Mapping[str, HeaderEntry], data_start: int, file_byt
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, math.prod(item[1].shape))):
         if entry.begin != position:
             what = "overlaps another" if entry.begin < position else "leaves a gap before it"
-            raise CheckpointError(f"{name}: tensor {key!r} begins at byte {entry.begin} and {what}")
+            raise CheckpointError(f"{name}: tensor {key[:_SHOWN]!r} begins at byte {entry.begin} and {what}")
         position += math.prod(entry.shape) * entry.dtype.itemsize
     if position != file_bytes:
         raise CheckpointError(f"{name}: its tensors end at byte {position}; the file has {file_bytes} bytes")

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,14 @@ from shardwise.checkpoint.formats.base import (
 )
 from shardwise.checkpoint.formats.safetensors import SafetensorsPlan
 from shardwise.checkpoint.index import (
+    MAX_DIMS,
     MAX_NUMBER,
     FileEntry,
     Index,
     Json,
     StoredCut,
     TensorEntry,
+    check_name_bytes,
     check_ranges,
 )
 from shardwise.geometry import LayoutError, find_dtype
@@ -43,8 +46,10 @@ from shardwise.geometry.mesh import IntArray
 INDEX_NAME = "shardwise.index.json"
 _FORMAT = "shardwise"
 _VERSION = 1
+_KEYS = {"format", "version", "checksum", "block_bytes", "files", "cuts", "tensors", "tree", "index_sum"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 _WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors")
+_SUM_KEY = ',"index_sum":"'  # the last entry of an index: the checksum of all that comes before it
 _SUMS = re.compile(f"(?:[0-9a-f]{{{SUM_DIGITS}}})*")
 
 
@@ -135,7 +140,8 @@ def index_to_bytes(index: Index) -> bytes:
         },
         "tree": index.tree,
     }
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return data + f'{_SUM_KEY}{checksum(data)}"}}'.encode()
 
 
 def _cut_json(cut: StoredCut) -> Json:
@@ -154,12 +160,26 @@ def parse_index(data: bytes, name: str) -> Index:
         raise CheckpointError(
             f"{name}: version {str(content.get('version'))[:20]} of the format; this shardwise reads version {_VERSION}"
         )
+    _check_index_sum(data, content, name)
     try:
+        check_name_bytes(content["tree"], len(data), name)
         return _IndexParser(content, name).index()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{name}: the index is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _check_index_sum(data: bytes, content: dict[str, Any], name: str) -> None:
+    """Raise unless an index has the checksum that it names; indexes of earlier releases name none."""
+    unknown = sorted(content.keys() - _KEYS)
+    if unknown:
+        raise CheckpointError(f"{name}: the index is damaged: it has an unknown entry {unknown[0][:40]!r}")
+    if "index_sum" not in content:
+        return
+    body, key, rest = data.rpartition(_SUM_KEY.encode())
+    if not key or rest != f'{checksum(body)}"}}'.encode():
+        raise CheckpointError(f"{name}: the index is damaged: its checksum differs")
 
 
 class _IndexParser:
@@ -191,7 +211,7 @@ class _IndexParser:
         except CheckpointError as error:
             raise self.error(str(error)) from error
         if unknown:
-            raise self.error(f"the tree names tensor {unknown[0]!r}, which is not stored")
+            raise self.error(f"the tree names tensor {unknown[0][:300]!r}, which is not stored")
 
     def file(self, entry: Any) -> FileEntry:
         name, size, data_start, header_sum = entry
@@ -204,8 +224,10 @@ class _IndexParser:
         return FileEntry(name, size, data_start, header_sum)
 
     def cut(self, entry: Any) -> StoredCut:
+        if not isinstance(entry["shape"], list) or len(entry["shape"]) > MAX_DIMS:
+            raise self.error(f"a shape has more than {MAX_DIMS} dims, or is none")
         shape = tuple(entry["shape"])
-        if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > MAX_NUMBER or len(shape) > 64:
+        if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > MAX_NUMBER:
             raise self.error(f"the shape {str(shape)[:200]} is invalid")
         if any(n > MAX_NUMBER for n in shape):
             raise self.error(f"the shape {str(shape)[:200]} is too large")
@@ -220,36 +242,38 @@ class _IndexParser:
         return cut
 
     def columns(self, rows: Any, ndim: int) -> IntArray:
-        array = np.array(rows if rows else np.zeros((0, ndim), np.int64))
-        if not isinstance(rows, list) or array.dtype.kind != "i" or array.shape != (len(rows), ndim):
-            if not (ndim == 0 and array.shape == (len(rows), 0)):
-                raise self.error(f"the boxes of a tensor of {ndim} dims are not rows of {ndim} ints")
-            array = np.zeros((len(rows), 0), np.int64)
+        rows_of_ints = isinstance(rows, list) and not (set(map(type, rows)) - {list} or set(map(len, rows)) - {ndim})
+        numbers = list(chain.from_iterable(rows)) if rows_of_ints else []
+        if not rows_of_ints or set(map(type, numbers)) - {int} or any(abs(n) >= 2**63 for n in numbers):
+            raise self.error(f"the boxes of a tensor of {ndim} dims are not rows of {ndim} ints")
+        array = np.array(numbers, np.int64).reshape(len(rows), ndim)
         if ((array < 0) | (array > MAX_NUMBER)).any():
             raise self.error("a box has negative or absurd numbers")
-        return array.astype(np.int64)
+        return array
 
     def users_of(self, cut: Any) -> str:
         number = self.content["cuts"].index(cut)
         names = [name for name, entry in self.content["tensors"].items() if entry[1] == number]
-        return f"tensor {names[0]!r}" if names else "a tensor"
+        return f"tensor {names[0][:300]!r}" if names else "a tensor"
 
     def tensor(self, name: str, entry: Any, cuts: Sequence[StoredCut]) -> TensorEntry:
         dtype_name, number, files, begins, sums = entry
         if type(number) is not int or not 0 <= number < len(cuts):
-            raise self.error(f"tensor {name!r}: there is no cut {str(number)[:30]}; there are {len(cuts)}")
+            raise self.error(f"tensor {name[:300]!r}: there is no cut {str(number)[:30]}; there are {len(cuts)}")
         if not isinstance(dtype_name, str):
-            raise self.error(f"tensor {name!r}: its dtype is not a name")
+            raise self.error(f"tensor {name[:300]!r}: its dtype is not a name")
         try:
             dtype = find_dtype(dtype_name)
         except LayoutError as error:
-            raise self.error(f"tensor {name!r}: {error}") from error
+            raise self.error(f"tensor {name[:300]!r}: {error}") from error
         if math.prod(cuts[number].shape) * dtype.itemsize > MAX_NUMBER:
-            raise self.error(f"tensor {name!r}: {dtype_name}{list(cuts[number].shape)} is too large")
+            raise self.error(f"tensor {name[:300]!r}: {dtype_name}{list(cuts[number].shape)} is too large")
         if not (isinstance(files, list) and isinstance(begins, list) and isinstance(sums, list)) or not (
             len(files) == len(begins) == len(sums) == len(cuts[number])
         ):
-            raise self.error(f"tensor {name!r}: {len(cuts[number])} boxes, but not as many files, places and checksums")
+            raise self.error(
+                f"tensor {name[:300]!r}: {len(cuts[number])} boxes, but other numbers of files, places or sums"
+            )
         if not (set(map(type, sums)) <= {str} and _SUMS.fullmatch("".join(sums))):
-            raise self.error(f"tensor {name!r}: its checksums are not rows of {SUM_DIGITS} hexadecimal digits")
+            raise self.error(f"tensor {name[:300]!r}: its checksums are not rows of {SUM_DIGITS} hexadecimal digits")
         return TensorEntry(name, dtype, cuts[number], files, begins, sums)

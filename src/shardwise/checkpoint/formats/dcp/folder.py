@@ -14,16 +14,16 @@ import math
 import mmap
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, require
 from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import digest_files
 from shardwise.checkpoint.formats.dcp.pickle import PickledTensor, UnpickledObject, read_pickle
@@ -31,12 +31,14 @@ from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, Record, read_arc
 from shardwise.checkpoint.index import (
     CRC,
     MAX_DEPTH,
+    MAX_DIMS,
     MAX_NUMBER,
     FileEntry,
     Index,
     Json,
     StoredCut,
     TensorEntry,
+    check_name_bytes,
     check_ranges,
 )
 from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
@@ -56,10 +58,10 @@ def read_dcp_index(pinned: PinnedFolder, data: bytes) -> tuple[Index, str]:
     """The index of a folder whose `.metadata` is `data`, and a digest of it."""
     folder = pinned.path
     try:
-        index = _DcpIndexReader(folder, read_pickle(data, f"{folder}/.metadata"), _MappedFiles(pinned)).index()
+        index = _DcpIndexReader(pinned, data).index()
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder}/.metadata: damaged: {type(error).__name__}: {str(error)[:200]}") from error
     return index, checksum(data + json.dumps(digest_files(pinned, [f.name for f in index.files])).encode())
 
@@ -101,9 +103,9 @@ class _MappedFiles:
 class _DcpIndexReader:
     """One pass over the metadata; errors name the tensor."""
 
-    def __init__(self, folder: Path, metadata: Any, files: _MappedFiles) -> None:
-        self.folder, self.files = folder, files
-        self.state = _require_state(metadata, "Metadata")
+    def __init__(self, pinned: PinnedFolder, data: bytes) -> None:
+        self.folder, self.files, self.metadata_bytes = pinned.path, _MappedFiles(pinned), len(data)
+        self.state = _require_state(read_pickle(data, f"{pinned.path}/.metadata"), "Metadata")
         self.places = dict(_iterate_storage_places(self.state["storage_data"]))
         self._cuts: dict[Any, StoredCut] = {}
         self._described: dict[bytes, Any] = {}
@@ -114,30 +116,36 @@ class _DcpIndexReader:
         values: dict[str, Json] = {}
         opaque: list[str] = []
         for name, entry in self.state["state_dict_metadata"].items():
-            assert isinstance(name, str) and isinstance(entry, UnpickledObject)
+            require(isinstance(name, str) and isinstance(entry, UnpickledObject), "an entry without a name")
             if entry.kind == "TensorStorageMetadata":
                 tensors[name] = self.tensor(name, entry.state)
             else:
+                data = self.pickled_value(name)
                 try:
-                    values[name] = self.value(name)
-                except CheckpointError:
+                    values[name] = _TreeNodeEncoder(len(data)).node(read_pickle(data, name))
+                except CheckpointError:  # not a plain value
                     opaque.append(name)
         check_ranges(tensors, self.files.entries(), WHOLE, str(self.folder), with_sums=False)
         leaves = {**{name: {"tensor": name} for name in tensors}, **values}
         tree = _build_nested_tree(leaves, self.state.get("planner_data")) or {
             "dict": [[n, node] for n, node in leaves.items()]
         }
+        check_name_bytes(tree, self.files.bytes + self.metadata_bytes, str(self.folder))
         return Index(self.files.entries(), tensors, tree, WHOLE, tuple(opaque))
 
-    def value(self, name: str) -> Json:
-        """Everything that is not a tensor, as a node of the tree."""
-        _, item = self.files.item(self.places[name, None])
-        data = _read_record(item, read_archive(item, name)[PICKLE])
-        return _TreeNodeEncoder(len(data)).node(read_pickle(data, name))
+    def pickled_value(self, name: str) -> bytes:
+        """The pickle of something that is not a tensor, checked against its CRC-32."""
+        place = self.places[name, None]
+        _, item = self.files.item(place)
+        told = f"{self.folder / place[0]}: value {name[:200]!r}"
+        records = read_archive(item, told)
+        if PICKLE not in records:
+            raise CheckpointError(f"{told}: its archive has no {PICKLE}")
+        return _read_record(item, records[PICKLE], told)
 
     def tensor(self, name: str, state: Any) -> TensorEntry:
         dtype, shape = _require_state(state["properties"], "TensorProperties")[0], _require_sizes(state["size"])
-        assert isinstance(dtype, DType) and math.prod(shape) * dtype.itemsize <= MAX_NUMBER, "absurdly large"
+        require(isinstance(dtype, DType) and math.prod(shape) * dtype.itemsize <= MAX_NUMBER, "absurdly large")
         chunks = dict.fromkeys(
             (_require_sizes(c["offsets"]), _require_sizes(c["sizes"]))
             for c in map(_require_chunk_state, state["chunks"])
@@ -156,12 +164,13 @@ class _DcpIndexReader:
         number, item = self.files.item(place)
         told = f"{self.folder / place[0]}: tensor {name!r}"
         records = read_archive(item, told)
-        found = self.described(_read_record(item, records[PICKLE]), told) if PICKLE in records else None
+        found = self.described(_read_record(item, records[PICKLE], told), told) if PICKLE in records else None
         if not isinstance(found, PickledTensor) or found.sizes != box.sizes or found.dtype != dtype:
             raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
         data = records.get(f"data/{found.storage.key}")
-        self.check_data(found, data, told, _read_record(item, records[ORDER]) if ORDER in records else b"little")
-        assert data is not None
+        data = self.check_data(
+            found, data, told, _read_record(item, records[ORDER], told) if ORDER in records else b"little"
+        )
         self.count_bytes(box.numel * dtype.itemsize, told)
         begin = place[1] + data.begin + found.offset * dtype.itemsize
         rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
@@ -198,12 +207,13 @@ class _DcpIndexReader:
                 "save it with .contiguous()"
             )
 
-    def check_data(self, found: PickledTensor, data: Record | None, told: str, order: bytes) -> None:
+    def check_data(self, found: PickledTensor, data: Record | None, told: str, order: bytes) -> Record:
         last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
         numbers = (found.offset, *found.sizes, *found.strides)
         sane = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers)
         if data is None or not sane or (last + 1) * found.dtype.itemsize > data.size or order != b"little":
             raise CheckpointError(f"{told}: some of its bytes are missing, or not in this machine's byte order")
+        return data
 
     def cut(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int]) -> StoredCut:
         key = (shape, tuple(boxes), tuple(ranks))
@@ -221,7 +231,7 @@ class _DcpIndexReader:
 
 
 def _require_state(made: Any, kind: str) -> Any:
-    assert isinstance(made, UnpickledObject) and made.kind == kind, f"no {kind}"
+    require(isinstance(made, UnpickledObject) and made.kind == kind, f"no {kind}")
     return made.state
 
 
@@ -230,7 +240,9 @@ def _require_chunk_state(made: Any) -> Any:
 
 
 def _require_sizes(given: Any) -> tuple[int, ...]:
-    assert isinstance(given, tuple) and all(type(n) is int and 0 <= n <= MAX_NUMBER for n in given), "no sizes"
+    if not isinstance(given, tuple) or len(given) > MAX_DIMS or set(map(type, given)) - {int}:
+        raise ValueError("no sizes")
+    require(all(0 <= n <= MAX_NUMBER for n in given), "no sizes")
     return given
 
 
@@ -240,22 +252,26 @@ def _iterate_storage_places(
     """From (name, offsets or None) to the file, the first byte and the length of what is stored for it."""
     for key, info in storage_data.items():
         index, place = _require_state(key, "MetadataIndex"), _require_state(info, "_StorageInfo")
+        require(isinstance(index, dict) and isinstance(place, dict) and isinstance(index["fqn"], str), "no place")
         if place.get("transform_descriptors"):
             raise CheckpointError(
-                f"{index['fqn']!r} is stored with the extension {str(place['transform_descriptors'])[:80]}, which is "
-                "not read; save it without extensions"
+                f"{index['fqn'][:200]!r} is stored with an extension, which is not read; save it without extensions"
             )
         name, offset, length = (place[k] for k in ("relative_path", "offset", "length"))
-        assert isinstance(name, str) and type(offset) is type(length) is int and min(offset, length) >= 0
-        assert max(offset, length) <= MAX_NUMBER
+        require(isinstance(name, str) and type(offset) is type(length) is int, "no place")
+        require(0 <= offset <= MAX_NUMBER and 0 <= length <= MAX_NUMBER, "no place")
         offsets = index.get("offset")
         yield (index["fqn"], None if offsets is None else _require_sizes(offsets)), (name, offset, length)
 
 
-def _read_record(item: memoryview, record: Record) -> bytes:
+def _read_record(item: memoryview, record: Record, told: str) -> bytes:
+    """A small record of an archive, checked."""
     if record.size > _MAX_PICKLE_BYTES:
-        raise CheckpointError(f"a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
-    return bytes(item[record.begin : record.begin + record.size])
+        raise CheckpointError(f"{told}: a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
+    data = bytes(item[record.begin : record.begin + record.size])
+    if zlib.crc32(data) != record.crc:
+        raise CheckpointError(f"{told}: a record of {record.size} bytes is damaged: its CRC-32 differs")
+    return data
 
 
 def _row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -313,13 +329,11 @@ class _NodeLeaf:
 
 def _build_nested_tree(leaves: Mapping[str, Json], paths: Any) -> Json | None:
     """The tree whose leaves have these paths, or None if the paths make none."""
-    if not isinstance(paths, dict) or not all(isinstance(paths.get(name), tuple) and paths[name] for name in leaves):
+    if not isinstance(paths, dict) or not all(_is_tree_path(paths.get(name)) for name in leaves):
         return None
     root: dict[str | int, Any] = {}
     for name, node in leaves.items():
         *way, last = paths[name]
-        if len(way) > MAX_DEPTH:
-            return None
         at: Any = root
         for step in way:
             at = at.setdefault(step, {})
@@ -329,6 +343,11 @@ def _build_nested_tree(leaves: Mapping[str, Json], paths: Any) -> Json | None:
             return None
         at[last] = _NodeLeaf(node)
     return _branch_to_json(root)
+
+
+def _is_tree_path(path: Any) -> bool:
+    plain = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH + 1
+    return plain and not set(map(type, path)) - {str, int}
 
 
 def _branch_to_json(found: Any) -> Json:

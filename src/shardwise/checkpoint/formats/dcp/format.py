@@ -24,10 +24,8 @@ from shardwise.checkpoint.formats.base import (
     SaveRequest,
 )
 from shardwise.checkpoint.formats.dcp.folder import read_dcp_index
-from shardwise.checkpoint.formats.dcp.pickle import (
-    FILESYSTEM,
-    METADATA,
-    STORAGES,
+from shardwise.checkpoint.formats.dcp.pickle import FILESYSTEM, METADATA, STORAGES
+from shardwise.checkpoint.formats.dcp.pickle_writer import (
     PickleCall,
     PickleName,
     PickleObject,

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, require
 
 ROOT = "archive/"
 PICKLE, ORDER, DATA, VERSION = "data.pkl", "byteorder", "data/0", "version"
@@ -37,22 +37,22 @@ def read_archive(data: memoryview, name: str) -> dict[str, Record]:
     """The records of an archive, by their names without the leading folder."""
     try:
         return _read_records(data)
-    except (struct.error, ValueError, IndexError, AssertionError, UnicodeDecodeError) as error:
+    except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{name}: not an archive of torch.save, or a damaged one") from error
 
 
 def _read_records(data: memoryview) -> dict[str, Record]:
     count, position, end = _find_directory(data)
-    assert count <= _MAX_RECORDS and 0 <= position <= end <= len(data)
+    require(count <= _MAX_RECORDS and 0 <= position <= end <= len(data), "no directory")
     found: dict[str, Record] = {}
     for _ in range(count):
         fields = _CENTRAL.unpack_from(data, position)
         method, crc, packed, size, names, extras, comments, local = (fields[i] for i in (4, 7, 8, 9, 10, 11, 12, 16))
-        assert fields[0] == b"PK\x01\x02" and method == 0
+        require(fields[0] == b"PK\x01\x02" and method == 0, "an entry that is none, or compressed")
         text = bytes(data[position + _CENTRAL.size :][:names]).decode()
         extra = data[position + _CENTRAL.size + names :][:extras]
         size, packed, local = _read_zip64_numbers(extra, size, packed, local)
-        assert size == packed
+        require(size == packed, "an entry that is compressed")
         found[text.partition("/")[2]] = Record(_data_begin(data, local, size, end), size, crc)
         position += _CENTRAL.size + names + extras + comments
     return found
@@ -61,13 +61,13 @@ def _read_records(data: memoryview) -> dict[str, Record]:
 def _find_directory(data: memoryview) -> tuple[int, int, int]:
     """The number of records, and the begin and end of the directory."""
     signature, _, _, _, count, length, position, comment = _END.unpack_from(data, len(data) - _END.size)
-    assert signature == b"PK\x05\x06" and comment == 0
+    require(len(data) >= _END.size and signature == b"PK\x05\x06" and comment == 0, "no end")
     place = len(data) - _END.size - _LOCATOR.size
     if place >= 0:
         mark, _, wide, _ = _LOCATOR.unpack_from(data, place)
         if mark == b"PK\x06\x07":
             fields = _END64.unpack_from(data, wide)
-            assert fields[0] == b"PK\x06\x06"
+            require(fields[0] == b"PK\x06\x06", "no end")
             count, length, position = fields[7], fields[8], fields[9]
     return count, position, position + length
 
@@ -86,7 +86,7 @@ def _read_zip64_numbers(extra: memoryview, *numbers: int) -> list[int]:
 def _data_begin(data: memoryview, local: int, size: int, end: int) -> int:
     fields = _LOCAL.unpack_from(data, local)
     begin: int = local + _LOCAL.size + fields[9] + fields[10]
-    assert fields[0] == b"PK\x03\x04" and local >= 0 and begin + size <= end
+    require(fields[0] == b"PK\x03\x04" and local >= 0 and begin + size <= end, "an entry without its header")
     return begin
 
 
