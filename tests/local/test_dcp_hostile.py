@@ -125,7 +125,7 @@ def test_a_part_that_repeats_an_element_is_refused(tmp_path: Path) -> None:
     forged = pickled.replace(b"K\x01\x85", b"K\x00\x85")
     sums = [zlib.crc32(text).to_bytes(4, "little") for text in (pickled, forged)]
     file.write_bytes(data.replace(pickled, forged))
-    with pytest.raises(CheckpointError, match="tensor 'w': a record of .* bytes is damaged: its CRC-32 differs"):
+    with pytest.raises(CheckpointError, match=r"tensor 'w': a record of .* bytes is damaged: its CRC-32 differs"):
         shardwise.open(tmp_path / "a")
     file.write_bytes(data.replace(pickled, forged).replace(*sums))
     with pytest.raises(CheckpointError, match="tensors 'w' and 'w' overlap"):
