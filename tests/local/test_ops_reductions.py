@@ -27,7 +27,7 @@ from shardwise.geometry import (
 )
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
-from tests.local.op_cases import LINES, Combination, check_op, lay_out, ramp
+from tests.local.op_cases import LINES, TORCH_RELEASE, Combination, check_op, lay_out, ramp
 
 SMOOTH: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(),
@@ -83,7 +83,8 @@ EXTREMES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str) -> None:
-    check_op(EXTREMES[name], ramp(3, 5, 2), limit=8)
+    has_derivative = "both" not in name or TORCH_RELEASE >= (2, 12)  # torch 2.11 has none of aminmax
+    check_op(EXTREMES[name], ramp(3, 5, 2, grad=has_derivative), limit=8)
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "argmax of a dim", "max of a dim"])
@@ -219,7 +220,8 @@ def test_what_needs_no_communication_takes_a_shortcut(name: str, monkeypatch: py
 
 def test_distance_and_trace() -> None:
     check_op(torch.dist, ramp(3, 5), ramp(3, 5, step=0.2), limit=8)
-    check_op(torch.trace, ramp(5, 3), limit=10)
+    has_derivative = TORCH_RELEASE >= (2, 12)  # that of torch 2.11 is wrong for more rows than columns
+    check_op(torch.trace, ramp(5, 3, grad=has_derivative), limit=10)
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial("sum")], ids=str)
