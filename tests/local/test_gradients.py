@@ -315,7 +315,7 @@ def test_a_parameter_is_a_sharded_tensor() -> None:
         for name in ("rows", "one rank", "two boxes or none", "replicated"):
             weight = torch.nn.Parameter(shard(point().detach(), SMALL[name], None))
             assert isinstance(weight, ShardedTensor) and isinstance(weight, torch.nn.Parameter)
-            assert weight.requires_grad and weight.is_leaf and weight.layout is SMALL[name].layout((2, 3))
+            assert weight.requires_grad and weight.is_leaf and weight.sharding is SMALL[name].layout((2, 3))
             module = torch.nn.Module()
             module.weight = weight
             assert dict(module.named_parameters())["weight"] is weight

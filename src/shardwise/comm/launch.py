@@ -54,10 +54,12 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
 def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     if dist.is_initialized():
         return fn(*args)
-    gpu = torch.cuda.is_available() and dist.is_nccl_available()
-    if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    # nccl takes one rank per GPU; ranks that share one exchange through gloo.
+    own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus and own_gpu else "gloo")
     try:
         return fn(*args)
     finally:

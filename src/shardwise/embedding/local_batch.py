@@ -27,6 +27,7 @@ _local_batch_scopes: ContextVar[tuple[nn.Module | None, ...]] = ContextVar("shar
 def plain_as_local_batch() -> Iterator[None]:
     """Read plain inputs of embedding, embedding_bag and linear with sharded parameters as this rank's own batch.
 
+    >>> import torch
     >>> from shardwise.geometry import ChunkSpec
     >>> from shardwise.tensor import shard
     >>> table = shard(torch.arange(6.0).reshape(3, 2), ChunkSpec(0, ranks=1))
@@ -84,6 +85,7 @@ def default_implementation(function: Callable[..., Any]) -> Implementation:
 def as_matrix(batch: Tensor) -> Tensor:
     """A batch as rows: all dims but the last one merged.
 
+    >>> import torch
     >>> as_matrix(torch.zeros(2, 3, 4)).shape
     torch.Size([6, 4])
     """

@@ -63,7 +63,7 @@ def match_dims(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
     """The smallest groups of dims with equal products, from left to right; no length is 0.
 
     >>> match_dims((2, 3, 4), (6, 1, 4))
-    [Group(inputs=(0, 1), outputs=(0,)), Group(inputs=(), outputs=(1,)), Group(inputs=(2,), outputs=(2,))]
+    [DimGroup(inputs=(0, 1), outputs=(0,)), DimGroup(inputs=(), outputs=(1,)), DimGroup(inputs=(2,), outputs=(2,))]
     """
     groups, i, j = [], 0, 0
     while i < len(before) or j < len(after):
