@@ -6,8 +6,10 @@ each name: it fails when a new release of torch moves the name or changes what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,25 +107,106 @@ decomposition_table: dict[Any, Any] = __import__("torch._decomp", fromlist=["dec
 # Creates a tensor without storage whose class is ours: what every wrapper subclass of torch is made by.
 make_wrapper_subclass: Any = _private("Tensor._make_wrapper_subclass")
 
-_INCLUDED_KEYS = _private("_C._dispatch_tls_local_include_set")()
-_EXCLUDED_KEYS = _private("_C._dispatch_tls_local_exclude_set")()
+# A torch function on a ShardedTensor enters torch below its layers of autograd and of views: the wrapper is not on the
+# tape, and an operator that is made of others arrives whole, in every mode, so that its own rule can be asked first.
+below_autograd: type[AbstractContextManager[None]] = _private("_C._AutoDispatchBelowADInplaceOrView")
+
+# Whether autocast is on for any device type: one call, where the public functions ask for one device type.
+is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
+autocast_device_types: tuple[str, ...] = tuple(_private("_C._autocast_supported_devices")())
+
+_included_keys = _private("_C._dispatch_tls_local_include_set")
+_excluded_keys = _private("_C._dispatch_tls_local_exclude_set")
 _ForceDispatchKeyGuard = _private("_C._ForceDispatchKeyGuard")
+_has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key")
+_DispatchKey = _private("_C.DispatchKey")
+_AUTOCAST_KEYS = tuple(key for name, key in _DispatchKey.__members__.items() if name.startswith("Autocast"))
 _current_graph_task_id = _private("_C._current_graph_task_id")
 _all_schemas = _private("_C._jit_get_all_schemas")
 _reduction_number = _private("nn._reduction.get_enum")
 
 
-def autograd_on_locals() -> Any:
-    """Return a context in which operators on plain tensors are recorded, inside `__torch_dispatch__` too.
+@dataclass(frozen=True, slots=True)
+class DispatchKeys:
+    """The layers of torch (autograd, autocast, inference mode) that operators of a thread pass through at some point.
 
-    There torch excludes the autograd keys, since it takes the wrapper to be on the tape already. Ours is not: its local
-    tensors are. So the thread's normal dispatch keys are put back.
+    Inside `__torch_dispatch__` torch switches off all layers above, since it takes the wrapper to have passed them. Our
+    wrapper is not on the tape, its local tensors are: so the layers that the caller had are put back for them.
+    """
+
+    included: Any
+    excluded: Any
+
+    def below(self, op: Any) -> DispatchKeys:
+        """The layers for what an operator does: where autocast has cast its arguments, autocast is off inside."""
+        cast = [key for key in _autocast_keys_of(op) if not self.excluded.has(key)]
+        return self.without_autocast(cast) if cast else self
+
+    def without_autocast(self, device_types: Sequence[Any]) -> DispatchKeys:
+        """The same with autocast off for some device types, as dispatch keys."""
+        excluded = self.excluded
+        for key in device_types:
+            excluded = excluded.add(key)
+        return DispatchKeys(self.included, excluded)
+
+
+@cache
+def _autocast_keys_of(op: Any) -> tuple[Any, ...]:
+    """The device types, as dispatch keys, on which autocast knows an operator."""
+    return tuple(k for k in _AUTOCAST_KEYS if isinstance(op, OpOverload) and _has_kernel(op.name(), k.name))
+
+
+def _read_keys(*, inference: bool) -> DispatchKeys:
+    with torch.inference_mode(inference):
+        return DispatchKeys(_included_keys(), _excluded_keys()).without_autocast(_AUTOCAST_KEYS)
+
+
+_NORMAL_KEYS, _INFERENCE_KEYS = _read_keys(inference=False), _read_keys(inference=True)
+
+
+def current_dispatch_keys() -> DispatchKeys:
+    """Return the layers that operators of this thread pass through now, apart from those that are not ours to restore.
+
+    >>> with torch.autocast("cpu"):
+    ...     current_dispatch_keys() == current_dispatch_keys().below(torch.ops.aten.mm.default)
+    False
+    """
+    keys = _INFERENCE_KEYS if torch.is_inference_mode_enabled() else _NORMAL_KEYS
+    if not is_any_autocast_enabled():
+        return keys
+    now, excluded = _excluded_keys(), keys.excluded
+    for key in _AUTOCAST_KEYS:
+        excluded = excluded if now.has(key) else excluded.remove(key)
+    return DispatchKeys(keys.included, excluded)
+
+
+def autograd_on_locals(keys: DispatchKeys = _NORMAL_KEYS) -> Any:
+    """Return a context in which operators on plain tensors pass these layers, inside `__torch_dispatch__` too.
 
     >>> with autograd_on_locals():
     ...     (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
     True
     """
-    return _ForceDispatchKeyGuard(_INCLUDED_KEYS, _EXCLUDED_KEYS)
+    return _ForceDispatchKeyGuard(keys.included, keys.excluded)
+
+
+def decompose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute a composite operator by the operators that torch's own kernel calls, below autograd.
+
+    The public `op.decompose` prefers decompositions in Python that are made for tracing, and differ.
+    """
+    with below_autograd(), DisableTorchFunctionSubclass():
+        return op._op_dk(_DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@cache
+def is_composite(op: Any) -> bool:
+    """Whether torch itself writes an operator as other operators, whose gradients make up its gradient.
+
+    >>> is_composite(torch.ops.aten.softmax.int), is_composite(torch.ops.aten._softmax.default)
+    (True, False)
+    """
+    return isinstance(op, OpOverload) and bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
 
 
 def is_in_backward() -> bool:

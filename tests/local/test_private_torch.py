@@ -75,6 +75,43 @@ def test_without_the_guard_nothing_would_be_recorded(monkeypatch: pytest.MonkeyP
     assert torch.sin(Wrapper.of(torch.ones(2, requires_grad=True))).grad_fn is None
 
 
+def test_composite_operators_arrive_whole_below_autograd() -> None:
+    x = Wrapper.of(torch.ones(2, 2))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        Wrapper.seen = []
+        with mode(), _torch.below_autograd(), _torch.DisableTorchFunctionSubclass():
+            torch.softmax(x, 0)
+            x.narrow(0, 0, 1)
+        assert Wrapper.seen == [torch.ops.aten.softmax.int, torch.ops.aten.narrow.default]
+
+
+def test_composite_operators_are_decomposed_by_torchs_own_kernel() -> None:
+    _torch.decompose(torch.ops.aten.softmax.int, (Wrapper.of(torch.ones(2, 2)), 0), {})
+    assert Wrapper.seen == [torch.ops.aten._softmax.default]
+    assert _torch.is_composite(torch.ops.aten.softmax.int) and not _torch.is_composite(torch.ops.aten.mm.default)
+    assert not _torch.is_composite(torch.softmax)
+
+
+def test_autocast_is_restored_and_off_below_what_it_casts() -> None:
+    a = torch.ones(2, 2)
+    assert not _torch.is_any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _torch.is_any_autocast_enabled() and "cpu" in _torch.autocast_device_types
+        keys = _torch.current_dispatch_keys()
+    for op, dtype in ((torch.ops.aten.add.Tensor, torch.bfloat16), (torch.ops.aten.mm.default, torch.float32)):
+        with _torch.autograd_on_locals(keys.below(op)):
+            assert (a @ a).dtype == dtype
+    assert (a @ a).dtype == torch.float32
+
+
+def test_inference_mode_is_restored() -> None:
+    with torch.inference_mode():
+        keys = _torch.current_dispatch_keys()
+        with _torch.autograd_on_locals(keys):
+            assert torch.ones(2).mul(2).is_inference()
+    assert keys != _torch.current_dispatch_keys()
+
+
 def test_operators_and_packets_have_their_types() -> None:
     assert isinstance(torch.ops.aten.sin.default, _torch.OpOverload)
     assert isinstance(torch.ops.aten.sin, _torch.OpOverloadPacket)

@@ -100,6 +100,11 @@ def sharded_op_impl(func: Op) -> Decorator:
     return functools.partial(_register_custom_op, DEFAULT, func)
 
 
+def find_user_op(func: Op, spec: object) -> Impl | None:
+    """Return the function of the user's that answers a torch function on a tensor of this spec, or None."""
+    return find_custom_op(func) or find_spec_op(spec, func) or find_default_op(func)
+
+
 def find_custom_op(func: Op) -> Impl | None:
     """Return the implementation registered by `custom_sharded_op_impl`, or None."""
     return find_override(func, EVERY)

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
-from shardwise.tensor.dispatch import Implementation, find_handler
+from shardwise.tensor.dispatch import Implementation, find_function, run_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 # Who requested it: modules whose forward runs, None for a block.
@@ -73,11 +72,10 @@ def _leave_local_batch(module: nn.Module, _args: Any, _output: Any) -> None:
 
 def default_implementation(function: Callable[..., Any]) -> Implementation:
     """What a torch function does on ShardedTensors apart from local batches: its handler so far, else its operators."""
-    known = find_handler(function)
+    known = find_function(function)
 
     def operators(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        with DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+        return run_function(function, args, kwargs)
 
     return known or operators
 

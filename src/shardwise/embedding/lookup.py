@@ -25,7 +25,7 @@ from shardwise.embedding.lookup_call import LookupCall
 from shardwise.embedding.options import BagArguments, LookupOptions, copy_ids_to_host, id_problem
 from shardwise.embedding.pool import LocalBags, pool_bags, request_bag_sums
 from shardwise.embedding.slabs import RowNumbers
-from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Types = Sequence[type]
@@ -35,12 +35,12 @@ Kwargs = dict[str, Any]
 _embed, _bag = default_implementation(F.embedding), default_implementation(F.embedding_bag)
 
 
-@register_handler(F.embedding)
+@register_function(F.embedding)
 def _embedding(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     return _embed_local_ids(*args, **kwargs) if _is_local_lookup(*args, **kwargs) else _embed(types, args, kwargs, comm)
 
 
-@register_handler(F.embedding_bag)
+@register_function(F.embedding_bag)
 def _embedding_bag(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     return _embed_local_bags(*args, **kwargs) if _is_local_lookup(*args, **kwargs) else _bag(types, args, kwargs, comm)
 

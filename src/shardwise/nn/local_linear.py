@@ -19,17 +19,16 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError
 from shardwise.embedding.local_batch import as_matrix, default_implementation, is_local_batch
 from shardwise.geometry import Mesh, MeshSpec, Shard
-from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.vary import vary_along
-from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _linear_of_sharded = default_implementation(F.linear)
 
 
-@register_handler(F.linear)
+@register_function(F.linear)
 def _linear(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     if _is_local_linear(*args, **kwargs):
         return _linear_local_rows(*args, **kwargs)
@@ -79,7 +78,7 @@ def _linear_over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tenso
         rows = rows.detach().requires_grad_()  # every rank takes part in the backward pass of the others
     spec = MeshSpec(mesh, (Shard(0, sizes=tuple(told[r][0] for r in mesh.ranks.tolist())),))
     batch = wrap(spec.layout((total, weight.shape[1])), (rows.contiguous(),), comm)
-    product: ShardedTensor = call_op(torch.ops.aten.linear.default, (), (batch, weight), {})
+    product: Any = F.linear(batch, weight)
     result = move_to(product, spec.layout((total, weight.shape[0])), "linear")[0][0]
     return result.reshape(*input.shape[:-1], weight.shape[0])
 

@@ -14,9 +14,9 @@ import torch
 
 import shardwise.ops  # registers the rules
 from shardwise._torch import OpOverload, operator_names
-from shardwise.ops.engine.registry import find_rule, registered_ops
+from shardwise.ops.engine.registry import Steps, find_rule, registered_ops
 from shardwise.ops.rules.pointwise import is_pointwise
-from shardwise.tensor import dispatch
+from shardwise.tensor.dispatch import find_function, registered_functions
 
 HEAD = """# Operators on sharded tensors
 
@@ -24,8 +24,9 @@ This page is written from the registry by `python -m shardwise.ops.table docs/op
 date. How to write, find and check a rule of your own is on the page [operators](operators.md).
 
 - **rule**: strategies for one mesh axis, of which the cheapest is chosen for each axis.
-- **steps**: computed in several steps where a sharded dim needs communication in the middle, or where arguments or
-  random numbers depend on the layout.
+  A rule may also say that a call is computed in several steps, where a sharded dim needs communication in the middle.
+- **steps**: always computed in several steps, as where arguments or random numbers depend on the layout.
+- **function**: a function of torch that is not an operator, and is answered as a whole.
 
 Functions that torch breaks down into these operators (`torch.nn.functional`, modules, optimizers, losses) work too.
 """
@@ -62,9 +63,13 @@ def render_page() -> str:
 def _table_rows() -> dict[str, tuple[set[str], set[str]]]:
     found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for op in registered_ops():
-        _note_operator_entry(found, op, "rule", find_rule(op))
-    for function, implementation in dispatch._TABLE.items():
-        _note_operator_entry(found, function, "steps", implementation)
+        code = find_rule(op)
+        if isinstance(code, Steps):
+            _note_operator_entry(found, op, "steps", getattr(code.run, "func", code.run))
+        else:
+            _note_operator_entry(found, op, "rule", code)
+    for function in registered_functions():
+        _note_operator_entry(found, function, "function", find_function(function))
     return dict(sorted(found.items()))
 
 

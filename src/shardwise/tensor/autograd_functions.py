@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.tensor.autograd_mixin import tape_tensors
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Tensors = Tensor | Sequence[Tensor]
@@ -39,7 +39,7 @@ def _tape_and_seeds(tensors: Sequence[Tensor], given: Tensors | None) -> tuple[l
     return [t for tensor in tensors for t in tape_tensors(tensor)], seeds
 
 
-@register_handler(torch.autograd.backward)
+@register_function(torch.autograd.backward)
 def _backward(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     backward(*args, **kwargs)
 
@@ -57,7 +57,7 @@ def backward(
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
 
 
-@register_handler(torch.autograd.grad)
+@register_function(torch.autograd.grad)
 def _grad(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     return grad(*args, **kwargs)
 

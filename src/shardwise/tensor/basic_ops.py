@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten
 from shardwise.comm import Comm
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import check_move, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -20,19 +19,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@register_handler(torch.detach, aten.detach.default)
-def _detach(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    return tensor.detach()
-
-
-@register_handler(torch.clone)
-def _clone(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    return tensor.clone(**kwargs)
-
-
-@register_handler(Tensor.copy_)
+@register_function(Tensor.copy_)
 def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds."""
     target, source = args[0], args[1]
@@ -76,19 +63,19 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
     return _all_ranks_true(comm, same, label)
 
 
-@register_handler(torch.equal, Tensor.equal)
+@register_function(torch.equal, Tensor.equal)
 def _equal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
     """Whether two tensors of any layouts hold equal values; the same answer on every rank."""
     return _compare(args, kwargs, comm, torch.equal, "equal")
 
 
-@register_handler(torch.allclose, Tensor.allclose)
+@register_function(torch.allclose, Tensor.allclose)
 def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
     """Whether two tensors of any layouts hold close values; the same answer on every rank."""
     return _compare(args, kwargs, comm, torch.allclose, "allclose")
 
 
-@register_handler(torch.Tensor.contiguous)
+@register_function(torch.Tensor.contiguous)
 def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
     tensor: ShardedTensor = args[0]
     return wrap(

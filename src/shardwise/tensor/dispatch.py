@@ -1,21 +1,36 @@
-"""Which code handles a torch function that receives a ShardedTensor?
+"""Which code answers a torch function that receives a ShardedTensor?
 
 1. A user's own: `custom_sharded_op_impl`, then `custom_sharding_spec_op` of the tensor's spec.
-2. The table below, keyed by function object. An operator that returns NotImplemented leaves the call to
-   the operator's rule.
-3. Otherwise torch breaks the function down into operators, and these are looked up in the same table.
-4. What is in none of them is an error that names the function; nothing is gathered silently.
+2. The table of functions below. It is for functions that are not operators: those of `torch.nn.init`,
+   `torch.autograd.grad`, functions that read plain tensors in a way of their own. One that returns NotImplemented
+   leaves the call to torch.
+3. Otherwise torch breaks the function down into operators (`run_function`), and the engine computes each of them by
+   its rule (`call_operator`). What has none is an error that names it; nothing is gathered silently.
+
+Torch is entered below its autograd layer, since the wrapper is not on the tape, and above autocast and other layers.
+The code of an operator then runs in the layers that the caller had: so its local tensors are recorded.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass, is_forward_grad_enabled, present_ops, pytree
+from shardwise._torch import (
+    DisableTorchFunctionSubclass,
+    DispatchKeys,
+    OpOverload,
+    autograd_on_locals,
+    below_autograd,
+    current_dispatch_keys,
+    is_forward_grad_enabled,
+    pytree,
+)
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.overrides import override_for
@@ -23,42 +38,38 @@ from shardwise.tensor.overrides import override_for
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
 
-Operator: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
-Function: TypeAlias = Callable[[Callable[..., Any], Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
+Answer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
 _NO_DATA = "data is not allocated"
-_TABLE: dict[Callable[..., Any], Implementation] = {}
-_ENGINE: list[Operator] = []
-_FUNCTION: list[Function] = []
-_NOTES: list[Callable[[], None]] = []
-
-
-def set_engine(operator: Operator, function: Function, note: Callable[[], None]) -> None:
-    """Set what computes operators that are not in the table, what is asked first for functions, and what is told when
-    an operator of the table runs."""
-    _ENGINE[:] = [operator]
-    _FUNCTION[:] = [function]
-    _NOTES[:] = [note]
+_functions: dict[Callable[..., Any], Implementation] = {}
 
 
 class UnsupportedOpError(RuntimeError):
     """A function or operator that has no implementation for these layouts."""
 
 
-def register_handler(*functions: Callable[..., Any]) -> Callable[[F], F]:
-    """Register an implementation `impl(types, args, kwargs, comm)` for torch functions or operators."""
+def register_function(*functions: Callable[..., Any]) -> Callable[[F], F]:
+    """Register an implementation `impl(types, args, kwargs, comm)` of torch functions that are not operators."""
+    for function in functions:
+        if isinstance(function, OpOverload):
+            raise TypeError(f"{function} is an operator: register a rule with shardwise.register_sharding")
 
     def register(implementation: F) -> F:
-        for function in present_ops(functions):
-            _TABLE[function] = implementation
+        for function in functions:
+            _functions[function] = implementation
         return implementation
 
     return register
 
 
-def find_handler(function: Callable[..., Any]) -> Implementation | None:
-    """The implementation that is registered for a torch function or operator, or None."""
-    return _TABLE.get(function)
+def find_function(function: Callable[..., Any]) -> Implementation | None:
+    """The implementation that is registered for a torch function, or None."""
+    return _functions.get(function)
+
+
+def registered_functions() -> tuple[Callable[..., Any], ...]:
+    """All torch functions that have an implementation of their own."""
+    return tuple(_functions)
 
 
 def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -71,14 +82,71 @@ def sharded_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[A
             yield from (v for v in pytree.tree_iter(value) if isinstance(getattr(v, "sharding", None), Layout))
 
 
+def call_function(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer a torch function."""
+    first = next(sharded_leaves(args, kwargs), None)
+    if first is not None:
+        own = override_for(func, first.sharding.spec)
+        if own is not None:
+            return own(types, args, kwargs, first.comm.process_group or first.comm)
+        known = _functions.get(func) if "out" not in kwargs else None  # writing to an existing tensor is an operator's
+        answer = NotImplemented if known is None else known(types, args, kwargs, first.comm)
+        if answer is not NotImplemented:
+            return answer
+    try:
+        return run_function(func, args, kwargs)
+    except RuntimeError as error:
+        if _NO_DATA not in str(error):
+            raise
+        raise UnsupportedOpError(
+            f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
+            "has them all; pass tensor.full() for arguments that are indices or sizes"
+        ) from error
+
+
+def refuse_operator(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer an operator where there is no engine to compute it."""
+    layouts = ", ".join(repr(leaf.sharding.spec) for leaf in sharded_leaves(args, kwargs))
+    raise UnsupportedOpError(
+        f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
+        "register an implementation with shardwise.custom_sharded_op_impl(function)"
+    )
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What computes. `shardwise.ops` is built on ShardedTensor and cannot be imported from here, so it sets this."""
+
+    function: Answer = call_function
+    operator: Answer = refuse_operator
+
+
+class _ThreadState(threading.local):
+    """The layers of torch in which the operators of the function that this thread runs are computed."""
+
+    keys: DispatchKeys | None = None
+
+
+_engine = _Engine()
+_state = _ThreadState()
+
+
+def set_engine(*, function: Answer, operator: Answer) -> None:
+    """Set what is asked first for functions, and what computes operators."""
+    _engine.function, _engine.operator = function, operator
+
+
 def enter_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Answer a torch function, by the engine's shortcuts where there is an engine."""
+    """Answer a torch function, by the engine where there is one."""
     if not is_forward_grad_enabled():
         _refuse_without_tape(func, args, kwargs)
-    answer = _FUNCTION[0] if _FUNCTION else call_function
-    return answer(func, types, args, kwargs)
+    return _engine.function(func, types, args, kwargs)
 
 
 def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,48 +165,27 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     )
 
 
-def call_function(
-    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Answer a torch function."""
-    first = next(sharded_leaves(args, kwargs), None)
-    if first is not None:
-        group = first.comm.process_group or first.comm
-        own = override_for(func, first.sharding.spec)
-        if own is not None:
-            return own(types, args, kwargs, group)
-        known = _TABLE.get(func) if "out" not in kwargs else None  # writing to an existing tensor is an operator's task
-        answer = NotImplemented if known is None else known(types, args, kwargs, first.comm)
-        if answer is not NotImplemented:
-            return answer
+def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Let torch break a function of ShardedTensors down into operators, each of which comes to `call_operator`."""
+    before, _state.keys = _state.keys, current_dispatch_keys()
     try:
-        with DisableTorchFunctionSubclass():
+        with below_autograd(), DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    except RuntimeError as error:
-        if _NO_DATA not in str(error):
-            raise
-        raise UnsupportedOpError(
-            f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
-            "has them all; pass tensor.full() for arguments that are indices or sizes"
-        ) from error
+    finally:
+        _state.keys = before
 
 
 def call_operator(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Answer an operator that a torch function was broken down into."""
-    known = _TABLE.get(func)
-    leaves = list(sharded_leaves(args, kwargs))
-    if known is not None and leaves:
-        answer = known(types, args, kwargs, leaves[0].comm)
-        if answer is not NotImplemented:
-            for note in _NOTES:
-                note()
-            return answer
-    if _ENGINE and leaves:
-        return _ENGINE[0](func, types, args, kwargs)
-    layouts = ", ".join(repr(leaf.sharding.spec) for leaf in leaves)
-    raise UnsupportedOpError(
-        f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
-        "register an implementation with shardwise.custom_sharded_op_impl(function)"
-    )
+    """Answer an operator that a torch function was broken down into; what computes it is recorded on the tape.
+
+    This is the one place where an operator's code is entered. Rules and steps need no guard of their own.
+    """
+    before = _state.keys
+    _state.keys = keys = (before or current_dispatch_keys()).below(func)
+    try:
+        with autograd_on_locals(keys):
+            return _engine.operator(func, types, args, kwargs)
+    finally:
+        _state.keys = before

@@ -29,7 +29,7 @@ from shardwise.compat.dtensor.layouts import (
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry, user_line
-from shardwise.ops.engine.fast_path import call_fast_path, note_special
+from shardwise.ops.engine.fast_path import call_fast_path
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
 from shardwise.tensor.move import describe_tensor, format_layout_text
@@ -139,13 +139,13 @@ def dtensor_fallback() -> Iterator[None]:
     """
     token = _falls_back.set(True)
     _blocks[0] += 1
-    set_engine(call_op, _call_or_fall_back, note_special)
+    set_engine(function=_call_or_fall_back, operator=call_op)
     try:
         yield
     finally:
         _blocks[0] -= 1
         if _blocks[0] == 0:
-            set_engine(call_op, call_fast_path, note_special)
+            set_engine(function=call_fast_path, operator=call_op)
         _falls_back.reset(token)
 
 

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar, overload
 
 from shardwise.compat.dtensor.rules import register_dtensor_rule, remove_dtensor_rule
 from shardwise.ops.engine import rules
-from shardwise.ops.engine.registry import Rule, find_rule
+from shardwise.ops.engine.registry import OperatorCode, Steps, find_rule
 from shardwise.ops.engine.schema import resolve_op
 
-R = TypeVar("R", bound=Rule)
+R = TypeVar("R", bound=OperatorCode)
 
 
 @overload
@@ -23,18 +23,21 @@ def register_sharding(op: Any, *, override: bool = False, dtensor: bool = False)
 
 @overload
 def register_sharding(
-    op: Any, rule: Literal["auto"] | Rule, *, override: bool = False, dtensor: bool = False
-) -> Rule: ...
+    op: Any, rule: Literal["auto"] | OperatorCode, *, override: bool = False, dtensor: bool = False
+) -> OperatorCode: ...
 
 
 def register_sharding(
-    op: Any, rule: Literal["auto"] | Rule | None = None, *, override: bool = False, dtensor: bool = False
+    op: Any, rule: Literal["auto"] | OperatorCode | None = None, *, override: bool = False, dtensor: bool = False
 ) -> Any:
     """Register the rule of an operator, or of several; with `dtensor=True` for torch's DTensor too.
 
     As a decorator: the function takes the operator's arguments and returns a sequence of `(output placements, input
     placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
-    `register_sharding(op, "auto")` discovers strategies when the operator first sees new kinds of arguments.
+    A rule may also return `Steps(function)`: then this call is computed by the function, from other operators.
+
+    `register_sharding(op, Steps(function))` computes every call so. `register_sharding(op, "auto")` discovers
+    strategies when the operator first sees new kinds of arguments.
 
     >>> import torch
     >>> from shardwise.geometry import Replicate, Shard
@@ -54,7 +57,7 @@ def register_sharding(
     made = rules.register_sharding(ops, rule, override=override)
     for one in ops:
         known = find_rule(one)
-        if dtensor and known is not None:
+        if dtensor and known is not None and not isinstance(known, Steps):
             register_dtensor_rule(one, known)
     return made
 
@@ -66,10 +69,10 @@ def register_torch_sharding(op: Any) -> Callable[[R], R]:
 
 
 @contextmanager
-def sharding_rule(op: Any, rule: Rule, *, dtensor: bool = False) -> Iterator[None]:
+def sharding_rule(op: Any, rule: OperatorCode, *, dtensor: bool = False) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
     with rules.sharding_rule(op, rule):
-        if dtensor:
+        if dtensor and not isinstance(rule, Steps):
             register_dtensor_rule(resolve_op(op), rule)
         try:
             yield

@@ -23,7 +23,7 @@ import torch
 from shardwise._torch import OpOverload, clear_dtensor_caches
 from shardwise.compat.dtensor.layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
 from shardwise.geometry import Shard
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, normalise_strategies
+from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule
 from shardwise.ops.engine.schema import Slot
 
 _TABLES = (
@@ -97,7 +97,9 @@ def _make_op_strategy(op: Any, rule: Rule) -> Callable[[Any], Any]:
         named = {name: _replace_strategies(a, metas) for name, a in op_schema.kwargs_schema.items()}
         args = [_fill_metas(a, metas) for a in slots]
         kwargs = {name: _fill_metas(a, metas) for name, a in named.items()}
-        known = normalise_strategies(rule(*args, **kwargs), slots, named, len(metas))
+        known = ask_rule(rule, (args, kwargs), (slots, named), len(metas))
+        if isinstance(known, Steps):
+            raise NotImplementedError(f"the rule of {op} computes these layouts in steps, which DTensor cannot run")
         outputs = _output_count(op, args, kwargs)
         lists = [made for s in known if (made := _to_torch_placements(s, outputs)) is not None]
         return _expand_strategies(op, op_schema, lists, outputs)
@@ -148,7 +150,7 @@ def _to_torch_placements(strategy: Strategy, outputs: int) -> list[Any] | None:
     every = [given[min(i, len(given) - 1)] for i in range(outputs)] if given else [None] * outputs
     placed = [*every, *strategy.inputs]
     own_cut = any(isinstance(p, Shard) and torch_placement(p) is None for p in placed)
-    if strategy.local is not None or own_cut:
+    if strategy.local is not None or strategy.finish is not None or own_cut:
         return None
     return [None if p is None else torch_placement(p) for p in placed]
 

@@ -23,7 +23,7 @@ from shardwise.ops.discovery.run_strategy import Deviation, StrategyCase, make_s
 from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies
 from shardwise.ops.discovery.trial import run_call, written_tensors
 from shardwise.ops.engine.placement_cost import same_kind
-from shardwise.ops.engine.registry import Rule, Strategy, TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, resolve_op, split_call
 from shardwise.ops.rules.pointwise import is_pointwise, pointwise_rule
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -101,6 +101,8 @@ def check_sharding(
 def require_rule(op: Any) -> Rule:
     """The rule that the engine would ask."""
     rule = find_rule(op)
+    if isinstance(rule, Steps):
+        raise ValueError(f"{op} is computed in steps and has no strategies to check")
     if rule is not None:
         return rule
     if is_pointwise(op):
@@ -151,11 +153,11 @@ class _RuleCheck:
             TensorMeta(tuple(t.shape), t.dtype, s.layout(tuple(t.shape)), s.placements)
             for t, s in zip(tensors, specs, strict=True)
         ]
-        args, kwargs = call.fill_slots(metas)
         try:
-            return normalise_strategies(self.rule(*args, **kwargs), call.args, dict(call.kwargs), len(metas))
+            answer = ask_rule(self.rule, call.fill_slots(metas), (call.args, dict(call.kwargs)), len(metas))
         except UnsupportedOpError:
             return []
+        return [] if isinstance(answer, Steps) else answer
 
     def _run_and_note(self, strategies: Sequence[Strategy], specs: Sequence[MeshSpec], ranks: int, cut: str) -> None:
         for strategy in strategies:

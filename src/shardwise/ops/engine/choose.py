@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Shard
 from shardwise.ops.engine.placement_cost import change_cost, mesh_spec, same_kind
-from shardwise.ops.engine.rules import Strategy
+from shardwise.ops.engine.registry import Strategy
 
 
 @dataclass(frozen=True, slots=True)

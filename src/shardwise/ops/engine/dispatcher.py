@@ -1,11 +1,12 @@
 """How is an operator computed on ShardedTensors?
 
-1. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
-2. Nothing known: ask the operator's rule for strategies, choose one for each mesh axis, and work out the layouts in
-   which the inputs are wanted and which replicated inputs vary.
-3. Move inputs that have another layout, pass varying ones through `vary`, and call the operator on the local tensors,
-   recorded.
-4. The outputs' layouts follow from the strategies; the local results are checked against them.
+1. An operator that has steps is computed by them. One without a rule that torch writes as other operators is broken
+   down into those.
+2. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
+3. Nothing known: ask the operator's rule. It returns steps, or strategies: then choose one for each mesh axis, and work
+   out the layouts in which the inputs are wanted and which replicated inputs vary.
+4. Move inputs that have another layout, pass varying ones through `vary`, and call the operator on the local tensors.
+5. The outputs' layouts follow from the strategies; the local results are checked against them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
+from shardwise._torch import decompose, is_composite
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
 from shardwise.ops.engine.choose import (
@@ -33,10 +34,10 @@ from shardwise.ops.engine.choose import (
 )
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
-from shardwise.ops.engine.fast_path import is_function_recorded, note_operator
+from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.mixed import convert_plain_tensors
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, split_call, written_slots
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.pointwise import compute_irregular_pointwise, is_pointwise, pointwise_rule
@@ -49,10 +50,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
-
-    The layouts that the tensors had are kept alive, since keys hold their identities.
-    """
+    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
 
     inputs: tuple[Layout, ...]
     vary: tuple[tuple[int, ...], ...]
@@ -60,8 +58,8 @@ class Decision:
     cuts: tuple[tuple[Shard, int] | None, ...]
     order: tuple[str, ...]
     mesh: Mesh
-    keep: tuple[Layout, ...]
     local: Callable[..., Any] | None
+    finish: Callable[[Any], Any] | None
     outputs: tuple[Layout | None, ...] | None = None
 
 
@@ -85,32 +83,50 @@ class LocalView:
         return starts[0]
 
 
-_decisions: dict[Hashable, Decision] = caches.clear_on_change({})
+_decisions: dict[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = caches.clear_on_change({})
 _MAX_DECISIONS = 16384
 
 
 def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors."""
+    rule = find_rule(op)
+    if isinstance(rule, Steps):
+        return _run_steps(rule, args, kwargs)
+    unknown = rule is None and not is_pointwise(op)
+    if unknown and is_composite(op):
+        return decompose(op, args, kwargs)
     call = split_call(op, args, kwargs)
     tensors = convert_plain_tensors(call)
-    comm = tensors[0].comm
     if any(mesh_view(t.sharding) is None for t in tensors):
-        return compute_irregular_pointwise(call, tensors, comm)
-    if find_rule(op) is None and not is_pointwise(op) and (way := find_fallback(op)) is not None:
+        return compute_irregular_pointwise(call, tensors, tensors[0].comm)
+    if unknown and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
     for index in _written_indices(call):
         check_writable(tensors[index])
-    return _run_decision(call, tensors, comm, _find_decision(call, tensors))
+    return _run_call(call, tensors)
 
 
-def _find_decision(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
-    if len(_decisions) > _MAX_DECISIONS:
-        _decisions.clear()
-    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_positions(tensors))
+def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = steps.run(*args, **kwargs)
+    note_special()
+    return result
+
+
+def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
+    """Compute a call by what was decided for it; a call that fails leaves nothing behind."""
+    recorded = torch.is_grad_enabled() and tuple(t.requires_grad for t in tensors)
+    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_positions(tensors), recorded)
     known = _decisions.get(key)
+    decision = _decide(call, tensors) if known is None else known[0]
+    if isinstance(decision, Steps):
+        result = _run_steps(decision, *call.fill_slots(tensors))
+    else:
+        result = _run_decision(call, tensors, tensors[0].comm, decision)
     if known is None:
-        known = _decisions[key] = _decide(call, tensors)
-    return known
+        if len(_decisions) > _MAX_DECISIONS:
+            _decisions.clear()
+        _decisions[key] = decision, tuple(t.sharding for t in tensors)  # keys hold identities: layouts stay alive
+    return result
 
 
 def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
@@ -119,11 +135,13 @@ def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None
     return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 
 
-def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
+def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | Steps:
     specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
     mesh = _common_mesh(call, tensors, specs)
     operands = _make_operands(call, tensors, specs)
     strategies = _ask_for_strategies(call, tensors, specs)
+    if isinstance(strategies, Steps):
+        return strategies
     chosen = choose_strategies(strategies, operands, mesh)
     if chosen is None:
         raise UnsupportedOpError(
@@ -144,8 +162,8 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision:
                 "the others"
             )
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
-    given = tuple(t.sharding for t in tensors)
-    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, given, _find_local(chosen, wanted))
+    local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
+    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, local, finish)
 
 
 def _wanted_layouts(
@@ -218,10 +236,12 @@ def _written_indices(call: OperatorCall) -> set[int]:
 
 def _ask_for_strategies(
     call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]
-) -> list[Strategy]:
-    rule = find_rule(call.op)
-    metas = [TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements) for t, s in zip(tensors, specs, strict=True)]
-    args, kwargs = call.fill_slots(metas)
+) -> list[Strategy] | Steps:
+    rule, grad = find_rule(call.op), torch.is_grad_enabled()
+    metas = [
+        TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements, grad and t.requires_grad)
+        for t, s in zip(tensors, specs, strict=True)
+    ]
     if rule is None:
         strategies = pointwise_rule(call.op, metas)
         if strategies is None:
@@ -230,7 +250,8 @@ def _ask_for_strategies(
                 "find one with shardwise.discover_sharding, or compute on local_tensor()"
             )
         return strategies
-    return normalise_strategies(rule(*args, **kwargs), call.args, dict(call.kwargs), len(tensors))
+    assert not isinstance(rule, Steps)
+    return ask_rule(rule, call.fill_slots(metas), (call.args, dict(call.kwargs)), len(tensors))
 
 
 def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callable[..., Any] | None:
@@ -258,35 +279,48 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
         raise UnsupportedOpError(
             f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
         )
-    with autograd_on_locals():
-        values = [
-            vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
-            for t, axes in zip(aligned, decision.vary, strict=True)
-        ]
-        args, kwargs = call.fill_slots(values)
-        local = decision.local
-        if local is None:
-            result = call.op(*args, **kwargs)
-        else:
-            shapes = tuple(tuple(t.shape) for t in tensors)
-            result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+    values = [
+        vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
+        for t, axes in zip(aligned, decision.vary, strict=True)
+    ]
+    args, kwargs = call.fill_slots(values)
+    local, finish = decision.local, decision.finish
+    if local is None:
+        result = call.op(*args, **kwargs)
+    else:
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     if is_function_recorded():
-        _note_run(call, tensors, decision, local is None)
+        _note_run(call, tensors, decision, local is None and finish is None)
     outputs = _wrap_results(call, tensors, comm, decision, result)
     mark_moved_views(call.op, tensors, aligned, outputs)
     if is_explaining_or_forbidding():
         _record_call(name, decision, outputs)
-    return outputs
+    return outputs if finish is None else finish(outputs)
 
 
 def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
     """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
-    given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors)
+    given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors) and not _is_data_dependent(call)
     turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
-    moves = [(t, w) for t, w in zip(tensors, decision.inputs, strict=True) if t.sharding is not w]
-    copied = bool(moves) and gives_views(call.op)  # then the results are marked
+    wanted = list(zip(tensors, decision.inputs, strict=True))
+    copied = gives_views(call.op) and any(t.sharding is not w for t, w in wanted)  # then the results are marked
     written = [tensors[i] for i in sorted(_written_indices(call))]
-    note_operator(given and own and not turned and not copied, moves, written, str(call.op))
+    note_operator(given and own and not turned and not copied, wanted, written, str(call.op))
+
+
+def _is_data_dependent(call: OperatorCall) -> bool:
+    """Whether the shapes of the results depend on values, so that nothing about them may be remembered.
+
+    Torch tags such operators. Indexing is one of them, but only by a mask.
+    """
+    if not _DATA_DEPENDENT & set(getattr(call.op, "tags", ())):
+        return False
+    masks = any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors[1:])
+    return masks or call.op is not torch.ops.aten.index.Tensor
+
+
+_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
@@ -327,13 +361,15 @@ def _wrap_results(
             return None
         return kept[0] if len(kept) == 1 else (None if result is None else tuple(kept))
     flat = list(result) if isinstance(result, list | tuple) else [result]
-    if decision.outputs is None:
+    layouts = decision.outputs
+    if layouts is None:
         _check_count(call, decision, flat)
-        decision.outputs = tuple(_output_layout(call, decision, i, value) for i, value in enumerate(flat))
-        _check_results(call, decision.outputs, flat, comm.rank)
+        layouts = tuple(_output_layout(call, decision, i, value) for i, value in enumerate(flat))
+    _check_results(call, layouts, flat, comm.rank)
+    if decision.outputs is None and not _is_data_dependent(call):
+        decision.outputs = layouts
     wrapped = [
-        value if layout is None else wrap(layout, (value,), comm)
-        for value, layout in zip(flat, decision.outputs, strict=True)
+        value if layout is None else wrap(layout, (value,), comm) for value, layout in zip(flat, layouts, strict=True)
     ]
     if isinstance(result, list | tuple):
         return type(result)(wrapped) if type(result) in (list, tuple) else tuple(wrapped)

@@ -91,11 +91,7 @@ def is_explaining_or_forbidding() -> bool:
 
 def layout_brief(layout: Layout) -> str:
     """A layout for a table."""
-    return (
-        format_rule(layout).removeprefix("on ").removeprefix("as ")
-        if len(layout.table) < 65
-        else repr(layout.spec)
-    )
+    return format_rule(layout).removeprefix("on ").removeprefix("as ") if len(layout.table) < 65 else repr(layout.spec)
 
 
 def check_may_communicate(name: str, src: Layout, dst: Layout) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_tensor
 
-from shardwise._torch import autograd_on_locals, decomposition_table, pytree
+from shardwise._torch import decomposition_table, pytree
 from shardwise.comm import CommError
 from shardwise.ops.engine.fast_path import note_operator
 from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated
@@ -55,7 +55,7 @@ def fall_back(op: Any, way: Fallback, args: tuple[Any, ...], kwargs: dict[str, A
     """Compute an operator by others; what they cannot do is refused in the operator's name."""
     note_operator(plain=True)  # one more than those that follow: a shortcut is compared with them before it is used
     try:
-        with autograd_on_locals(), plain_as_replicated():
+        with plain_as_replicated():
             return way(*args, **kwargs)
     except (CommError, UnsupportedOpError, MixedTensorsError):
         raise

@@ -1,24 +1,16 @@
-"""How is a function with a shortcut run? On the local tensors: inputs in other layouts are moved, varying ones
-passed through `vary`, the function is called as it is, and its results are wrapped in the layouts that are known.
-
-May a function have a shortcut? It is watched while torch breaks it down into operators.
-
-1. Every operator of a rule says how it ran: on local tensors with its own arguments, or otherwise; which tensors it
-   moved first; which it wrote to.
-2. One operator that ran on local tensors, whatever was moved before: later calls move the same and run the function.
-   A function that writes to its first argument and returns it is among them.
-3. Several operators: none may move or write, and the function itself must return the same local result.
-
-The fast path: a function whose requirements are known runs on the local tensors directly.
+"""The fast path: a torch function whose requirements are known runs on the local tensors directly.
 
 1. The first call of a function with certain layouts and arguments goes through torch, which breaks it down into
-   operators. These are watched, see `recorded.py`.
-2. If all of them ran on local tensors with unchanged arguments, and, where there were several, the function itself
-   returns the same local result, then a shortcut is kept: the layouts of the outputs, which inputs are moved, and which
-   replicated ones vary.
-3. Later calls cost one look-up, the moves, one local call and one wrap.
+   operators. Each of them reports how it ran: on local tensors with its own arguments, or otherwise; which tensors were
+   moved first; which it wrote to.
+2. If one operator ran on local tensors, whatever was moved before, a shortcut is kept: the layouts of the outputs,
+   which inputs are moved, and which replicated ones vary. A function that writes to its first argument and returns it
+   is among them. Of several operators none may move or write, and the function must return the same local result.
+3. Later calls cost one look-up, the moves, one local call, a comparison of shapes and one wrap.
 
-Functions that draw random numbers, rewrite arguments, or move data in their middle have no shortcut.
+What is remembered is keyed by all that the answer depends on: the function, layouts, dtypes, devices, which arguments
+are the same tensor, which are differentiated, every other argument, and torch's modes. Functions that draw random
+numbers, rewrite arguments, move data in their middle, or whose results' shapes depend on values have no shortcut.
 """
 
 from __future__ import annotations
@@ -31,25 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.geometry import Layout, MeshSpec, Replicate
+from shardwise._torch import autocast_device_types, is_any_autocast_enabled
+from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import move_to
+from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
-    """What a call returns without communication: output layouts and varying axes of each tensor.
+    """How a function runs on local tensors: output layouts and varying axes of each tensor.
 
     `direct`: nothing moves, nothing varies, nothing is written to, and there is one output. `reshape`: the local tensor
     takes the shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it
     has it. `writes`: the first argument is written to and returned. The layouts of the inputs are kept alive, since
-    keys hold their identities.
+    keys hold their identities. `shapes`: the local shape of the first output on ranks that have run the shortcut.
     """
 
     outputs: tuple[Layout, ...]
@@ -61,14 +54,13 @@ class Shortcut:
     moves: tuple[Layout | None, ...] = ()
     label: str = ""
     writes: bool = False
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function by its shortcut."""
     if shortcut.reshape:
         return _reshape_locals(shortcut.outputs[0], args[0])
-    if shortcut.direct:
-        return _run_direct(shortcut.outputs[0], func, args, kwargs)
     tensors = [value for value in args if type(value) is ShardedTensor]
     if kwargs:
         tensors += [value for value in kwargs.values() if type(value) is ShardedTensor]
@@ -84,29 +76,22 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
         return tensors[0]
     comm = tensors[0].comm
     if shortcut.several is None:
+        check_local_shape(func, shortcut.outputs[0], result, comm.rank)
         return wrap(shortcut.outputs[0], (result,), comm)
+    for layout, value in zip(shortcut.outputs, result, strict=True):
+        check_local_shape(func, layout, value, comm.rank)
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
 
 
-def _run_direct(
-    layout: Layout, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedTensor:
-    comm: Any = None
-    local_args: list[Any] = []
-    for value in args:
-        if type(value) is ShardedTensor:
-            comm = value.comm
-            value = value.local_parts[0]
-        local_args.append(value)
-    if not kwargs:
-        return wrap(layout, (func(*local_args),), comm)
-    local_kwargs = {}
-    for name, value in kwargs.items():
-        if type(value) is ShardedTensor:
-            comm = value.comm
-            value = value.local_parts[0]
-        local_kwargs[name] = value
-    return wrap(layout, (func(*local_args, **local_kwargs),), comm)
+def check_local_shape(func: Any, layout: Layout, result: Tensor, rank: int) -> tuple[int, ...]:
+    """Raise unless a local result has the shape that its layout says; returns that shape."""
+    shapes = layout.local_shapes(rank)
+    if shapes != (tuple(result.shape),):
+        raise LayoutError(
+            f"{getattr(func, '__name__', func)} on the local tensors of rank {rank} returned {tuple(result.shape)}, "
+            f"where {format_layout_text(layout)} has {shapes}; please report this program, with its layouts"
+        )
+    return shapes[0]
 
 
 def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
@@ -125,6 +110,7 @@ def _prepare_locals(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> lis
 def _align_all_inputs(
     tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str
 ) -> list[ShardedTensor]:
+    """The tensors in the layouts wanted; one that appears twice is wanted alike, see `_find_moves`, and moved once."""
     made: dict[int, ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         if id(tensor) not in made:
@@ -145,20 +131,25 @@ _RESHAPES: frozenset[Any] = frozenset(
 
 @dataclass
 class FunctionRecording:
-    """What happened below a function: how many operators ran, whether one of them forbids a shortcut, what was moved
-    where before an operator, under which name, and what was written to."""
+    """What happened below a function: how many operators ran, whether one of them forbids a shortcut, in which layout
+    an operator took each tensor, under which name, and what was written to."""
 
     operators: int = 0
     plain: bool = True
-    moves: list[tuple[ShardedTensor, Layout]] = field(default_factory=list)
+    wanted: list[tuple[ShardedTensor, Layout]] = field(default_factory=list)
     written: list[ShardedTensor] = field(default_factory=list)
     label: str = ""
+
+    @property
+    def moved(self) -> list[ShardedTensor]:
+        """The tensors that an operator took in another layout than their own."""
+        return [tensor for tensor, layout in self.wanted if tensor.sharding is not layout]
 
     def add(self, other: FunctionRecording) -> None:
         """What happened below a function that this one called."""
         self.operators += other.operators
         self.plain &= other.plain
-        self.moves += other.moves
+        self.wanted += other.wanted
         self.written += other.written
         self.label = other.label
 
@@ -177,18 +168,18 @@ def is_function_recorded() -> bool:
 
 def note_operator(
     plain: bool,
-    moves: Sequence[tuple[ShardedTensor, Layout]] = (),
+    wanted: Sequence[tuple[ShardedTensor, Layout]] = (),
     written: Sequence[ShardedTensor] = (),
     label: str = "",
 ) -> None:
-    """Tell the recording that an operator ran: whether on local tensors with its own arguments, what was moved for it
-    (and under which name), and what it wrote to."""
+    """Record that an operator ran: whether on local tensors with its own arguments, in which layouts it took its
+    tensors (and under which name they were moved), and what it wrote to."""
     if _recording_state.recording is not None:
-        _recording_state.recording.add(FunctionRecording(1, plain, list(moves), list(written), label))
+        _recording_state.recording.add(FunctionRecording(1, plain, list(wanted), list(written), label))
 
 
 def note_special() -> None:
-    """Tell the recording that something other than a plain operator ran: no shortcut."""
+    """Record that something other than a plain operator ran: no shortcut."""
     note_operator(plain=False)
 
 
@@ -216,7 +207,7 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
     keep = tuple(t.sharding for t in tensors)
-    if func in _RESHAPES and recording.operators == 1 and type(result) is type(args[0]) is ShardedTensor and not kwargs:
+    if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
         return Shortcut((result.sharding,), None, ((),), False, keep, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
         return None
@@ -239,6 +230,11 @@ def _find_shortcut(
     return Shortcut(layouts, several, vary, direct, keep, writes=writes)
 
 
+def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
+    return type(result) is type(args[0]) is ShardedTensor and not kwargs and result.dtype == args[0].dtype
+
+
 def _gives_back_what_it_writes(
     args: Sequence[Any], result: Any, tensors: Sequence[ShardedTensor], recording: FunctionRecording
 ) -> bool:
@@ -256,11 +252,13 @@ def _find_moves(tensors: Sequence[ShardedTensor], recording: FunctionRecording) 
     must keep one order, whether they take the shortcut or not.
     """
     wanted: dict[int, Layout] = {}
-    for tensor, layout in recording.moves:
+    for tensor, layout in recording.wanted:
         if wanted.setdefault(id(tensor), layout) is not layout:
             return None
-    order = list(dict.fromkeys(id(t) for t in tensors if id(t) in wanted))
-    return tuple(wanted.get(id(t)) for t in tensors) if order == list(wanted) else None
+    moved = list(dict.fromkeys(id(t) for t in recording.moved))
+    if moved != list(dict.fromkeys(id(t) for t in tensors if id(t) in moved)):
+        return None
+    return tuple(wanted[id(t)] if id(t) in moved else None for t in tensors)
 
 
 def _find_shortcut_of_several(
@@ -269,7 +267,7 @@ def _find_shortcut_of_several(
     """The shortcut of a function of several operators, none of which moved or wrote anything."""
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
-    if recording.moves or recording.written or any(o is t for o in outputs for t in tensors):
+    if recording.moved or recording.written or any(o is t for o in outputs for t in tensors):
         return None
     vary = _varying_axes([t.sharding for t in tensors], [o.sharding for o in outputs])
     if vary is None or any(vary) or not all(_is_even(t.sharding) for t in tensors):
@@ -341,48 +339,62 @@ def _same_result(one: Tensor, other: Tensor) -> bool:
 
 
 _MAX_SHORTCUTS = 16384
-
-
 _shortcuts: dict[Any, Shortcut | None] = caches.clear_on_change({})
 _KEY_TYPES = frozenset((int, float, bool, type(None), torch.dtype))
+_is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
 def call_fast_path(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a torch function on ShardedTensors: by its shortcut, else the long way, watched.
+    """Run a torch function on ShardedTensors: by its shortcut, else the long way, recorded.
 
     The first part is the fastest path, for positional tensors and numbers; it is written for few instructions.
     """
-    key: Any = [func]
+    if kwargs:
+        return _call_with_key(func, types, args, kwargs, _shortcut_key(func, args, kwargs))
+    key: Any = [func, _is_grad_enabled(), _is_inference_mode_enabled()]
     local = []
     comm: Any = None
-    if not kwargs:
-        for value in args:
-            kind = type(value)
-            if kind is ShardedTensor:
-                if len(value.local_parts) != 1:
-                    break
-                held = value.local_parts[0]
-                key.append(id(value.sharding))
-                key.append(held.dtype)
-                local.append(held)
-                comm = value.comm
-            elif kind in _KEY_TYPES:
-                key.append(kind)
-                key.append(value)
-                local.append(value)
-            else:
+    seen: dict[int, int] = {}
+    for value in args:
+        kind = type(value)
+        if kind is ShardedTensor:
+            parts = value.local_parts
+            if len(parts) != 1:
                 break
+            held = parts[0]
+            key += (
+                id(value.sharding),
+                held.dtype,
+                held.device,
+                held.requires_grad,
+                seen.setdefault(id(value), len(seen)),
+            )
+            local.append(held)
+            comm = value.comm
+        elif kind in _KEY_TYPES:
+            key += (kind, value)
+            local.append(value)
         else:
-            key = tuple(key)
-            shortcut = _shortcuts.get(key)
-            if shortcut is not None and not active_watchers[0]:
-                if shortcut.direct:
-                    return wrap(shortcut.outputs[0], (func(*local),), comm)
-                return run_shortcut(shortcut, func, args, kwargs)
-            return _call_with_key(func, types, args, kwargs, key)
+            break
+    else:
+        if is_any_autocast_enabled():
+            key.append(_autocast_state())
+        key = tuple(key)
+        shortcut = _shortcuts.get(key)
+        if shortcut is not None and shortcut.direct and not active_watchers[0]:
+            result, layout = func(*local), shortcut.outputs[0]
+            if result.shape != shortcut.shapes.get(comm.rank):
+                shortcut.shapes[comm.rank] = check_local_shape(func, layout, result, comm.rank)
+            return wrap(layout, (result,), comm)
+        return _call_with_key(func, types, args, kwargs, key)
     return _call_with_key(func, types, args, kwargs, _shortcut_key(func, args, kwargs))
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    """On which device types autocast is on, and to which dtypes it casts."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_device_types if torch.is_autocast_enabled(d))
 
 
 def _call_with_key(
@@ -404,14 +416,16 @@ def _call_with_key(
 
 
 def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A key of the function, the layouts and every other argument; None where there is no shortcut."""
-    parts: list[Any] = [func]
+    """A key of the function, torch's modes, the tensors and every other argument; None where there is no shortcut."""
+    parts: list[Any] = [func, _is_grad_enabled(), _is_inference_mode_enabled(), tuple(kwargs)]
+    seen: dict[int, int] = {}
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is ShardedTensor:
             if len(value.local_parts) != 1:
                 return None
-            parts.append((id(value.sharding), value.local_parts[0].dtype))
+            held, same = value.local_parts[0], seen.setdefault(id(value), len(seen))
+            parts.append((id(value.sharding), held.dtype, held.device, held.requires_grad, same))
         elif kind in _KEY_TYPES or kind is str:
             parts.append((kind, value))
         elif kind is tuple or kind is torch.Size or kind is list:
@@ -421,6 +435,6 @@ def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             parts.append((kind, *value))
         else:
             return None
-    if kwargs:
-        parts.append(tuple(kwargs))
+    if is_any_autocast_enabled():
+        parts.append(_autocast_state())
     return tuple(parts)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise._torch import aten, autograd_on_locals
+from shardwise._torch import aten
 from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
 from shardwise.ops.engine.schema import OperatorCall
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
@@ -63,8 +63,7 @@ def flatten_pieces(tensor: ShardedTensor) -> ShardedTensor:
     ranks = tensor.comm.ranks
     cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
     layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
-    with autograd_on_locals():
-        local = torch.cat([piece.reshape(-1) for piece in once._tape_tensors()])
+    local = torch.cat([piece.reshape(-1) for piece in once._tape_tensors()])
     return wrap(layout, (local,), tensor.comm)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.schema import OperatorCall, Slot
 from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.dispatch import register_function, run_function
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _ANY_MESH = "_any_mesh"
@@ -94,10 +93,10 @@ def register_plain_maker(function: Callable[..., Any]) -> None:
     What the caller passes is not: a plain tensor among the arguments is refused as anywhere.
     """
 
-    @register_handler(function)
+    @register_function(function)
     def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not all(isinstance(t, ShardedTensor) for t in given):
             return NotImplemented
-        with plain_as_replicated(), DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+        with plain_as_replicated():
+            return run_function(function, args, kwargs)

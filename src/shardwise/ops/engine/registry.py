@@ -1,7 +1,13 @@
 """What is a rule, what does it see, what does it answer, and which operator has which one?
 
-A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns acceptable strategies: pairs
-of output placements and input placements, for one axis of the mesh.
+A rule takes the operator's own arguments, tensors replaced by `TensorMeta`, and returns one of two things:
+
+1. acceptable strategies: pairs of output placements and input placements, for one axis of the mesh. The engine moves
+   the inputs, computes on the local tensors, and wraps the results;
+2. `Steps`: the call is computed by a function of ShardedTensors, by other operators and moves.
+
+An operator for which it is always the second has `Steps` in place of a rule. One table answers which code an operator
+runs.
 """
 
 from __future__ import annotations
@@ -17,17 +23,16 @@ from shardwise.ops.engine.placement_cost import to_native_placement
 from shardwise.ops.engine.schema import Slot
 from shardwise.tensor import caches
 
-Rule: TypeAlias = Callable[..., Sequence[Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a rule sees of a tensor: no data."""
+    """What a rule sees of a tensor: no data. `requires_grad`: the call will be differentiated with respect to it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     placements: tuple[Placement, ...]
+    requires_grad: bool = False
 
     @property
     def ndim(self) -> int:
@@ -43,55 +48,78 @@ class Strategy:
 
     `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
     `LocalView` and the local arguments. `local_if_empty` takes its place where some rank's part of an input has no
-    elements: for operators whose kernels cannot take such tensors.
+    elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
+    the caller gets them, and returns what the caller gets; it may communicate.
     """
 
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement | None, ...]
     local: Callable[..., Any] | None = None
     local_if_empty: Callable[..., Any] | None = None
+    finish: Callable[[Any], Any] | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """An operator computed in several steps: `run` takes its arguments, ShardedTensors among them, and returns results.
+
+    It may call any operator and may communicate, in an order that depends on layouts and arguments alone, so that all
+    ranks take the same steps. Gradients are those of its steps.
+    """
+
+    run: Callable[..., Any]
+
+
+Rule: TypeAlias = Callable[..., Sequence[Any] | Steps]
+OperatorCode: TypeAlias = Rule | Steps
 
 _FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
-_rules: dict[Any, Rule] = {}
+_operators: dict[Any, OperatorCode] = {}
 
 
-def find_rule(op: Any) -> Rule | None:
-    """The rule of an operator, or None."""
-    return _rules.get(op)
+def find_rule(op: Any) -> OperatorCode | None:
+    """The rule of an operator, or its steps, or None."""
+    return _operators.get(op)
 
 
 def registered_ops() -> tuple[Any, ...]:
-    """All operators that have a rule."""
-    return tuple(_rules)
+    """All operators that have a rule or steps."""
+    return tuple(_operators)
 
 
-def set_rule(op: Any, rule: Rule | None) -> Rule | None:
+def set_rule(op: Any, rule: OperatorCode | None) -> OperatorCode | None:
     """Give an operator a rule, or take it away; the one it had before."""
-    before = _rules.pop(op, None)
+    before = _operators.pop(op, None)
     if rule is not None:
-        _rules[op] = rule
+        _operators[op] = rule
     caches.invalidate_caches()
     return before
+
+
+def ask_rule(
+    rule: Rule, metas: tuple[Sequence[Any], dict[str, Any]], slots: tuple[Sequence[Any], dict[str, Any]], tensors: int
+) -> list[Strategy] | Steps:
+    """A rule's answer to a call: its arguments with metas and with slots for tensors, of which there are so many."""
+    answer = rule(*metas[0], **metas[1])
+    return answer if isinstance(answer, Steps) else normalise_strategies(answer, *slots, tensors)
 
 
 def normalise_strategies(
     given: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: int
 ) -> list[Strategy]:
-    """A rule's answer with one placement for each tensor of the call, in order."""
+    """A rule's strategies with one placement for each tensor of the call, in order."""
     if not isinstance(given, list | tuple):
         raise LayoutError(f"{_FORM}, got {type(given).__name__}")
     return [_normalise_strategy(one, args, kwargs, tensors) for one in given]
 
 
 def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: int) -> Strategy:
-    if isinstance(given, Strategy):
-        outputs, inputs, local, if_empty = given.outputs, given.inputs, given.local, given.local_if_empty
-    else:
+    if not isinstance(given, Strategy):
         _check_form(given)
-        outputs, inputs, local, if_empty = given[0], given[1], (given[2] if len(given) > 2 else None), None
-    placed = tuple(_line_up_inputs(inputs, [*args, *kwargs.values()], tensors))
-    made = Strategy(tuple(to_native_placement(p) for p in _flatten_arguments(outputs)), placed, local, if_empty)
+        given = Strategy(*given)
+    placed = tuple(_line_up_inputs(given.inputs, [*args, *kwargs.values()], tensors))
+    outputs = tuple(to_native_placement(p) for p in _flatten_arguments(given.outputs))
+    made = Strategy(outputs, placed, given.local, given.local_if_empty, given.finish)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LayoutError(f"a rule returns Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")

@@ -1,7 +1,4 @@
-"""Rules: how an operator may be computed on one mesh axis. Built-in ones and users' own use the same decorator.
-
-What a rule sees and answers is in `registry.py`. The engine makes the choice for each axis of the mesh.
-"""
+"""How is a rule registered? Built-in ones and users' own use the same decorator; `registry.py` says what a rule is."""
 
 from __future__ import annotations
 
@@ -11,30 +8,10 @@ from typing import Any, Literal, TypeVar, overload
 
 from shardwise._torch import present_ops
 from shardwise.ops.discovery.auto_rule import AutoRule
-from shardwise.ops.engine.registry import (
-    Rule,
-    Strategy,
-    TensorMeta,
-    find_rule,
-    normalise_strategies,
-    registered_ops,
-    set_rule,
-)
+from shardwise.ops.engine.registry import OperatorCode, find_rule, set_rule
 from shardwise.ops.engine.schema import resolve_op
 
-R = TypeVar("R", bound=Rule)
-
-__all__ = [
-    "Rule",
-    "Strategy",
-    "TensorMeta",
-    "find_rule",
-    "normalise_strategies",
-    "register_sharding",
-    "registered_ops",
-    "remove_sharding",
-    "sharding_rule",
-]
+R = TypeVar("R", bound=OperatorCode)
 
 
 @overload
@@ -42,19 +19,18 @@ def register_sharding(op: Any, *, override: bool = False) -> Callable[[R], R]: .
 
 
 @overload
-def register_sharding(
-    op: Any, rule: Literal["auto"] | Rule, *, override: bool = False
-) -> Rule: ...
+def register_sharding(op: Any, rule: Literal["auto"] | OperatorCode, *, override: bool = False) -> OperatorCode: ...
 
 
-def register_sharding(
-    op: Any, rule: Literal["auto"] | Rule | None = None, *, override: bool = False
-) -> Any:
+def register_sharding(op: Any, rule: Literal["auto"] | OperatorCode | None = None, *, override: bool = False) -> Any:
     """Register the rule of an operator, or of several.
 
     As a decorator: the function takes the operator's arguments and returns a sequence of `(output placements, input
     placements)` for one mesh axis, with `None` for arguments that are not tensors. Placements are ours or torch's.
-    `register_sharding(op, "auto")` discovers strategies when the operator first sees new kinds of arguments.
+    A rule may also return `Steps(function)`: then this call is computed by the function, from other operators.
+
+    `register_sharding(op, Steps(function))` computes every call so. `register_sharding(op, "auto")` discovers
+    strategies when the operator first sees new kinds of arguments.
 
     >>> import torch
     >>> from shardwise.geometry import Replicate, Shard
@@ -88,7 +64,7 @@ def _register_rule(ops: tuple[Any, ...], rule: R, override: bool) -> R:
 
 
 @contextmanager
-def sharding_rule(op: Any, rule: Rule) -> Iterator[None]:
+def sharding_rule(op: Any, rule: OperatorCode) -> Iterator[None]:
     """Use a rule inside a `with` block only; the previous one comes back."""
     op = resolve_op(op)
     before = set_rule(op, rule)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.explain import check_may_communicate
 from shardwise.ops.engine.placement_cost import mesh_view
@@ -49,9 +48,9 @@ def mesh_spec_of(tensor: ShardedTensor) -> MeshSpec | None:
     return mesh_view(tensor.sharding)
 
 
-def cutting_axes(tensor: ShardedTensor, dims: Iterable[int]) -> tuple[int, ...]:
+def cutting_axes(layout: Layout, dims: Iterable[int]) -> tuple[int, ...]:
     """The mesh axes of more than one rank that cut one of these dims."""
-    spec, wanted = mesh_spec_of(tensor), set(dims)
+    spec, wanted = mesh_view(layout), set(dims)
     if spec is None:
         return ()
     return tuple(
@@ -72,8 +71,7 @@ def redistribute_to(tensor: ShardedTensor, layout: Layout, name: str) -> Sharded
     if tensor.sharding == layout:
         return tensor
     check_may_communicate(name, tensor.sharding, layout)
-    with autograd_on_locals():
-        locals_, anchor = move_to(tensor, layout, name)
+    locals_, anchor = move_to(tensor, layout, name)
     return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
 
@@ -94,9 +92,8 @@ def gather_dims(tensor: ShardedTensor, dims: Iterable[int], name: str) -> Sharde
     """The tensor with these dims whole on every rank."""
     spec = mesh_spec_of(tensor)
     assert spec is not None
-    return redistribute_to(
-        tensor, replace_placements(spec, cutting_axes(tensor, dims), Replicate()).layout(shape_tuple(tensor)), name
-    )
+    whole = replace_placements(spec, cutting_axes(tensor.sharding, dims), Replicate())
+    return redistribute_to(tensor, whole.layout(shape_tuple(tensor)), name)
 
 
 def shape_tuple(tensor: ShardedTensor) -> tuple[int, ...]:
@@ -112,16 +109,15 @@ def gather_rank_rows(
     """
     spec = mesh_spec_of(tensor)
     assert spec is not None and tensor.sharding.pending is None
-    axes = cutting_axes(tensor, dims)
+    axes = cutting_axes(tensor.sharding, dims)
     shape = list(tensor.shape)
     for dim in dims:
-        shape[dim] = math.prod(spec.mesh.shape[a] for a in cutting_axes(tensor, (dim,)))
+        shape[dim] = math.prod(spec.mesh.shape[a] for a in cutting_axes(tensor.sharding, (dim,)))
     rows = [
         Shard(p.dim) if a in axes and isinstance(p, Shard) else _whole_placement(p, dims)
         for a, p in _numbered_placements(spec)
     ]
-    with autograd_on_locals():
-        local = reduce(tensor.local_parts[0])
+    local = reduce(tensor.local_parts[0])
     layout = MeshSpec(spec.mesh, rows, spec.order).layout(shape)
     return gather_dims(wrap(layout, (local,), tensor.comm), dims, name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten, pytree
-from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
-from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
+from shardwise.tensor.dispatch import UnsupportedOpError
 
 Mask = TensorMeta | None
 
@@ -33,7 +31,9 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> list[Any]:
+) -> list[Strategy] | Steps:
+    if dropout_p:
+        return Steps(_attend_with_dropout)
     ndim = q.ndim
     if len({ndim, k.ndim, v.ndim}) > 1:
         return [_attention_strategy(Replicate(), (Replicate(),) * 3, mask, None, ndim)]
@@ -112,18 +112,6 @@ def _attend_causal_rows(
     allowed = torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows
     options = {name: value for name, value in named.items() if name in ("scale", "enable_gqa")}
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, **options)
-
-
-@register_handler(F.scaled_dot_product_attention)
-def _attention(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("dropout_p", 0.0):
-        return _attend_with_dropout(**given)
-    first = [given[name] for name in names[:3]]
-    options = {name: given[name] for name in ("scale", "enable_gqa") if given.get(name) is not None}
-    rest = (given.get("attn_mask"), 0.0, bool(given.get("is_causal", False)))
-    return call_op(aten.scaled_dot_product_attention.default, types, (*first, *rest), options)
 
 
 def _attend_with_dropout(

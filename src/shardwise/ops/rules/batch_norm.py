@@ -7,24 +7,19 @@ moved by these. Otherwise each element is scaled on its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten
-from shardwise.comm import Comm
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
-from shardwise.ops.engine.fast_path import note_special
-from shardwise.ops.engine.mixed import replicate
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.mixed import MixedTensorsError, replicate
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import empty_result_like, redistribute_to, resolve_partial
-from shardwise.ops.rules.reduction import Args
 from shardwise.ops.rules.variance import compute_moments
-from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -54,25 +49,20 @@ def native_batch_norm(
     return found
 
 
-@register_handler(F.batch_norm)
-def _batch_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    return _normalise_batch(*args, **kwargs)
-
-
 def _normalise_batch(
     input: Any,
+    weight: Any,
+    bias: Any,
     running_mean: Any,
     running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
 ) -> Any:
     """Normalise by the statistics of the whole batch, or by running ones; plain running ones count as replicated."""
     if not isinstance(input, ShardedTensor):
-        return NotImplemented
-    note_special()
+        raise MixedTensorsError("batch_norm of a plain tensor with sharded statistics or weights; shard the input too")
     wide: Any = resolve_partial(input, "batch_norm").to(accumulation_dtype(input.dtype))
     if training:
         average, variance = _compute_statistics(wide, running_mean, running_var, momentum)
@@ -84,6 +74,9 @@ def _normalise_batch(
     out = out if weight is None else out * _reshape_to_channels(weight, input.ndim)
     out = out if bias is None else out + _reshape_to_channels(bias, input.ndim)
     return out.to(input.dtype)
+
+
+register_sharding(aten.batch_norm.default, Steps(_normalise_batch))
 
 
 def _compute_statistics(x: Any, running_mean: Any, running_var: Any, momentum: float) -> tuple[Any, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.ops.engine.mixed import register_plain_maker
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.index import find_local_entries
 from shardwise.ops.rules.view import pending_kinds
 

@@ -12,25 +12,26 @@ The value of a tensor of one element: a Python number, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals
-from shardwise.comm import Comm
+from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.creation import empty_like, rand_like, randn_like
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
+from shardwise.tensor.random.init import draw_bernoulli, draw_integers, draw_normal, draw_uniform, fill_value
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -71,18 +72,13 @@ def _is_copy(args: Sequence[Any]) -> bool:
     return len({m.shape for m in metas}) == 1 and not any(m.dtype == torch.bool for m in metas) and len(metas) < 3
 
 
-def _draw_like(draw: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
-    def implementation(
-        types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm
-    ) -> ShardedTensor:
-        known = {k: v for k, v in kwargs.items() if k in ("dtype", "device", "pin_memory") and v is not None}
-        return draw(args[0], **known)
-
-    return implementation
+def _draw_like(draw: Callable[..., ShardedTensor], tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+    known = {k: v for k, v in options.items() if k in ("dtype", "device", "pin_memory") and v is not None}
+    return draw(tensor, **known)
 
 
-register_handler(aten.rand_like.default)(_draw_like(rand_like))
-register_handler(aten.randn_like.default)(_draw_like(randn_like))
+register_sharding(aten.rand_like.default, Steps(partial(_draw_like, rand_like)))
+register_sharding(aten.randn_like.default, Steps(partial(_draw_like, randn_like)))
 
 
 def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
@@ -98,72 +94,90 @@ def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
     return MeshSpec(spec.mesh, placements, spec.order).layout(size)
 
 
-def _register_new(op: Any) -> None:
+def _make_new(op: Any, tensor: ShardedTensor, size: Sequence[int], *rest: Any, **options: Any) -> ShardedTensor:
     """Make the local part by the operator itself, with the local size."""
-
-    @register_handler(op)
-    def new(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
-        tensor, size, *rest = args
-        layout = new_layout(tensor, tuple(size))
-        return wrap(layout, (op(tensor.local_parts[0], layout.local_shapes(comm.rank)[0], *rest, **kwargs),), comm)
+    layout, comm = new_layout(tensor, tuple(size)), tensor.comm
+    return wrap(layout, (op(tensor.local_parts[0], layout.local_shapes(comm.rank)[0], *rest, **options),), comm)
 
 
 for _op in (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default):
-    _register_new(_op)
-
-
-Types = Sequence[type]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+    register_sharding(_op, Steps(partial(_make_new, _op)))
 
 
 def draw_noise_like(tensor: ShardedTensor, probability: float, dtype: torch.dtype) -> ShardedTensor:
     """Ones with a probability, else zeros; replicated where the tensor is a pending sum."""
-    made: ShardedTensor = call_op(aten.empty_like.default, (ShardedTensor,), (tensor,), {"dtype": dtype})
+    made: Any = aten.empty_like.default(tensor, dtype=dtype)
     return draw_into(made, lambda: bernoulli(probability), label="dropout", fields={"p": probability})
 
 
-@register_handler(aten.native_dropout.default)
-def _native_dropout(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    tensor, p, train = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train", True)
+def _drop(tensor: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     keep = 1.0 if train is False else 1.0 - p
-    kept = draw_noise_like(tensor, keep, torch.bool)
-    scaled = call_op(aten.mul.Tensor, types, (tensor, 0.0 if keep == 0 else 1.0 / keep), {})
-    return call_op(aten.mul.Tensor, types, (scaled, kept), {}), kept
+    kept: Any = draw_noise_like(tensor, keep, torch.bool)
+    return tensor * (0.0 if keep == 0 else 1.0 / keep) * kept, kept
 
 
-@register_handler(aten.bernoulli.default)
-def _bernoulli_values(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+def _draw_bernoulli_of(tensor: ShardedTensor, *, generator: Any = None) -> Any:
     """Ones with the probabilities that the tensor holds."""
-    tensor: ShardedTensor = args[0]
-    drawn = rand_like(tensor.detach(), generator=kwargs.get("generator"))
-    return call_op(aten.lt.Tensor, types, (drawn, tensor.detach()), {}).to(tensor.dtype)
+    drawn: Any = rand_like(tensor.detach(), generator=generator)
+    return (drawn < tensor.detach()).to(tensor.dtype)
 
 
-@register_handler(aten.bernoulli.p)
-def _bernoulli_p(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    made = empty_like(args[0])
-    p = args[1]
-    return draw_into(made, lambda: bernoulli(p), label="bernoulli", fields={"p": p}, generator=kwargs.get("generator"))
+def _draw_bernoulli_like(tensor: ShardedTensor, p: float, *, generator: Any = None) -> ShardedTensor:
+    made = empty_like(tensor)
+    return draw_into(made, lambda: bernoulli(p), label="bernoulli", fields={"p": p}, generator=generator)
 
 
-@register_handler(aten.randint_like.default, aten.randint_like.low_dtype)
-def _randint_like(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    low, high = (0, args[1]) if len(args) == 2 else (args[1], args[2])
-    made = empty_like(args[0], dtype=kwargs.get("dtype"))
+def _draw_integers_like(
+    tensor: ShardedTensor, low: int, high: int, *, dtype: torch.dtype | None = None, **options: Any
+) -> ShardedTensor:
+    made = empty_like(tensor, dtype=dtype)
     return draw_into(
         made, lambda: integers(low, high, made.dtype), label="randint_like", fields={"low": low, "high": high}
     )
 
 
-_CONVERT = aten._to_copy.default
-_NAMES = ("dtype", "device", "non_blocking", "memory_format")
+def _draw_integers_below(tensor: ShardedTensor, high: int, **options: Any) -> ShardedTensor:
+    return _draw_integers_like(tensor, 0, high, **options)
 
 
-@register_sharding([_CONVERT, aten.alias.default])
-def _same_shape_rule(x: TensorMeta, **_: Any) -> list[Strategy]:
+register_sharding(aten.native_dropout.default, Steps(_drop))
+register_sharding(aten.bernoulli.default, Steps(_draw_bernoulli_of))
+register_sharding(aten.bernoulli.p, Steps(_draw_bernoulli_like))
+register_sharding(aten.randint_like.default, Steps(_draw_integers_below))
+register_sharding(aten.randint_like.low_dtype, Steps(_draw_integers_like))
+
+# Values written in place
+register_sharding(aten.uniform_.default, Steps(draw_uniform))
+register_sharding(aten.normal_.default, Steps(draw_normal))
+register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
+register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
+register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(fill_value))
+register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0)))
+
+
+# Copies and conversions
+
+
+def _same_shape_strategies(x: TensorMeta) -> list[Strategy]:
     whole = Strategy((Replicate(),), (Replicate(),))
     return [whole, *(Strategy((Shard(d),), (Shard(d),)) for d in range(x.ndim))]
+
+
+@register_sharding(aten.alias.default)
+def alias(x: TensorMeta) -> list[Strategy]:
+    return _same_shape_strategies(x)
+
+
+@register_sharding(aten._to_copy.default)
+def convert(x: TensorMeta, *, device: Any = None, **_: Any) -> list[Strategy] | Steps:
+    """By parts where a sum is pending or the device may change; anything else as any operator of one tensor."""
+    return _same_shape_strategies(x) if x.layout.pending is None and device is None else Steps(convert_parts)
+
+
+def convert_parts(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
+    """The tensor with its local parts converted, whatever its layout."""
+    names = ("dtype", "device", "non_blocking", "memory_format")
+    return tensor.to(**{k: v for k, v in options.items() if k in names and v is not None}, copy=True)
 
 
 def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
@@ -172,44 +186,36 @@ def _register_eager(op: Any, function: Callable[[Tensor], Tensor]) -> None:
     The result is marked, since torch's own would share memory.
     """
 
+    def local(view: Any, tensor: Tensor) -> Tensor:
+        return function(tensor)
+
+    def mark(result: ShardedTensor) -> ShardedTensor:
+        return mark_copied(result, "a conjugate or negative")
+
     @register_sharding(op)
     def rule(x: TensorMeta) -> list[Strategy]:
-        return [Strategy(s.outputs, s.inputs, lambda view, tensor: function(tensor)) for s in _same_shape_rule(x)]
-
-    @register_handler(op)
-    def at_once(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        if mesh_view(args[0].sharding) is None:
-            return NotImplemented
-        return mark_copied(call_op(op, types, args, kwargs), "a conjugate or negative")
+        return [Strategy(s.outputs, s.inputs, local, finish=mark) for s in _same_shape_strategies(x)]
 
 
 _register_eager(aten._conj.default, torch.conj_physical)
 _register_eager(aten._neg_view.default, torch.neg)
 
 
-@register_handler(aten._linalg_check_errors.default)
-def _check_errors(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+def _detach(tensor: ShardedTensor) -> ShardedTensor:
+    return tensor.detach()
+
+
+def _check_errors(verdicts: ShardedTensor, *args: Any, **kwargs: Any) -> None:
     """Every rank sees the verdicts of all, so that all raise or none."""
-    verdicts: ShardedTensor = args[0]
-    with autograd_on_locals():
-        aten._linalg_check_errors.default(verdicts.detach().full(), *args[1:], **kwargs)
+    aten._linalg_check_errors.default(verdicts.detach().full(), *args, **kwargs)
 
 
-@register_handler(_CONVERT)
-def _convert_handler(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    """Pending sums, irregular pieces and other devices, piece by piece; anything else by the rule."""
-    tensor: ShardedTensor = args[0]
-    device = kwargs.get("device")
-    regular = mesh_view(tensor.sharding) is not None and tensor.sharding.pending is None
-    if regular and (device is None or torch.device(device) == tensor.device):
-        return NotImplemented
-    known = {k: v for k, v in kwargs.items() if k in _NAMES and v is not None}
-    with autograd_on_locals():
-        return tensor.to(**known, copy=True)
-
-
-@register_handler(aten._local_scalar_dense.default)
-def _item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+def _item(tensor: ShardedTensor) -> Any:
     """What `item()`, `float()` and `bool()` ask for; pending sums are added up, and every rank gets the value."""
-    tensor: ShardedTensor = args[0].detach()
-    return redistribute_to(tensor, replicated_layout(tuple(tensor.shape), comm.ranks), "item").local_parts[0].item()
+    whole = replicated_layout(tuple(tensor.shape), tensor.comm.ranks)
+    return redistribute_to(tensor.detach(), whole, "item").local_parts[0].item()
+
+
+register_sharding(aten.detach.default, Steps(_detach))
+register_sharding(aten._linalg_check_errors.default, Steps(_check_errors))
+register_sharding(aten._local_scalar_dense.default, Steps(_item))

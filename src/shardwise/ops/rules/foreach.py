@@ -13,21 +13,22 @@ The norms of a list of tensors, as gradient clipping asks for them: one exchange
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals, operator_names
-from shardwise.comm import Comm
+from shardwise._torch import aten, operator_names
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.registry import Steps
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.schema import written_slots
-from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, mesh_spec_of
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.ops.engine.two_step import cutting_axes, mesh_spec_of
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -43,7 +44,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
 
 
-def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_lists(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the local tensors of lists; each output has the layout of the first list's tensor."""
     lead = next(value for value in (*args, *kwargs.values()) if _is_list(value))
     if written_slots(op):
@@ -52,8 +53,7 @@ def run_on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     counts = [len(t.local_parts) if isinstance(t, ShardedTensor) else 1 for t in lead]
     local_args = [_to_local_argument(op, value, lead, counts) for value in args]
     local_kwargs = {name: _to_local_argument(op, value, lead, counts) for name, value in kwargs.items()}
-    with autograd_on_locals():
-        result = op(*local_args, **local_kwargs) if sum(counts) else []
+    result = op(*local_args, **local_kwargs) if sum(counts) else []
     if written_slots(op):
         for tensor in lead:
             tensor.__dict__.pop("_varied", None)
@@ -142,24 +142,6 @@ def _is_sum(tensor: ShardedTensor) -> bool:
     return tensor.sharding.pending is not None and tensor.sharding.pending.op == "sum"
 
 
-def _register_lists(op: Any) -> None:
-    @register_handler(op)
-    def on_lists(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        return run_on_lists(op, args, kwargs)
-
-
-def _register_each(op: Any, single: Any, place: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Answer an operator on a list by one on each of its tensors."""
-
-    @register_handler(op)
-    def on_each(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        rest = place(args[1:])
-        return [
-            call_op(single, types, (t, *rest), kwargs) if isinstance(t, ShardedTensor) else single(t, *rest, **kwargs)
-            for t in args[0]
-        ]
-
-
 def _overloads(name: str) -> list[Any]:
     packet = getattr(aten, name)
     return [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
@@ -169,14 +151,18 @@ REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 for _name in operator_names():
     if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
         for _op in _overloads(_name):
-            _register_lists(_op)
-_register_each(aten._foreach_max.default, aten.max.default, lambda rest: ())
+            register_sharding(_op, Steps(partial(run_on_lists, _op)))
 
 
-@register_handler(aten._amp_foreach_non_finite_check_and_unscale_.default)
-def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
+def _max_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [aten.max.default(t) for t in tensors]
+
+
+register_sharding(aten._foreach_max.default, Steps(_max_of_each))
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by a plain scale; `found_inf`, plain as well, is set on every rank if it is on one."""
-    grads, found_inf, inverse = args
     local = [t for grad in grads for t in (grad.local_parts if isinstance(grad, ShardedTensor) else (grad,))]
     if local:
         aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
@@ -184,15 +170,12 @@ def _unscale(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
         one.all_reduce(found_inf, "max", label="found_inf").wait()
 
 
+register_sharding(aten._amp_foreach_non_finite_check_and_unscale_.default, Steps(_unscale))
+
 NAME = "norms of a list"
 
 
-@register_handler(aten._foreach_norm.Scalar)
-def _list_norms_handler(
-    types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm
-) -> list[Tensor]:
-    given = arguments_by_name(aten._foreach_norm.Scalar, args, kwargs)
-    tensors, order, dtype = given["self"], given["ord"], given["dtype"]
+def _compute_norms(tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -208,6 +191,9 @@ def _list_norms_handler(
     return [found[i] for i in range(len(tensors))]
 
 
+register_sharding(aten._foreach_norm.Scalar, Steps(_compute_norms))
+
+
 def _norm_group_key(tensor: Any, order: float) -> Any:
     """What tensors must have in common to be taken together; None for one that is taken alone."""
     if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor.local_parts) != 1:
@@ -215,7 +201,7 @@ def _norm_group_key(tensor: Any, order: float) -> Any:
     spec = mesh_spec_of(tensor)
     if spec is None or tensor.sharding.pending is not None:
         return None
-    return spec.mesh, cutting_axes(tensor, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
+    return spec.mesh, cutting_axes(tensor.sharding, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
 
 
 def _compute_group_norms(
@@ -225,14 +211,11 @@ def _compute_group_norms(
     ranks = math.prod(mesh.shape[a] for a in axes)
     rows = MeshSpec(mesh, [Shard(0) if a in axes else Replicate() for a in range(mesh.ndim)])
     whole = MeshSpec(mesh, (Replicate(),) * mesh.ndim)
-    with autograd_on_locals():
-        own = torch.stack([_local_norm(t.local_parts[0], order, dtype) for t in tensors])
-        if not axes:
-            norms = own
-        else:
-            row = wrap(rows.layout((ranks, len(tensors))), (own.unsqueeze(0),), comm)
-            norms = torch.linalg.vector_norm(move_to(row, whole.layout((ranks, len(tensors))), NAME)[0][0], order, 0)
-        return [wrap(whole.layout(()), (norm,), comm) for norm in norms.unbind()]
+    norms = torch.stack([_local_norm(t.local_parts[0], order, dtype) for t in tensors])
+    if axes:
+        row = wrap(rows.layout((ranks, len(tensors))), (norms.unsqueeze(0),), comm)
+        norms = torch.linalg.vector_norm(move_to(row, whole.layout((ranks, len(tensors))), NAME)[0][0], order, 0)
+    return [wrap(whole.layout(()), (norm,), comm) for norm in norms.unbind()]
 
 
 def _local_norm(local: Tensor, order: float, dtype: Any) -> Tensor:

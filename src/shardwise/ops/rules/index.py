@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise._torch import assert_async, aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 Indices = Sequence[TensorMeta | None]

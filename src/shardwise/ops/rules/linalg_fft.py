@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Placement, Replicate, Shard
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.pointwise import pointwise_strategies
 
 MATRICES = (  # the last two dims of every tensor are a matrix

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals, reduction_number
+from shardwise._torch import aten, reduction_number
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.dispatcher import LocalView, call_op
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, resolve_partial
 from shardwise.ops.rules.pointwise import pointwise_strategies
-from shardwise.ops.rules.reduction import Args
-from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -117,28 +117,25 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 @register_sharding([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default])
-def nll_loss(scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignore_index: int) -> list[Any]:
-    return _nll_rule(scores, target, weight, reduction, ignore_index)
+def nll_loss(
+    scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignore_index: int
+) -> list[Strategy] | Steps:
+    return Steps(_mean_nll) if reduction == MEAN else _nll_rule(scores, target, weight, reduction, ignore_index)
 
 
-@register_handler(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def _nll(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+def _mean_nll(scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
     """A mean is a sum over the weight of all targets, which the ranks add up first."""
-    op = aten.nll_loss_forward.default if args[0].ndim <= 2 else aten.nll_loss2d_forward.default
-    given = arguments_by_name(op, args, kwargs)
-    if given["reduction"] != MEAN:
-        return NotImplemented
-    loss, total = call_op(op, types, tuple({**given, "reduction": SUM}.values()), {})
+    op = aten.nll_loss_forward.default if scores.ndim <= 2 else aten.nll_loss2d_forward.default
+    loss, total = op(scores, target, weight, SUM, ignore_index)
     total = resolve_partial(total, "nll_loss")
-    with autograd_on_locals():
-        return loss / total, total
+    return loss / total, total
 
 
 # Smooth labels over sharded classes
 
 
-@register_handler(F.cross_entropy)
-def _cross_entropy(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+@register_function(F.cross_entropy)
+def _cross_entropy(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """torch writes into a sum over the classes, which is pending where they are sharded; here it is added up first."""
     given = _signature.bind(*args, **kwargs)
     given.apply_defaults()
@@ -160,7 +157,7 @@ _signature = inspect.signature(F.cross_entropy)
 
 def _is_split_or_partial(tensor: ShardedTensor, dim: int) -> bool:
     """Whether ranks hold different classes, or addends."""
-    return bool(cutting_axes(tensor, (dim,))) or tensor.sharding.pending is not None
+    return bool(cutting_axes(tensor.sharding, (dim,))) or tensor.sharding.pending is not None
 
 
 def _smooth_labels(x: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, reduction: int) -> Any:

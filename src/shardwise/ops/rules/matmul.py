@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from shardwise._torch import aten
-from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.dispatcher import call_op
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.tensor.dispatch import register_handler
+from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 
 
 def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
@@ -141,21 +135,3 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
         for p, m in zip(strategy.inputs, metas, strict=True)
     )
     return Strategy(strategy.outputs, inputs)
-
-
-def _register_as_operator(op: Any, names: Sequence[str], *functions: Callable[..., Any]) -> None:
-    """Let torch functions be this operator; keyword arguments are put in their places."""
-
-    @register_handler(*functions)
-    def call(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
-        return call_op(op, types, tuple(given), {})
-
-
-_register_as_operator(aten.linear.default, ("input", "weight", "bias"), F.linear)
-_register_as_operator(aten.matmul.default, ("input", "other"), torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
-@register_handler(Tensor.__rmatmul__)
-def _rmatmul(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    return call_op(aten.matmul.default, types, (args[1], args[0]), {})

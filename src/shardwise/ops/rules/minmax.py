@@ -9,34 +9,30 @@ Over whole dims each rank has its answer. Over a sharded dim:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals
-from shardwise.comm import Comm
+from shardwise._torch import aten
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
-from shardwise.ops.engine.rules import TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (
     all_dims,
-    arguments_by_name,
     cutting_axes,
     global_rows,
     mesh_spec_of,
     replace_placements,
     resolve_partial,
 )
-from shardwise.ops.rules.reduction import Args, Dims, reduction_strategies
-from shardwise.tensor.dispatch import register_handler
+from shardwise.ops.rules.reduction import Dims, reduction_strategies
 from shardwise.tensor.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-Types = Sequence[type]
-Kwargs = dict[str, Any]
 NO_POSITION = torch.iinfo(torch.int64).max
 
 
@@ -56,18 +52,42 @@ def _amin_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = Fal
     return local_extreme(x, all_dims(dim, x.ndim), keepdim, "min")
 
 
+def _extreme_rule(x: TensorMeta, dim: Dims, keepdim: bool, op: str, local: Any) -> list[Strategy] | Steps:
+    """Pending where it is not differentiated: gradients need the extreme of all ranks."""
+    pending = any(isinstance(p, Partial) for p in x.placements)
+    if x.requires_grad and (pending or cutting_axes(x.layout, all_dims(dim, x.ndim))):
+        return Steps(partial(_extreme_with_gradient, op))
+    return reduction_strategies(x, dim, keepdim, Partial(op), keeps=(op,), local=local)
+
+
 @register_sharding([aten.amax.default, aten.max.default])
-def amax(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, Partial("max"), keeps=("max",), local=_amax_part)
+def amax(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _extreme_rule(x, dim, keepdim, "max", _amax_part)
 
 
 @register_sharding([aten.amin.default, aten.min.default])
-def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, Partial("min"), keeps=("min",), local=_amin_part)
+def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _extreme_rule(x, dim, keepdim, "min", _amin_part)
 
 
-@register_sharding([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default])
-def minmax_along_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Any]:
+@register_sharding([aten.median.dim, aten.nanmedian.dim, aten.mode.default])
+def median_along_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Strategy]:
+    return reduction_strategies(x, dim, keepdim, None, outputs=2)
+
+
+@register_sharding(aten.max.dim)
+def max_along_dim(x: TensorMeta, dim: int, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _with_position_rule(x, dim, keepdim, "max")
+
+
+@register_sharding(aten.min.dim)
+def min_along_dim(x: TensorMeta, dim: int, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _with_position_rule(x, dim, keepdim, "min")
+
+
+def _with_position_rule(x: TensorMeta, dim: int, keepdim: bool, op: str) -> list[Strategy] | Steps:
+    if cutting_axes(x.layout, all_dims(dim, x.ndim)):
+        return Steps(partial(_value_and_position, op))
     return reduction_strategies(x, dim, keepdim, None, outputs=2)
 
 
@@ -81,15 +101,28 @@ def minmax_of_all(x: TensorMeta) -> list[Any]:
     return reduction_strategies(x, None, False, None)
 
 
-@register_sharding([aten.argmax.default, aten.argmin.default])
-def arg_minmax(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Any]:
+@register_sharding(aten.argmax.default)
+def argmax(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _position_rule(x, dim, keepdim, "max")
+
+
+@register_sharding(aten.argmin.default)
+def argmin(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> list[Strategy] | Steps:
+    return _position_rule(x, dim, keepdim, "min")
+
+
+def _position_rule(x: TensorMeta, dim: int | None, keepdim: bool, op: str) -> list[Strategy] | Steps:
+    if cutting_axes(x.layout, all_dims(dim, x.ndim)) and x.numel():
+        return Steps(partial(_position, op))
     return reduction_strategies(x, dim, keepdim, None)
 
 
-@register_handler(aten.aminmax.default)
-def _aminmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    dims, keepdim = all_dims(kwargs.get("dim"), args[0].ndim), kwargs.get("keepdim", False)
-    return aten.amin.default(args[0], dims, keepdim), aten.amax.default(args[0], dims, keepdim)
+def _min_and_max(x: ShardedTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    dims = all_dims(dim, x.ndim)
+    return aten.amin.default(x, dims, keepdim), aten.amax.default(x, dims, keepdim)
+
+
+register_sharding(aten.aminmax.default, Steps(_min_and_max))
 
 
 # Gradients of values over sharded dims
@@ -110,15 +143,13 @@ class _ShareGradient(torch.autograd.Function):
 
 def _attach_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
     """The value, which is alike on the ranks that share it, on the tape of `x`."""
-    with autograd_on_locals():
-        local: Tensor = _ShareGradient.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+    local: Tensor = _ShareGradient.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
     return wrap(value.sharding, (local,), x.comm)
 
 
 def _equals_best(own: Tensor, best: Tensor) -> Tensor:
     """Where a rank's values are the best ones; not-a-number is the best if there is one."""
-    with autograd_on_locals():
-        return (own == best) | ((own != own) & (best != best))
+    return (own == best) | ((own != own) & (best != best))
 
 
 def _squeeze_dims(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> ShardedTensor:
@@ -131,45 +162,26 @@ def _squeeze_dims(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> 
         Shard(p.dim - sum(d < p.dim for d in dims), p.sizes, p.groups, p.block) if isinstance(p, Shard) else p
         for p in (Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements)
     ]
-    with autograd_on_locals():
-        local = tensor.local_parts[0].squeeze(tuple(dims)) if dims else tensor.local_parts[0]
+    local = tensor.local_parts[0].squeeze(tuple(dims)) if dims else tensor.local_parts[0]
     return wrap(MeshSpec(spec.mesh, left, spec.order).layout(shape), (local,), tensor.comm)
 
 
-def _parse_arguments(args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, tuple[int, ...], bool]:
-    """The tensor, the dims and whether they are kept, of any operator here."""
-    given = arguments_by_name(aten.amax.default, args, kwargs)
-    return given["self"], all_dims(given["dim"], given["self"].ndim), bool(given["keepdim"])
+def _reduce_extreme(x: Any, dims: tuple[int, ...], keepdim: bool, op: str) -> Any:
+    return (aten.amax if op == "max" else aten.amin).default(x, dims, keepdim)
 
 
-def _reduce_extreme(args: Args, kwargs: Kwargs, op: str) -> Any:
-    """The extreme over sharded dims of a tensor that needs gradients; NotImplemented otherwise."""
-    x, dims, keepdim = _parse_arguments(args, kwargs)
-    name = f"a{op}"
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return NotImplemented
-    if not cutting_axes(x, dims):
-        known = resolve_partial(x, name)
-        return NotImplemented if known is x else (aten.amax if op == "max" else aten.amin).default(known, dims, keepdim)
+def _extreme_with_gradient(op: str, x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    """The extreme of a tensor that needs gradients; those of equal elements get equal shares."""
+    dims, name = all_dims(dim, x.ndim), f"a{op}"
     x = resolve_partial(x, name)
+    if not cutting_axes(x.sharding, dims):
+        return _reduce_extreme(x, dims, keepdim, op)
     plain = x.detach()
-    value = resolve_partial((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
-    with autograd_on_locals():
-        equal = plain.local_parts[0] == value.local_parts[0]
+    value = resolve_partial(_reduce_extreme(plain, dims, True, op), name)
+    equal = plain.local_parts[0] == value.local_parts[0]
     alike = resolve_partial(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
-    with autograd_on_locals():
-        share = equal.to(x.dtype) / alike.local_parts[0]
+    share = equal.to(x.dtype) / alike.local_parts[0]
     return _squeeze_dims(_attach_gradient(x, value, share), dims, keepdim)
-
-
-@register_handler(aten.amax.default, aten.max.default)
-def _amax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _reduce_extreme(args, kwargs, "max")
-
-
-@register_handler(aten.amin.default, aten.min.default)
-def _amin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _reduce_extreme(args, kwargs, "min")
 
 
 # Positions over sharded dims
@@ -190,54 +202,26 @@ def _flat_positions(x: ShardedTensor, dims: Sequence[int]) -> Tensor:
 
 def _find_extremes(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) -> tuple[ShardedTensor, ShardedTensor]:
     """The extremes and the positions of the first of them, dims kept, replicated along the axes that cut the dims."""
-    x = resolve_partial(x, name)
-    plain, axes = x.detach(), cutting_axes(x, dims)
-    value = resolve_partial((aten.amax if op == "max" else aten.amin).default(plain, dims, True), name)
+    plain, axes = x.detach(), cutting_axes(x.sharding, dims)
+    value = resolve_partial(_reduce_extreme(plain, dims, True, op), name)
     spec = mesh_spec_of(value)
     assert spec is not None
-    with autograd_on_locals():
-        own, best = plain.local_parts[0], value.local_parts[0]
-        offers = torch.where(_equals_best(own, best), _flat_positions(x, dims), NO_POSITION)
-        first = local_extreme(offers, dims, True, "min")
+    own, best = plain.local_parts[0], value.local_parts[0]
+    offers = torch.where(_equals_best(own, best), _flat_positions(x, dims), NO_POSITION)
+    first = local_extreme(offers, dims, True, "min")
     pending = replace_placements(spec, axes, Partial("min")).layout(tuple(value.shape))
     return value, resolve_partial(wrap(pending, (first,), x.comm), name)
 
 
-def _find_value_and_position(args: Args, kwargs: Kwargs, op: str) -> Any:
-    x, dims, keepdim = _parse_arguments(args, kwargs)
-    if not cutting_axes(x, dims):
-        return NotImplemented
-    x = resolve_partial(x, op)
+def _value_and_position(op: str, x: Any, dim: int, keepdim: bool = False) -> tuple[ShardedTensor, ShardedTensor]:
+    dims, x = all_dims(dim, x.ndim), resolve_partial(x, op)
     value, where = _find_extremes(x, dims, op, op)
     if x.requires_grad and torch.is_grad_enabled():
-        with autograd_on_locals():
-            chosen = (_dim_rows(x, dims[0]) == where.local_parts[0]).to(x.dtype)
+        chosen = (_dim_rows(x, dims[0]) == where.local_parts[0]).to(x.dtype)
         value = _attach_gradient(x, value, chosen)
     return _squeeze_dims(value, dims, keepdim), _squeeze_dims(where, dims, keepdim)
 
 
-@register_handler(aten.max.dim)
-def _max_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _find_value_and_position(args, kwargs, "max")
-
-
-@register_handler(aten.min.dim)
-def _min_dim(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _find_value_and_position(args, kwargs, "min")
-
-
-def _find_position(args: Args, kwargs: Kwargs, op: str) -> Any:
-    x, dims, keepdim = _parse_arguments(args, kwargs)
-    if not cutting_axes(x, dims) or math.prod(x.shape) == 0:
-        return NotImplemented
-    return _squeeze_dims(_find_extremes(x, dims, op, f"arg{op}")[1], dims, keepdim)
-
-
-@register_handler(aten.argmax.default)
-def _argmax(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _find_position(args, kwargs, "max")
-
-
-@register_handler(aten.argmin.default)
-def _argmin(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _find_position(args, kwargs, "min")
+def _position(op: str, x: Any, dim: int | None = None, keepdim: bool = False) -> ShardedTensor:
+    dims, name = all_dims(dim, x.ndim), f"arg{op}"
+    return _squeeze_dims(_find_extremes(resolve_partial(x, name), dims, op, name)[1], dims, keepdim)

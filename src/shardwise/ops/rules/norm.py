@@ -10,15 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals
-from shardwise.comm import Comm
-from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
+from shardwise._torch import aten
+from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (
     cutting_axes,
     empty_result_like,
@@ -27,14 +26,9 @@ from shardwise.ops.engine.two_step import (
     resolve_partial,
 )
 from shardwise.ops.engine.vary import vary_along
-from shardwise.ops.rules.reduction import Args
 from shardwise.ops.rules.variance import compute_moments
-from shardwise.tensor.dispatch import register_handler
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-Types = Sequence[type]
-Kwargs = dict[str, Any]
 
 
 def _leading_dim_strategies(
@@ -46,67 +40,60 @@ def _leading_dim_strategies(
     return [Strategy((p,) * outputs, (p, *others)) for p in placements]
 
 
-@register_sharding(aten.native_layer_norm.default)
-def layer_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> list[Any]:
-    return _leading_dim_strategies(x, normalized_shape, 3, (weight, bias))
-
-
-@register_sharding(aten._fused_rms_norm.default)
-def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Any]:
-    return _leading_dim_strategies(x, normalized_shape, 2, (weight,))
-
-
-def _normalised_dims(x: ShardedTensor, shape: Sequence[int]) -> tuple[int, ...]:
+def _normalised_dims(x: TensorMeta | ShardedTensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
-@register_handler(aten.native_layer_norm.default)
-def _layer_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    x, shape, weight, bias, eps = args
-    dims = _normalised_dims(x, shape)
-    if not cutting_axes(x, dims):
-        return NotImplemented
+@register_sharding(aten.native_layer_norm.default)
+def layer_norm(
+    x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> list[Strategy] | Steps:
+    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
+        return Steps(_layer_norm_over_ranks)
+    return _leading_dim_strategies(x, normalized_shape, 3, (weight, bias))
+
+
+def _layer_norm_over_ranks(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:
     wide = _to_wide_dtype(x, "layer_norm")
-    average, square = compute_moments(wide, dims, "layer_norm")
-    with autograd_on_locals():
-        scale = (square + eps).rsqrt()
-        out = (wide - average) * scale
-        out = out if weight is None else out * weight
-        out = out if bias is None else out + bias
-        return out.to(x.dtype), average, scale
+    average, square = compute_moments(wide, _normalised_dims(x, shape), "layer_norm")
+    scale = (square + eps).rsqrt()
+    out = (wide - average) * scale
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype), average, scale
 
 
 def _to_wide_dtype(x: Any, name: str) -> ShardedTensor:
     """The tensor without pending reductions, in the dtype used for sums."""
-    with autograd_on_locals():
-        known = resolve_partial(x, name)
-        return known.to(accumulation_dtype(x.dtype))
+    return resolve_partial(x, name).to(accumulation_dtype(x.dtype))
 
 
-@register_handler(F.rms_norm, torch.rms_norm)
-def _rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    made = _compute_rms_norm(*args, **kwargs)
-    return made if made is NotImplemented else made[0]
+@register_sharding(aten._fused_rms_norm.default)
+def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Strategy] | Steps:
+    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
+        return Steps(_rms_norm_over_ranks)
+    return _leading_dim_strategies(x, normalized_shape, 2, (weight,))
 
 
-@register_handler(aten._fused_rms_norm.default)
-def _fused_rms_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
-    return _compute_rms_norm(*args, **kwargs)
+@register_sharding(aten.rms_norm.default)
+def rms_norm(
+    x: TensorMeta, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
+) -> list[Strategy] | Steps:
+    """As an operator of its own: torch adds to a mean in place, which is pending where the dim is sharded."""
+    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
+        return Steps(lambda *args: _rms_norm_over_ranks(*args)[0])
+    return _leading_dim_strategies(x, normalized_shape, 1, (weight,))
 
 
-def _compute_rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """The result and what it was scaled by.
-
-    torch adds to a mean in place, which is pending where the dim is sharded; here it is added up first.
-    """
-    if not isinstance(input, ShardedTensor) or not cutting_axes(input, _normalised_dims(input, normalized_shape)):
-        return NotImplemented
-    wide: Any = _to_wide_dtype(input, "rms_norm")
-    with autograd_on_locals():
-        square = resolve_partial((wide * wide).mean(_normalised_dims(input, normalized_shape), True), "rms_norm")
-        scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-        out = wide * scale
-        return (out if weight is None else out * weight).to(input.dtype), scale
+def _rms_norm_over_ranks(
+    x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> tuple[Any, Any]:
+    """The result and what it was scaled by."""
+    wide: Any = _to_wide_dtype(x, "rms_norm")
+    square = resolve_partial((wide * wide).mean(_normalised_dims(x, normalized_shape), True), "rms_norm")
+    scale = (square + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    out = wide * scale
+    return (out if weight is None else out * weight).to(x.dtype), scale
 
 
 # Groups of channels
@@ -126,28 +113,25 @@ def _group_norm_part(
 @register_sharding(aten.native_group_norm.default)
 def group_norm(
     x: TensorMeta, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
-) -> list[Strategy]:
+) -> list[Strategy] | Steps:
+    if _find_whole_groups(x.layout, c // group) is not None:
+        return Steps(_group_norm_of_whole_groups)
     local = partial(_group_norm_part, c // group)
     others: tuple[Placement, ...] = tuple(Replicate() for value in (weight, bias) if value is not None)
     placements: list[Placement] = [Replicate(), Shard(0)]
     return [Strategy((p,) * 3, (p, *others), local) for p in placements]
 
 
-@register_handler(aten.native_group_norm.default)
-def _group_norm(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+def _group_norm_of_whole_groups(
+    x: ShardedTensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> tuple[ShardedTensor, ...]:
     """Where every rank has whole groups of channels, they stay where they are."""
-    x, weight, bias, n, c, hxw, group, eps = args
-    cut = _find_whole_groups(x, c // group)
-    if cut is None or not all(t is None or isinstance(t, ShardedTensor) for t in (weight, bias)):
-        return NotImplemented
-    spec, (axis, lengths) = mesh_view(x.sharding), cut
-    assert spec is not None
+    cut, spec, comm = _find_whole_groups(x.sharding, c // group), mesh_view(x.sharding), x.comm
+    assert spec is not None and cut is not None
+    axis, lengths = cut
     own_weight, own_bias = (None if t is None else _local_channels(t, spec, axis, lengths) for t in (weight, bias))
-    with autograd_on_locals():
-        view = LocalView(comm.rank, (x.sharding,), (tuple(x.shape),))
-        out, mean, scale = _group_norm_part(
-            c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps
-        )
+    view = LocalView(comm.rank, (x.sharding,), (tuple(x.shape),))
+    out, mean, scale = _group_norm_part(c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps)
     groups = replace_placements(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
     stats = groups.layout((n, group))
     return wrap(x.sharding, (out,), comm), wrap(stats, (mean,), comm), wrap(stats, (scale,), comm)
@@ -159,19 +143,18 @@ def _local_channels(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: t
     whole[axis] = Shard(0, sizes=lengths)
     held = redistribute_to(values, MeshSpec(spec.mesh, whole).layout(tuple(values.shape)), "group_norm")
     varying = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and a != axis]
-    with autograd_on_locals():
-        return vary_along(held, held.sharding, varying)
+    return vary_along(held, held.sharding, varying)
 
 
-def _find_whole_groups(x: ShardedTensor, per_group: int) -> tuple[int, tuple[int, ...]] | None:
+def _find_whole_groups(layout: Layout, per_group: int) -> tuple[int, tuple[int, ...]] | None:
     """The one axis that cuts the channels and their lengths, if every rank has whole groups and whole examples."""
-    spec = mesh_view(x.sharding)
-    if spec is None or x.sharding.pending is not None or cutting_axes(x, range(2, x.ndim)):
+    spec, shape = mesh_view(layout), layout.shape
+    if spec is None or layout.pending is not None or cutting_axes(layout, range(2, len(shape))):
         return None
     cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
     if len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
         return None
     ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
-    step = math.ceil(x.shape[1] / ranks)
-    lengths = sizes or tuple(max(0, min(step, x.shape[1] - step * rank)) for rank in range(ranks))
+    step = math.ceil(shape[1] / ranks)
+    lengths = sizes or tuple(max(0, min(step, shape[1] - step * rank)) for rank in range(ranks))
     return (cuts[0][0], lengths) if all(length % per_group == 0 for length in lengths) else None

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise._torch import autograd_on_locals
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.irregular import reduce_pieces
-from shardwise.ops.engine.rules import Strategy, TensorMeta
+from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.schema import OperatorCall
 from shardwise.tensor.autograd import tape_inputs
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -104,10 +103,9 @@ def compute_irregular_pointwise(call: OperatorCall, tensors: Sequence[ShardedTen
     if not lead.local_parts:
         return _compute_on_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
     results = []
-    with autograd_on_locals():
-        for slot in range(len(lead.local_parts)):
-            args, kwargs = call.fill_slots([pieces[slot] for pieces in held])
-            results.append(call.op(*args, **kwargs))
+    for slot in range(len(lead.local_parts)):
+        args, kwargs = call.fill_slots([pieces[slot] for pieces in held])
+        results.append(call.op(*args, **kwargs))
     if results and results[0] is held[0][0] and not torch.is_grad_enabled():
         return tensors[0]
     return wrap(lead.sharding, tuple(results), comm, dtype=lead.dtype)
@@ -122,9 +120,8 @@ def _compute_on_nothing(
     call: OperatorCall, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor
 ) -> Any:
     """The result on a rank that holds nothing: the operator on no elements sets the dtype and stays on the tape."""
-    with autograd_on_locals():
-        args, kwargs = call.fill_slots(stands)
-        result = call.op(*args, **kwargs)
+    args, kwargs = call.fill_slots(stands)
+    result = call.op(*args, **kwargs)
     if result is stands[0] and not torch.is_grad_enabled():
         return first
     return wrap(lead.sharding, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)

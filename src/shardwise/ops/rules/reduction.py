@@ -1,7 +1,7 @@
 """Rules of reductions: along a sharded dim the local results are still to be combined, along others they are whole.
 
 A sum stays pending as a sum, `all` as a minimum, `any` as a maximum. What does not combine like that (products,
-norms, variances) takes two steps, see `settle.py`.
+norms, variances) takes two steps, see `two_step.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
-from shardwise.ops.engine.two_step import all_dims, arguments_by_name, cutting_axes, gather_rank_rows, resolve_partial
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.two_step import all_dims, cutting_axes, gather_rank_rows, resolve_partial
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Dims = int | Sequence[int] | None
-Args = tuple[Any, ...]
 
 
 def reduction_strategies(
@@ -134,78 +134,83 @@ def any_along(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[An
 # In two steps: one row for each rank, then the same reduction of the rows
 
 
-@register_sharding([aten.prod.default])
-def prod(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
-    return reduction_strategies(x, None, False, None)
+def two_step_rule(x: TensorMeta, dim: Dims, keepdim: bool, over_ranks: Callable[..., Any]) -> list[Strategy] | Steps:
+    """Each rank by itself along dims that are whole on every rank; in steps along a dim that is cut."""
+    cut = cutting_axes(x.layout, all_dims(dim, x.ndim))
+    return Steps(over_ranks) if cut else reduction_strategies(x, dim, keepdim, None)
+
+
+def _gather_rows(x: ShardedTensor, dims: tuple[int, ...], reduce: Callable[[Tensor], Tensor], name: str) -> Any:
+    """One row for each rank along the dims, on every rank."""
+    return gather_rank_rows(resolve_partial(x, name), dims, reduce, name)
+
+
+@register_sharding(aten.prod.default)
+def prod(x: TensorMeta, *, dtype: Any = None) -> list[Strategy] | Steps:
+    return two_step_rule(x, None, False, _prod_over_ranks)
+
+
+def _prod_over_ranks(x: ShardedTensor, *, dtype: Any = None) -> Any:
+    dims = all_dims(None, x.ndim)
+    rows = _gather_rows(x, dims, lambda local: local.prod(dtype=dtype).reshape((1,) * local.ndim), "prod")
+    return aten.prod.default(rows)
 
 
 @register_sharding(aten.prod.dim_int)
-def prod_along(x: TensorMeta, dim: int, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, None)
+def prod_along(x: TensorMeta, dim: int, keepdim: bool = False, *, dtype: Any = None) -> list[Strategy] | Steps:
+    return two_step_rule(x, dim, keepdim, _prod_along_ranks)
 
 
-@register_handler(aten.prod.default)
-def _prod(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    def reduce(local: Tensor) -> Tensor:
-        return local.prod(**kwargs).reshape((1,) * local.ndim)
-
-    rows = _reduce_in_rows(args[0], None, reduce, "prod")
-    return NotImplemented if rows is NotImplemented else aten.prod.default(rows)
-
-
-@register_handler(aten.prod.dim_int)
-def _prod_along(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    dim, keepdim = _dim_and_keepdim(args, kwargs)
-    rows = _reduce_in_rows(args[0], dim, lambda t: t.prod(dim, True, dtype=kwargs.get("dtype")), "prod")
-    return NotImplemented if rows is NotImplemented else aten.prod.dim_int(rows, dim, keepdim)
+def _prod_along_ranks(x: ShardedTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    rows = _gather_rows(x, all_dims(dim, x.ndim), lambda local: local.prod(dim, True, dtype=dtype), "prod")
+    return aten.prod.dim_int(rows, dim, keepdim)
 
 
 @register_sharding(aten.logsumexp.default)
-def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, None)
+def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Strategy] | Steps:
+    return two_step_rule(x, dim, keepdim, _logsumexp_over_ranks)
 
 
-@register_handler(aten.logsumexp.default)
-def _logsumexp(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    dim, keepdim = _dim_and_keepdim(args, kwargs)
-    dims = all_dims(dim, args[0].ndim)
-    rows = _reduce_in_rows(args[0], dims, lambda t: torch.logsumexp(t, dims, True), "logsumexp")
-    return NotImplemented if rows is NotImplemented else aten.logsumexp.default(rows, dims, keepdim)
+def _logsumexp_over_ranks(x: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
+    dims = all_dims(dim, x.ndim)
+    rows = _gather_rows(x, dims, lambda local: torch.logsumexp(local, dims, True), "logsumexp")
+    return aten.logsumexp.default(rows, dims, keepdim)
 
 
 @register_sharding(aten.linalg_vector_norm.default)
 def vector_norm(
     x: TensorMeta, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, None)
+) -> list[Strategy] | Steps:
+    return two_step_rule(x, dim, keepdim, _vector_norm_over_ranks)
 
 
-@register_handler(aten.linalg_vector_norm.default)
-def _vector_norm(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+def _vector_norm_over_ranks(
+    x: ShardedTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     """The norm of the ranks' norms; of counts of non-zero elements, their sum."""
-    given = arguments_by_name(aten.linalg_vector_norm.default, args, kwargs)
-    x, order, keepdim, dtype = given["self"], given["ord"], given["keepdim"], given["dtype"]
-    dims = all_dims(given["dim"], x.ndim)
+    dims = all_dims(dim, x.ndim)
 
     def reduce(local: Tensor) -> Tensor:
-        empty = local.numel() == 0 and (order < 0 or order == math.inf)
-        norm = torch.linalg.vector_norm
-        return (
-            _constant_rows(local, dims, 0.0 if order > 0 else math.inf)
-            if empty
-            else norm(local, order, dims, True, dtype=dtype)
-        )
+        if local.numel() == 0 and (ord < 0 or ord == math.inf):
+            return _constant_rows(local, dims, 0.0 if ord > 0 else math.inf)
+        norm: Tensor = torch.linalg.vector_norm(local, ord, dims, True, dtype=dtype)
+        return norm
 
-    rows = _reduce_in_rows(x, dims, reduce, "vector_norm")
-    if rows is NotImplemented:
-        return rows
-    if order == 0:
+    rows = _gather_rows(x, dims, reduce, "vector_norm")
+    if ord == 0:
         return aten.sum.dim_IntList(rows, dims, keepdim)
-    return aten.linalg_vector_norm.default(rows, order, dims, keepdim)
+    return aten.linalg_vector_norm.default(rows, ord, dims, keepdim)
 
 
-@register_handler(torch.norm, Tensor.norm)
-def _norm_function(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
+def _constant_rows(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:
+    """Rows of one value, for a rank that has nothing along the dims."""
+    kind: torch.dtype = local.dtype.to_real()
+    shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
+    return torch.full(shape, value, dtype=kind, device=local.device) + local.sum(dims, True).abs().to(kind)
+
+
+@register_function(torch.norm, Tensor.norm)
+def _norm_function(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """torch.norm, which asks wrappers for their memory format and would take another path."""
     return _norm_of(*args, **kwargs)
 
@@ -221,37 +226,16 @@ def _norm_of(
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
-@register_handler(aten.norm.Scalar, aten.norm.ScalarOpt_dim)
-def _norm_operator(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    given = arguments_by_name(aten.norm.ScalarOpt_dim, args, kwargs)
-    order = 2 if given["p"] is None else given["p"]
-    return aten.linalg_vector_norm.default(given["self"], order, given["dim"], bool(given["keepdim"]))
+def _norm_by_vector_norm(x: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False) -> Any:
+    return aten.linalg_vector_norm.default(x, 2 if p is None else p, dim, keepdim)
 
 
-def _constant_rows(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:
-    """Rows of one value, for a rank that has nothing along the dims."""
-    kind: torch.dtype = local.dtype.to_real()
-    shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-    return torch.full(shape, value, dtype=kind, device=local.device) + local.sum(dims, True).abs().to(kind)
+def _dist_by_norm(x: Any, other: Any, p: float = 2) -> Any:
+    return aten.linalg_vector_norm.default(aten.sub.Tensor(x, other), p)
 
 
-def _dim_and_keepdim(args: Args, kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return dim, args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-
-
-def _reduce_in_rows(x: Any, dim: Dims, reduce: Callable[[Tensor], Tensor], name: str) -> Any:
-    """One row for each rank along the dims, or NotImplemented where none of the dims is cut."""
-    if not isinstance(x, ShardedTensor):
-        return NotImplemented
-    dims = all_dims(dim, x.ndim)
-    return gather_rank_rows(resolve_partial(x, name), dims, reduce, name) if cutting_axes(x, dims) else NotImplemented
-
-
-@register_handler(aten.dist.default)
-def _dist(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    given = arguments_by_name(aten.dist.default, args, kwargs)
-    return aten.linalg_vector_norm.default(aten.sub.Tensor(given["self"], given["other"]), given["p"])
+register_sharding([aten.norm.Scalar, aten.norm.ScalarOpt_dim], Steps(_norm_by_vector_norm))
+register_sharding(aten.dist.default, Steps(_dist_by_norm))
 
 
 def _trace_part(view: LocalView, x: Tensor) -> Tensor:

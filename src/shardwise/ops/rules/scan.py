@@ -8,20 +8,20 @@ Softmax: over a whole dim each rank by itself; over a sharded dim two small redu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals
-from shardwise.comm import Comm
-from shardwise.geometry import Shard
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise._torch import aten
+from shardwise.geometry import Layout, Shard
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, mesh_spec_of, resolve_partial
 from shardwise.ops.engine.vary import vary_along
-from shardwise.ops.rules.reduction import Args, reduction_strategies
-from shardwise.tensor.dispatch import register_handler
+from shardwise.ops.rules.reduction import reduction_strategies
 from shardwise.tensor.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -34,7 +34,9 @@ def other_dim_strategies(x: TensorMeta, dim: int, outputs: int = 1, keeps: Seque
 
 
 @register_sharding(aten.cumsum.default)
-def cumsum(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Any]:
+def cumsum(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Strategy] | Steps:
+    if _is_in_order(x.layout, dim % max(x.ndim, 1)):
+        return Steps(_cumsum_over_ranks)
     exact = dtype is None or dtype == x.dtype
     return other_dim_strategies(x, dim, keeps=("sum", "avg") if exact and x.dtype != torch.bool else ())
 
@@ -77,67 +79,60 @@ def topk(x: TensorMeta, k: int, dim: int = -1, largest: bool = True, sorted: boo
 # Running sums along a sharded dim
 
 
-def _is_in_order(x: ShardedTensor, dim: int) -> bool:
+def _is_in_order(layout: Layout, dim: int) -> bool:
     """Whether the ranks hold the dim in one run each, in the order of the axis that cuts it."""
-    spec, axes = mesh_spec_of(x), cutting_axes(x, (dim,))
+    spec, axes = mesh_view(layout), cutting_axes(layout, (dim,))
     if spec is None or len(axes) != 1 or not spec.splits_in_mesh_order:
         return False
     cut = spec.placements[axes[0]]
     return isinstance(cut, Shard) and not cut.groups and not cut.block
 
 
-@register_handler(aten.cumsum.default)
-def _cumsum(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    x, dtype = args[0], kwargs.get("dtype")
-    dim = (args[1] if len(args) > 1 else kwargs["dim"]) % max(x.ndim, 1)
-    if not _is_in_order(x, dim):
-        return NotImplemented
+def _cumsum_over_ranks(x: ShardedTensor, dim: int, *, dtype: Any = None) -> ShardedTensor:
+    dim %= max(x.ndim, 1)
     x = resolve_partial(x, "cumsum")
     totals = gather_rank_rows(x, (dim,), lambda local: local.sum(dim, True, dtype=dtype), "cumsum")
-    with autograd_on_locals():
-        before = _sum_before(x, totals, dim)
-        return wrap(x.sharding, (x.local_parts[0].cumsum(dim, dtype=dtype) + before,), x.comm)
+    before = _sum_before(x, totals, dim)
+    return wrap(x.sharding, (x.local_parts[0].cumsum(dim, dtype=dtype) + before,), x.comm)
 
 
 def _sum_before(x: ShardedTensor, totals: ShardedTensor, dim: int) -> Tensor:
     """The sum of the totals of the ranks before this one, which differs from rank to rank."""
-    spec, axis = mesh_spec_of(x), cutting_axes(x, (dim,))[0]
+    spec, axis = mesh_spec_of(x), cutting_axes(x.sharding, (dim,))[0]
     assert spec is not None
     place = spec.mesh.coordinates(x.comm.rank)[spec.mesh.axes[axis]]
     return vary_along(totals, totals.sharding, (axis,)).narrow(dim, 0, place).sum(dim, True)
 
 
-@register_sharding([aten._softmax.default, aten._log_softmax.default])
-def softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Any]:
-    return other_dim_strategies(x, dim)
+@register_sharding(aten._softmax.default)
+def softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
+    return _softmax_rule(x, dim, _softmax_over_ranks)
 
 
-def _subtract_max(x: ShardedTensor, dim: int, name: str) -> tuple[ShardedTensor, ShardedTensor]:
-    """`x` less its largest value along the dim, which has no gradient, and the sum of its exponentials."""
-    largest = resolve_partial(aten.amax.default(x.detach(), [dim], True), name)
-    with autograd_on_locals():
-        below: Any = x - largest
-        return below, resolve_partial(below.exp().sum(dim, True), name)
+@register_sharding(aten._log_softmax.default)
+def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
+    return _softmax_rule(x, dim, _log_softmax_over_ranks)
 
 
-def _softmax_over_ranks(args: Args, logarithm: bool, name: str) -> Any:
-    """Softmax over a sharded dim, summed in a wide dtype; NotImplemented where the dim is whole."""
-    x, dim, half_to_float = args
-    dim %= max(x.ndim, 1)
-    if not cutting_axes(x, (dim,)):
-        return NotImplemented
-    with autograd_on_locals():
-        wide: Any = resolve_partial(x, name).to(accumulation_dtype(x.dtype))
-        below, total = _subtract_max(wide, dim, name)
-        result = below - total.log() if logarithm else below.exp() / total
-        return result if half_to_float else result.to(x.dtype)
+def _softmax_rule(x: TensorMeta, dim: int, over_ranks: Callable[..., Any]) -> list[Strategy] | Steps:
+    cut = cutting_axes(x.layout, (dim % max(x.ndim, 1),))
+    return Steps(over_ranks) if cut else other_dim_strategies(x, dim)
 
 
-@register_handler(aten._softmax.default)
-def _softmax(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    return _softmax_over_ranks(args, False, "softmax")
+def _subtract_max(x: Any, dim: int, name: str) -> tuple[Any, Any]:
+    """`x` in a wide dtype less its largest value along the dim, which has no gradient; the sum of its exponentials."""
+    wide: Any = resolve_partial(x, name).to(accumulation_dtype(x.dtype))
+    below = wide - resolve_partial(aten.amax.default(wide.detach(), [dim], True), name)
+    return below, resolve_partial(below.exp().sum(dim, True), name)
 
 
-@register_handler(aten._log_softmax.default)
-def _log_softmax(types: Sequence[type], args: Args, kwargs: dict[str, Any], comm: Comm) -> Any:
-    return _softmax_over_ranks(args, True, "log_softmax")
+def _softmax_over_ranks(x: Any, dim: int, half_to_float: bool) -> Any:
+    below, total = _subtract_max(x, dim % max(x.ndim, 1), "softmax")
+    result = below.exp() / total
+    return result if half_to_float else result.to(x.dtype)
+
+
+def _log_softmax_over_ranks(x: Any, dim: int, half_to_float: bool) -> Any:
+    below, total = _subtract_max(x, dim % max(x.ndim, 1), "log_softmax")
+    result = below - total.log()
+    return result if half_to_float else result.to(x.dtype)

@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass, aten, autograd_on_locals
+from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_sharding import Level, NoViewError, dim_patterns, express_shard, split_axes
 from shardwise.ops.rules.index import sum_kind, zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
-from shardwise.tensor.dispatch import register_handler
+from shardwise.tensor.dispatch import register_function, run_function
 from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -31,19 +32,24 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 @register_sharding(aten.slice.Tensor)
 def slice_rule(
     x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> list[Any]:
+) -> list[Strategy] | Steps:
     at = dim % x.ndim
+    if _is_split(x, at):
+        return Steps(_slice_split_dim)
     whole = slice(start, end, step).indices(x.shape[at]) == (0, x.shape[at], 1)
     return renumber_dims(x, [d if whole or d != at else None for d in range(x.ndim)])
 
 
-@register_handler(aten.slice.Tensor)
-def _slice(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    given = {**dict(zip(("self", "dim", "start", "end", "step"), args, strict=False)), **kwargs}
-    tensor: ShardedTensor = given["self"]
-    dim, step = given.get("dim", 0) % tensor.ndim, given.get("step", 1)
-    rows = range(*slice(given.get("start"), given.get("end"), step).indices(tensor.shape[dim]))
-    return NotImplemented if mesh_view(tensor.sharding) is None else slice_rows(tensor, dim, rows)
+def _is_split(x: TensorMeta, dim: int) -> bool:
+    spec = mesh_view(x.layout)
+    return spec is not None and bool(split_axes(spec, dim))
+
+
+def _slice_split_dim(
+    tensor: ShardedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ShardedTensor:
+    dim %= tensor.ndim
+    return slice_rows(tensor, dim, range(*slice(start, end, step).indices(tensor.shape[dim])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,7 @@ def slice_rows(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
         locals_, anchor = move_to(tensor, cut.through, "slice")
         part = slice_rows(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
         return mark_copied(part, "a slice of a dim that had to be gathered")
-    with autograd_on_locals():
-        local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
+    local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor.comm)
 
 
@@ -162,7 +167,12 @@ def select(x: TensorMeta, dim: int, index: int) -> list[Any]:
     if not -x.shape[at] <= index < x.shape[at]:
         raise IndexError(f"select(): index {index} out of range for tensor of size {list(x.shape)} at dimension {at}")
     new = [None if d == at else d - (d > at) for d in range(x.ndim)]
-    return [*renumber_dims(x, new), Strategy((sum_kind(x),), (Shard(at),), _select_local)]
+    return [*renumber_dims(x, new), Strategy((sum_kind(x),), (Shard(at),), _select_local, finish=_mark_row)]
+
+
+def _mark_row(row: ShardedTensor) -> ShardedTensor:
+    """A row of a sharded dim is marked, since it shares no memory."""
+    return mark_copied(row, "a row of a sharded dim")
 
 
 def _select_local(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
@@ -176,54 +186,37 @@ def _select_local(view: Any, x: Tensor, dim: int, index: int) -> Tensor:
     return zeros_on_tape(x, [n for d, n in enumerate(x.shape) if d != at])
 
 
-@register_handler(aten.select.int)
-def _select(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    """By the rule; a row of a sharded dim is marked, since it shares no memory."""
-    tensor: ShardedTensor = args[0]
-    spec = mesh_view(tensor.sharding)
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if spec is None or not split_axes(spec, dim % max(1, tensor.ndim)):
-        return NotImplemented
-    return mark_copied(call_op(aten.select.int, types, args, kwargs), "a row of a sharded dim")
-
-
-def _split_along(tensor: ShardedTensor, dim: int, sizes: Sequence[int]) -> Any:
-    """The tensor cut in pieces along a dim, or NotImplemented if that dim is whole on every rank."""
-    spec = mesh_view(tensor.sharding)
-    if spec is None or not split_axes(spec, dim) or sum(sizes) != tensor.shape[dim]:
-        return NotImplemented
-    edges = bounds(sizes)
-    return [slice_rows(tensor, dim, range(a, a + n)) for a, n in zip(edges, sizes, strict=False)]
-
-
 @register_sharding([aten.split.Tensor, aten.split_with_sizes.default])
-def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Any]:
-    return renumber_dims(x, [None if d == dim % x.ndim else d for d in range(x.ndim)])
+def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Strategy] | Steps:
+    at = dim % x.ndim
+    if _is_split(x, at) and sum(_split_sizes(size, x.shape[at])) == x.shape[at]:
+        return Steps(_split_split_dim)
+    return renumber_dims(x, [None if d == at else d for d in range(x.ndim)])
 
 
-@register_handler(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    tensor, given, dim = args[0], args[1], (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
-    length = tensor.shape[dim]
-    if isinstance(given, int):
-        given = [min(given, length - at) for at in range(0, max(length, 1), max(given, 1))]
-    return _split_along(tensor, dim, given)
+def _split_sizes(size: int | Sequence[int], length: int) -> Sequence[int]:
+    if not isinstance(size, int):
+        return size
+    return [min(size, length - at) for at in range(0, max(length, 1), max(size, 1))]
+
+
+def _split_split_dim(tensor: ShardedTensor, size: int | Sequence[int], dim: int = 0) -> list[ShardedTensor]:
+    dim %= tensor.ndim
+    sizes = _split_sizes(size, tensor.shape[dim])
+    return [slice_rows(tensor, dim, range(a, a + n)) for a, n in zip(bounds(sizes), sizes, strict=False)]
 
 
 @register_sharding(aten.unbind.int)
-def unbind(x: TensorMeta, dim: int = 0) -> list[Any]:
+def unbind(x: TensorMeta, dim: int = 0) -> list[Strategy] | Steps:
     at = dim % x.ndim
+    if _is_split(x, at):
+        return Steps(_unbind_split_dim)
     return renumber_dims(x, [None if d == at else d - (d > at) for d in range(x.ndim)])
 
 
-@register_handler(aten.unbind.int)
-def _unbind(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-    tensor, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
-    spec = mesh_view(tensor.sharding)
-    if spec is None or not split_axes(spec, dim):
-        return NotImplemented
-    rows = [call_op(aten.select.int, types, (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
-    return [mark_copied(row, "a row of a sharded dim") for row in rows]
+def _unbind_split_dim(tensor: ShardedTensor, dim: int = 0) -> list[Any]:
+    """Rows by the engine directly: torch's layer of views takes a row for a view already, and allows no second one."""
+    return [call_op(aten.select.int, (), (tensor, dim, row), {}) for row in range(tensor.shape[dim])]
 
 
 def _triangle_rule(op: Any) -> Callable[..., list[Strategy]]:
@@ -243,15 +236,15 @@ for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_
     register_sharding(_op)(_triangle_rule(_op))
 
 
-@register_handler(Tensor.__setitem__)
+@register_function(Tensor.__setitem__)
 def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Write into rows and slices in place. A row is taken as a slice of length 1, which shares memory."""
     tensor, key, value = args
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
-        with DisableTorchFunctionSubclass():
-            return Tensor.__setitem__(tensor, key, value)
+        run_function(Tensor.__setitem__, (tensor, key, value), {})
+        return None
     part = tensor[tuple(_to_slice(k) for k in keys)]
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
         part.fill_(value)

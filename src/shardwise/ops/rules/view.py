@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, autograd_on_locals
-from shardwise.comm import Comm
+from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.rules import Strategy, TensorMeta, register_sharding
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_sharding import NoViewError, view_spec
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -122,17 +122,17 @@ def _is_pending(strategy: Strategy) -> bool:
     return isinstance(strategy.inputs[0], Partial)
 
 
-@register_handler(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
-def _view(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
-    return reshape_sharded(args[0], args[1] if len(args) > 1 else kwargs["size"])
-
-
-def reshape_sharded(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
-    """The tensor in another shape, in place."""
+def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object = None) -> ShardedTensor:
+    """The tensor in another shape, in place; local tensors have strides of their own."""
     layout = _cached_view_layout(tensor.sharding, tuple(size))
-    with autograd_on_locals():
-        local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
+    local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
     return wrap(layout, (local,), tensor.comm)
+
+
+register_sharding(
+    [aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default],
+    Steps(reshape_sharded),
+)
 
 
 def _cached_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import aten
 from shardwise.comm import Comm
-from shardwise.tensor.dispatch import UnsupportedOpError, register_handler
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.random.distributions import bernoulli, integers, normal, truncated_normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -152,32 +151,30 @@ def _kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: Any) -> floa
     return nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
 
-@register_handler(nn.init.uniform_)
+@register_function(nn.init.uniform_)
 def _init_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return uniform_(*args, **kwargs)
 
 
-@register_handler(nn.init.normal_)
+@register_function(nn.init.normal_)
 def _init_normal(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return normal_(*args, **kwargs)
 
 
-@register_handler(nn.init.constant_)
+@register_function(nn.init.constant_)
 def _init_constant(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return constant_(*args, **kwargs)
 
 
-@register_handler(nn.init.kaiming_uniform_)
+@register_function(nn.init.kaiming_uniform_)
 def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Tensor:
     return kaiming_uniform_(*args, **kwargs)
 
 
-@register_handler(Tensor.uniform_, aten.uniform_.default)
-def _uniform_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_uniform(*args, **_rename_from_keyword(kwargs))
+# What the in-place operators of these names do
 
 
-def _draw_uniform(
+def draw_uniform(
     tensor: ShardedTensor, from_: float = 0.0, to: float = 1.0, *, generator: Generator = None
 ) -> ShardedTensor:
     fields = {"from": from_, "to": to}
@@ -186,12 +183,7 @@ def _draw_uniform(
     )
 
 
-@register_handler(Tensor.normal_, aten.normal_.default)
-def _normal_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_normal(*args, **kwargs)
-
-
-def _draw_normal(
+def draw_normal(
     tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, *, generator: Generator = None
 ) -> ShardedTensor:
     fields = {"mean": mean, "std": std}
@@ -200,28 +192,13 @@ def _draw_normal(
     )
 
 
-@register_handler(Tensor.bernoulli_, aten.bernoulli_.float)
-def _bernoulli_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_bernoulli(*args, **kwargs)
-
-
-def _draw_bernoulli(tensor: ShardedTensor, p: Any = 0.5, *, generator: Generator = None) -> ShardedTensor:
+def draw_bernoulli(tensor: ShardedTensor, p: Any = 0.5, *, generator: Generator = None) -> ShardedTensor:
     if isinstance(p, Tensor):
         raise UnsupportedOpError("bernoulli_ on a ShardedTensor takes one probability for all elements, got a tensor")
     return draw_into(tensor, lambda: bernoulli(p), label="bernoulli_", fields={"p": p}, generator=generator)
 
 
-@register_handler(
-    Tensor.random_,
-    aten.random_.default,
-    aten.random_.to,
-    aten.random_.__getattr__("from"),
-)
-def _random_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _draw_integers(*args, **_rename_from_keyword(kwargs))
-
-
-def _draw_integers(
+def draw_integers(
     tensor: ShardedTensor, from_: int | None = None, to: int | None = None, *, generator: Generator = None
 ) -> ShardedTensor:
     low, high = (None, from_) if to is None else (from_, to)
@@ -231,22 +208,7 @@ def _draw_integers(
     )
 
 
-def _rename_from_keyword(kwargs: Kwargs) -> Kwargs:
-    """The arguments with `from`, which is not a name in Python, as `from_`."""
-    return {"from_" if name == "from" else name: value for name, value in kwargs.items()}
-
-
-@register_handler(torch.fill_, Tensor.fill_, aten.fill_.Scalar, aten.fill_.Tensor)
-def _fill_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _fill_value(*args, **kwargs)
-
-
-def _fill_value(tensor: ShardedTensor, value: Any) -> ShardedTensor:
+def fill_value(tensor: ShardedTensor, value: Any) -> ShardedTensor:
     if isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
         raise UnsupportedOpError("fill_ takes a number or a plain 0-dim tensor; use x.full() of a ShardedTensor")
     return fill_with(tensor, value)
-
-
-@register_handler(torch.zero_, Tensor.zero_, aten.zero_.default)
-def _zero_handler(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    return _fill_value(args[0], 0)
