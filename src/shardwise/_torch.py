@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch._C._distributed_c10d import Store as Store
-from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from shardwise._version import SUPPORTED_TORCH
 
@@ -30,15 +29,12 @@ def _private(path: str) -> Any:
     ...
     ImportError: shardwise uses torch._C.no_such_name, which torch ... does not have; it supports torch 2.11 to 2.15
     """
-    found: Any = torch
-    for name in path.split("."):
-        found = getattr(found, name, None)
-        if found is None:
-            raise ImportError(
-                f"shardwise uses torch.{path}, which torch {torch.__version__} does not have; "
-                f"it supports {SUPPORTED_TORCH}"
-            )
-    return found
+    try:
+        return resolve_name(f"torch.{path}")
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"shardwise uses torch.{path}, which torch {torch.__version__} does not have; it supports {SUPPORTED_TORCH}"
+        ) from error
 
 
 class MissingOp:
@@ -85,6 +81,16 @@ def present_ops(ops: Iterable[Any]) -> list[Any]:
 
 aten: Any = OpNamespace("aten", torch.ops.aten)
 
+# Types: of the stores that ranks meet in, and of the placements of torch's old API, such as "rank:1/cuda:1".
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch.distributed.remote_device import _remote_device as _remote_device
+else:
+    Store = _private("distributed.Store")
+    TCPStore = _private("distributed.TCPStore")
+    _remote_device = _private("distributed.remote_device._remote_device")
+
 # Calls a function of torch on a ShardedTensor without entering `__torch_function__` again. There is no public name.
 DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = _private("_C.DisableTorchFunctionSubclass")
 
@@ -102,7 +108,7 @@ assert_async: Any = _private("_assert_async")
 pytree: Any = _private("utils._pytree")
 
 # Decompositions of operators that have no rule: tried before an operator is refused. The table has no public name.
-decomposition_table: dict[Any, Any] = __import__("torch._decomp", fromlist=["decomposition_table"]).decomposition_table
+decomposition_table: dict[Any, Any] = _private("_decomp.decomposition_table")
 
 # Creates a tensor without storage whose class is ours: what every wrapper subclass of torch is made by.
 make_wrapper_subclass: Any = _private("Tensor._make_wrapper_subclass")

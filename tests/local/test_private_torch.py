@@ -17,7 +17,9 @@ from torch import Tensor
 from shardwise import _torch
 
 SRC = Path(__file__).parents[2] / "src" / "shardwise"
-PRIVATE = re.compile(r"torch\._(C|ops|decomp|dispatch|dynamo)\b|_make_wrapper_subclass|_pytree\b")
+PRIVATE = re.compile(
+    r"torch\._(C|ops|decomp|dispatch|dynamo)\b|_make_wrapper_subclass|_pytree\b|from torch\S* import _"
+)
 
 
 class Wrapper(Tensor):
@@ -52,6 +54,22 @@ def _nothing_seen() -> None:
 def test_missing_name_is_reported_with_the_supported_versions() -> None:
     with pytest.raises(ImportError, match=r"uses torch\._C\.gone, which torch \S+ does not have; it supports torch 2"):
         _torch._private("_C.gone")
+
+
+def test_missing_module_is_reported_alike() -> None:
+    with pytest.raises(
+        ImportError, match=r"uses torch\._gone\.table, which torch \S+ does not have; it supports torch 2"
+    ):
+        _torch._private("_gone.table")
+
+
+def test_placements_are_read() -> None:
+    place = _torch._remote_device("rank:1/cuda:2")
+    assert (place.rank(), place.device(), place.worker_name()) == (1, torch.device("cuda:2"), None)
+
+
+def test_stores_are_those_of_torch_distributed() -> None:
+    assert issubclass(_torch.TCPStore, _torch.Store)
 
 
 def test_wrapper_has_the_shape_and_no_storage() -> None:

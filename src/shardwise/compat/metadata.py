@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
-from torch.distributed.remote_device import _remote_device
 
+from shardwise._torch import _remote_device
 from shardwise.comm import name_ranks
 from shardwise.geometry.coverage import first_miscovered_point
 from shardwise.geometry.mesh import IntArray

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from shardwise._torch import _remote_device
 from shardwise.comm import agree
 from shardwise.compat.metadata import (
     check_no_overlap,

@@ -16,8 +16,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed.remote_device import _remote_device
 
+from shardwise._torch import _remote_device
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.tensor.execute import view_box
 

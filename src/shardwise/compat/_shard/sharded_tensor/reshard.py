@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from shardwise._torch import _remote_device
 from shardwise.compat.metadata import rank_of
 from shardwise.geometry import ShardingSpec
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
