@@ -1,0 +1,69 @@
+"""Are two results the same, as far as the order of sums may change them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEAR = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.complex64: 2e-3}
+LOW = 0.15
+
+
+def difference(found: Any, wanted: Any, low: bool = False) -> str | None:
+    """What differs, in words, or None; `low` compares all numbers as loosely as those of bfloat16.
+
+    >>> difference(torch.ones(2), torch.tensor([1.0, 2.0]))
+    '1 of 2 elements, by at most 1'
+    >>> difference(torch.ones(2), torch.ones(3))
+    'shape (2,), expected (3,)'
+    """
+    if isinstance(wanted, tuple | list):
+        if not isinstance(found, tuple | list) or len(found) != len(wanted):
+            return f"{type(found).__name__}, expected {len(wanted)} values"
+        return next(filter(None, (difference(f, w, low) for f, w in zip(found, wanted, strict=True))), None)
+    if not isinstance(wanted, Tensor):
+        return _other(found, wanted, low)
+    if not isinstance(found, Tensor):
+        return f"{type(found).__name__}, expected a tensor"
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+    if found.dtype != wanted.dtype:
+        return f"dtype {found.dtype}, expected {wanted.dtype}"
+    if found.requires_grad != wanted.requires_grad:
+        return f"requires_grad {found.requires_grad}, expected {wanted.requires_grad}"
+    return _numbers(found.detach().resolve_conj().resolve_neg(), wanted.detach().resolve_conj().resolve_neg(), low)
+
+
+def _other(found: Any, wanted: Any, low: bool) -> str | None:
+    if isinstance(wanted, float) and isinstance(found, float):
+        return difference(torch.tensor(found), torch.tensor(wanted), low)
+    return None if type(found) is type(wanted) and found == wanted else f"{found!r}, expected {wanted!r}"
+
+
+def _numbers(found: Tensor, wanted: Tensor, low: bool) -> str | None:
+    if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
+        bad = found != wanted
+        return f"{int(bad.sum())} of {bad.numel()} elements" if bad.any() else None
+    near = LOW if low else NEAR.get(wanted.dtype, LOW)
+    found, wanted = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (found, wanted))
+    finite = wanted[wanted.isfinite()].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    bad = ~torch.isclose(found, wanted, rtol=0.0, atol=near * scale, equal_nan=True)
+    if not bad.any():
+        return None
+    return f"{int(bad.sum())} of {bad.numel()} elements, by at most {float((found - wanted).abs()[bad].max()):.3g}"
+
+
+def loss_of(values: Iterable[Any]) -> Tensor:
+    """A weighted sum of every element that is on the tape; the weights are small whole numbers and differ."""
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values:
+        if isinstance(value, tuple | list):
+            total = total + loss_of(value)
+        elif isinstance(value, Tensor) and value.requires_grad:
+            weights = (torch.arange(value.numel(), dtype=torch.float64) % 5 - 1).reshape(value.shape)
+            total = total + ((value.real + 2 * value.imag if value.is_complex() else value) * weights).sum()
+    return total

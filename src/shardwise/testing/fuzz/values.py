@@ -1,0 +1,111 @@
+"""What do the inputs of a program hold, and how are they put on the ranks?
+
+1. A tensor is filled from a generator seeded by the round and the input's name, so every rank makes the same one.
+2. Most values are small whole numbers: sums and products of them are exact in any order, so ties stay ties.
+3. A pending reduction gets addends that reduce to the values exactly; all but the first are drawn.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise import Comm, MeshSpec, Partial, Replicate, ShardedTensor, from_local, parse_spec, shard
+from shardwise.testing.fuzz.program import Input, Round
+
+Place = Callable[[Input, Tensor, Round], Tensor]
+
+
+def fill(item: Input, seed: int) -> Tensor:
+    """The whole tensor of an input, not on the tape."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
+    dtype: torch.dtype = getattr(torch, item.dtype)
+    kind, _, bound = item.fill.partition(":")
+    if kind == "normal":
+        return torch.randn(item.shape, generator=generator, dtype=dtype)
+    low, high = {"index": (0, int(bound or 1)), "positive": (1, 5)}.get(kind, (-4, 5))
+    if dtype == torch.bool:
+        low, high = 0, 2
+    shape = () if kind == "constant" else item.shape
+    values = torch.randint(low, high, shape, generator=generator).to(dtype)
+    if dtype.is_complex:
+        values = values + 1j * torch.randint(low, high, shape, generator=generator)
+    return values.to(dtype).expand(item.shape).clone()
+
+
+def make_inputs(inputs: tuple[Input, ...], round_: Round, place: Place) -> dict[str, Tensor]:
+    """The tensors of a round by name; names that are aliases get one and the same tensor."""
+    tape = round_.mode not in ("no_grad", "inference")
+    made: dict[str, Tensor] = {}
+    for item in inputs:
+        tensor = place(item, fill(item, round_.seed), round_)
+        made[item.name] = tensor.requires_grad_() if item.requires_grad and tape else tensor
+    for one, other in round_.aliases:
+        made[one] = made[other]
+    return made
+
+
+def whole(item: Input, values: Tensor, round_: Round) -> Tensor:
+    """An input for the run on whole tensors."""
+    return values
+
+
+def on_ranks(comm: Comm) -> Place:
+    """A function that lays an input out over the ranks."""
+
+    def place(item: Input, values: Tensor, round_: Round) -> ShardedTensor:
+        spec = parse_spec(item.spec)
+        if isinstance(spec, MeshSpec) and any(isinstance(p, Partial) for p in spec.placements):
+            return _pending(item, spec, values, round_.seed, comm)
+        return shard(values, spec, None).detach()
+
+    return place
+
+
+def _pending(item: Input, spec: MeshSpec, values: Tensor, seed: int, comm: Comm) -> ShardedTensor:
+    """A tensor with a pending reduction: each addend is laid out, and a rank keeps the parts of its own."""
+    held = MeshSpec(spec.mesh, [Replicate() if isinstance(p, Partial) else p for p in spec.placements], spec.order)
+    axes = [a for a, p in zip(spec.mesh.axes, spec.placements, strict=True) if isinstance(p, Partial)]
+    op = next(p.op for p in spec.placements if isinstance(p, Partial))
+    count = 1
+    for axis in axes:
+        count *= spec.mesh.axis_size(axis)
+    parts = [shard(addend, held, None).local_tensors() for addend in addends(values, op, count, seed)]
+    mine = 0
+    if comm.rank in spec.mesh.ranks:
+        at: Mapping[str, int] = spec.mesh.coordinates(comm.rank)
+        for axis in axes:
+            mine = mine * spec.mesh.axis_size(axis) + at[axis]
+    return from_local([part.detach().clone() for part in parts[mine]], spec, item.shape)
+
+
+def addends(values: Tensor, op: str, count: int, seed: int) -> list[Tensor]:
+    """Tensors whose reduction is `values`, without rounding where the values are whole numbers.
+
+    >>> torch.stack(addends(torch.tensor([3.0, -1.0]), "avg", 2, seed=0)).mean(0)
+    tensor([ 3., -1.])
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def draw(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, values.shape, generator=generator).to(values.dtype)
+
+    if op in ("min", "max"):
+        if values.dtype == torch.bool:
+            others = [values | draw(0, 2) if op == "min" else values & draw(0, 2) for _ in range(count - 1)]
+        else:
+            sign = 1 if op == "min" else -1
+            others = [values + sign * draw(0, 3) for _ in range(count - 1)]
+        return [values, *others]
+    if op == "product":
+        others = [1 - 2 * draw(0, 2) for _ in range(count - 1)]
+        first = values.clone()
+        for other in others:
+            first = first * other
+        return [first.to(values.dtype), *others]
+    others = [draw(-4, 5) for _ in range(count - 1)]
+    total = values * count if op == "avg" else values
+    return [total - sum(others) if others else total, *others]
