@@ -31,7 +31,7 @@ class Finding:
     def cause(self) -> tuple[str, str]:
         """What tells one cause from another: the error without names and numbers, else the operator that is wrong."""
         error = re.search(r"\w+Error: [^']*", self.verdict.text)
-        text = re.sub(r"\b(aten|prims)\.[\w.]+|\[[^]]*\]|\(.*?\)|\d+", "", error[0])[:60] if error else ""
+        text = re.sub(r"\b(aten|prims)\.[\w.]+|\[[^]]*\]|\(.*?\)|\d+", "", error[0])[:45] if error else ""
         return self.verdict.kind, text or self.program.steps[-1].operator
 
     def __str__(self) -> str:
@@ -84,7 +84,8 @@ def run_seeds(seeds: Iterable[int], processes: bool = False, tell: Callable[[str
                 tally.count(verdict)
                 if verdict.failed:
                     tally.failures += 1
-                    _add(tally, _minimise(seed, program, verdict, ranks if processes else None), tell)
+                    if Finding(seed, program, verdict).cause not in tally.findings:  # what is known is not shrunk again
+                        _add(tally, _minimise(seed, program, verdict, ranks if processes else None), tell)
     return tally
 
 

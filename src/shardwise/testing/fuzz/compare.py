@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEAR = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.complex64: 2e-3}
+EXACTLY = 1e-7
+NEAR = {torch.float64: EXACTLY, torch.complex128: EXACTLY, torch.float32: 2e-3, torch.complex64: 2e-3}
 LOW = 0.15
 
 
-def difference(found: Any, wanted: Any, low: bool = False) -> str | None:
-    """What differs, in words, or None; `low` compares all numbers as loosely as those of bfloat16.
+def tolerance(values: Iterable[Any], autocast: bool = False) -> float:
+    """How far results may be apart, relative to the largest: as far as the coarsest of the floating dtypes asks for."""
+    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())}
+    return LOW if autocast else max((NEAR.get(dtype, LOW) for dtype in dtypes), default=EXACTLY)
+
+
+def difference(found: Any, wanted: Any, near: float = EXACTLY) -> str | None:
+    """What differs, in words, or None.
 
     >>> difference(torch.ones(2), torch.tensor([1.0, 2.0]))
     '1 of 2 elements, by at most 1'
@@ -23,9 +30,9 @@ def difference(found: Any, wanted: Any, low: bool = False) -> str | None:
     if isinstance(wanted, tuple | list):
         if not isinstance(found, tuple | list) or len(found) != len(wanted):
             return f"{type(found).__name__}, expected {len(wanted)} values"
-        return next(filter(None, (difference(f, w, low) for f, w in zip(found, wanted, strict=True))), None)
+        return next(filter(None, (difference(f, w, near) for f, w in zip(found, wanted, strict=True))), None)
     if not isinstance(wanted, Tensor):
-        return _other(found, wanted, low)
+        return _other(found, wanted, near)
     if not isinstance(found, Tensor):
         return f"{type(found).__name__}, expected a tensor"
     if found.shape != wanted.shape:
@@ -34,20 +41,19 @@ def difference(found: Any, wanted: Any, low: bool = False) -> str | None:
         return f"dtype {found.dtype}, expected {wanted.dtype}"
     if found.requires_grad != wanted.requires_grad:
         return f"requires_grad {found.requires_grad}, expected {wanted.requires_grad}"
-    return _numbers(found.detach().resolve_conj().resolve_neg(), wanted.detach().resolve_conj().resolve_neg(), low)
+    return _numbers(found.detach().resolve_conj().resolve_neg(), wanted.detach().resolve_conj().resolve_neg(), near)
 
 
-def _other(found: Any, wanted: Any, low: bool) -> str | None:
+def _other(found: Any, wanted: Any, near: float) -> str | None:
     if isinstance(wanted, float) and isinstance(found, float):
-        return difference(torch.tensor(found), torch.tensor(wanted), low)
+        return difference(torch.tensor(found), torch.tensor(wanted), near)
     return None if type(found) is type(wanted) and found == wanted else f"{found!r}, expected {wanted!r}"
 
 
-def _numbers(found: Tensor, wanted: Tensor, low: bool) -> str | None:
+def _numbers(found: Tensor, wanted: Tensor, near: float) -> str | None:
     if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
         bad = found != wanted
         return f"{int(bad.sum())} of {bad.numel()} elements" if bad.any() else None
-    near = LOW if low else NEAR.get(wanted.dtype, LOW)
     found, wanted = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (found, wanted))
     finite = wanted[wanted.isfinite()].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0

@@ -314,8 +314,8 @@ real1  {x}.max({d}).values
 real1  {x}.min({d}).values
 real1  {t}, {u} = torch.max({x}, {d})
 real1  torch.sort({x}, {d}).values
-real1  {t}, {u} = torch.sort({x}, {d}, stable=True)
-real1  torch.argsort({x}, {d}, stable=True)
+real1  {t}, {u} = torch.sort({x}, dim={d}, stable=True)
+real1  torch.argsort({x}, dim={d}, stable=True)
 real1  torch.topk({x}, {length1}, {d}).values
 real1  torch.kthvalue({x}, {length1}, {d}).values
 real1  torch.median({x}, {d}).values

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Comm, CommError, DisagreementError, ShardedTensor, default_comm, parse_spec, run_local
-from shardwise.testing.fuzz.compare import difference, loss_of
+from shardwise.testing.fuzz.compare import difference, loss_of, tolerance
 from shardwise.testing.fuzz.program import Program, Round, Step
 from shardwise.testing.fuzz.values import make_inputs, on_ranks, whole
 
@@ -166,22 +166,23 @@ class _Run:
             raise ProgramFailure(Verdict(WRONG, f"{label}: on another rank", operator))
 
     def _compare(self, laid: Names, dense: Names, operators: Mapping[str, str], last: str) -> str | None:
-        low = self.round.mode == "autocast"
+        near = tolerance(dense.values(), self.round.mode == "autocast")
         for name, found in laid.items():
-            text = difference(gathered(found), dense[name], low)
+            text = difference(gathered(found), dense[name], near)
             if text is not None:
                 return f"{operators.get(name, last)}\n{name}: {text}"
         return None
 
     def _backward(self, laid: Names, dense: Names, inputs: list[tuple[str, Any, Any]], last: str) -> None:
         torch.autograd.backward(loss_of(dense.values()))
+        near = tolerance(dense.values(), self.round.mode == "autocast")
 
         def compare() -> str | None:
             torch.autograd.backward(loss_of([gathered(value) for value in laid.values()]))
             for name, found, wanted in inputs:
                 if found.is_leaf and wanted.grad is not None and not _averaged(self.program, name):
                     grad = torch.zeros_like(wanted) if found.grad is None else gathered(found.grad)
-                    text = difference(grad, wanted.grad, self.round.mode == "autocast")
+                    text = difference(grad, wanted.grad, near)
                     if text is not None:
                         return f"{last}\ngradient of {name}: {text}"
             return None
