@@ -5,9 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SECTION ?=
 PAIRS ?=
+SEED ?= 1
+PROGRAMS ?= 300
+PACKAGE ?=
+SAMPLE ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench matrix check clean
+.PHONY: help demo test lint types bench matrix fuzz mutants check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -31,6 +35,13 @@ bench: $(STAMP)  ## run the benchmarks; one section with SECTION=move
 
 matrix: $(STAMP)  ## try the wheel with each supported torch and Python, 5 GB each; some: PAIRS="2.14.0 2.15.0:3.13"
 	$(BIN)/python tools/matrix.py $(PAIRS)
+
+fuzz: $(STAMP)  ## run random programs against whole tensors; others with SEED=5 PROGRAMS=1000
+	$(BIN)/python -m shardwise.testing.fuzz --seed $(SEED) --programs $(PROGRAMS)
+	$(BIN)/python -m shardwise.testing.fuzz --seed $(SEED) --programs 40 --processes
+
+mutants: $(STAMP)  ## change the source a little, see which tests notice; one package with PACKAGE=ops
+	$(BIN)/python -m tools.mutants $(if $(PACKAGE),--package $(PACKAGE)) --sample $(SAMPLE) --seed $(SEED)
 
 check: lint types test  ## lint + types + test: what .ci/run runs
 

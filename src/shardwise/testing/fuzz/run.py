@@ -222,9 +222,10 @@ def _checked(value: ShardedTensor) -> Tensor:
 
 
 def redistribute(tensor: Tensor, spec: str) -> Tensor:
-    """A tensor in another layout, or a copy of a whole one."""
+    """A tensor in another layout, or a copy of a whole one; raises if the layout does not fit its shape."""
+    target = parse_spec(spec).layout(tuple(tensor.shape))
     if isinstance(tensor, ShardedTensor):
-        moved: Tensor = tensor.redistribute(parse_spec(spec))
+        moved: Tensor = tensor.redistribute(target)
         return moved
     return tensor.clone()
 
