@@ -222,10 +222,10 @@ def _checked(value: ShardedTensor) -> Tensor:
 
 
 def redistribute(tensor: Tensor, spec: str) -> Tensor:
-    """A tensor in another layout, or a copy of a whole one; raises if the layout does not fit its shape."""
+    """A copy in another layout, or of a whole tensor; raises if the layout does not fit its shape."""
     target = parse_spec(spec).layout(tuple(tensor.shape))
     if isinstance(tensor, ShardedTensor):
-        moved: Tensor = tensor.redistribute(target)
+        moved: Tensor = tensor.redistribute(target).clone()  # a move to the same layout may share memory
         return moved
     return tensor.clone()
 

@@ -1,0 +1,168 @@
+"""The calls of the page docs/op_db.md: samples of torch's operator database in several dtypes, layouts and forms.
+
+A call is an operator's function on one sample: as it is, with gradients where it has them; in place; or with `out=`.
+All its tensors are laid out alike over two ranks. The same call on whole tensors gives what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bench.op_samples import AUXILIARY, _quietly, _Seeded, _usable, backward
+from shardwise import Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
+from shardwise.comm import Comm
+from shardwise.testing.fuzz.compare import difference
+
+RANKS = 2
+DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
+LAYOUTS = ("S(0)", "S(-1)", "R", "P", "uneven")
+CALL, IN_PLACE, OUT = "call", "in place", "out="
+NEAR = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 5e-2}
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Place = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator."""
+
+    operator: str
+    dtype: torch.dtype
+    number: int
+    form: str
+    function: Callable[..., Any]
+    arguments: Arguments
+    gradients: bool
+    first_only: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.operator} {str(self.dtype).removeprefix('torch.')} #{self.number} {self.form}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gives: the leaves of its result, and the gradient of each tensor that went in."""
+
+    leaves: list[Any]
+    gradients: list[Any]
+
+
+def name_of(op: Any) -> str:
+    return f"{op.name} {op.variant_test_name}".strip()
+
+
+def calls(op: Any, samples: int) -> Iterator[tuple[Call, Answer]]:
+    """The calls of an operator and what each gives on whole tensors; random ones and those that fail are left out."""
+    forms = {CALL: op.op, IN_PLACE: op.get_inplace(), OUT: op.op if op.supports_out else None}
+    for dtype in DTYPES:
+        if dtype not in op.supported_dtypes("cpu"):
+            continue
+        gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        drawn = _quietly(partial(_samples, op, dtype, gradients, samples))
+        for number, arguments in enumerate(filter(_usable, drawn or ())):
+            for form, function in forms.items():
+                taped = gradients and form == CALL
+                call = Call(name_of(op), dtype, number, form, function, arguments, taped, op.name in AUXILIARY)
+                wanted = _quietly(partial(_expected, call)) if function is not None else None
+                if wanted is not None:
+                    yield call, wanted
+
+
+def _samples(op: Any, dtype: torch.dtype, gradients: bool, count: int) -> list[Arguments]:
+    drawn = islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), count)
+    return [((sample.input, *sample.args), dict(sample.kwargs)) for sample in drawn]
+
+
+def _expected(call: Call) -> Answer | None:
+    with _Seeded() as seeded:
+        answer(call, lambda tensor: tensor, lambda value: value)
+    return None if seeded.seen else answer(call, lambda tensor: tensor, lambda value: value)
+
+
+def answer(call: Call, place: Place, whole: Callable[[Any], Any]) -> Answer:
+    """Run a call on tensors put in place, with the results made whole."""
+    args, kwargs = _placed(call, place)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if call.form == OUT:
+        kwargs = {**kwargs, "out": _outputs(call, place)}
+    with torch.set_grad_enabled(call.gradients):
+        result = call.function(*args, **kwargs)
+    given = {CALL: result, IN_PLACE: (result, args[0]), OUT: kwargs.get("out")}[call.form]
+    leaves = [whole(leaf) for leaf in pytree.tree_leaves(given)]
+    if not call.gradients:
+        return Answer(leaves, [])
+    backward(leaves[:1] if call.first_only else leaves)
+    return Answer([v.detach() if isinstance(v, Tensor) else v for v in leaves], [_gradient(t, whole) for t in tensors])
+
+
+def _gradient(tensor: Tensor, whole: Callable[[Any], Any]) -> Any:
+    """No gradient is a gradient of zeros."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.grad is None else whole(tensor.grad)
+
+
+def _placed(call: Call, place: Place) -> Arguments:
+    leaves, tree = pytree.tree_flatten(call.arguments)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            laid = place(leaf.detach().clone())
+            leaves[index] = laid.requires_grad_() if leaf.requires_grad and call.gradients else laid
+    found: Arguments = pytree.tree_unflatten(leaves, tree)
+    return found
+
+
+def _outputs(call: Call, place: Place) -> Any:
+    """Tensors to write to, filled with ones, in the shape that the call gives."""
+    args, kwargs = _placed(call, lambda tensor: tensor)
+    with torch.no_grad():
+        given = call.function(*args, **kwargs)
+    leaves = pytree.tree_leaves(given)
+    made = [place(torch.ones_like(leaf, memory_format=torch.contiguous_format)) for leaf in leaves]
+    return made[0] if isinstance(given, Tensor) else tuple(made)
+
+
+def compare(found: Answer, wanted: Answer, dtype: torch.dtype) -> str | None:
+    """What differs, in words, or None."""
+    near = NEAR.get(dtype, 1e-4)
+    return difference(_plain(found.leaves), _plain(wanted.leaves), near) or _labelled(
+        difference(_plain(found.gradients), _plain(wanted.gradients), near)
+    )
+
+
+def _plain(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, Tensor) else value for value in values]
+
+
+def _labelled(text: str | None) -> str | None:
+    return None if text is None else f"gradient: {text}"
+
+
+def sharded(layout: str, comm: Comm) -> Place:
+    """A function that lays a whole tensor out over the ranks of a comm; None where a layout has no meaning for it."""
+    mesh = Mesh.of(tp=RANKS)
+
+    def place(tensor: Tensor) -> ShardedTensor:
+        if layout == "P" and tensor.dtype != torch.bool:
+            return from_local(addend(tensor, comm.rank), MeshSpec(mesh, [Partial("sum")]), tuple(tensor.shape))
+        dim = 0 if layout in ("S(0)", "uneven") else tensor.ndim - 1
+        if tensor.ndim == 0 or layout in ("R", "P"):
+            return shard(tensor, MeshSpec(mesh, [Replicate()]), None)
+        uneven = (min(1, tensor.shape[0]), max(0, tensor.shape[0] - 1)) if layout == "uneven" else None
+        return shard(tensor, MeshSpec(mesh, [Shard(dim, sizes=uneven)]), None)
+
+    return place
+
+
+def addend(tensor: Tensor, rank: int) -> Tensor:
+    """One of two addends of a tensor, without rounding: halves of floats, and 1 against the rest of integers."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor / 2
+    return torch.ones_like(tensor) if rank else tensor - 1

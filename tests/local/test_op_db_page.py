@@ -1,0 +1,59 @@
+"""Does the page of the operator database count calls as they end?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.op_db import REFUSED, RIGHT, WRONG, Ending, main, page, run_ours
+from bench.op_db_calls import IN_PLACE, LAYOUTS, OUT, Answer, addend, calls, compare, name_of
+from bench.op_samples import operators
+
+NUMBERS = {name_of(op): number for number, op in enumerate(operators())}
+
+
+def test_every_form_dtype_and_layout_of_add_is_tried() -> None:
+    endings = run_ours([NUMBERS["add"]], samples=1)
+    assert {e.layout for e in endings} == set(LAYOUTS)
+    assert {e.dtype for e in endings} == {"float32", "complex64", "int64", "bool", "bfloat16"}
+    assert {e.form for e in endings} == {"call", IN_PLACE, OUT}
+    assert [e for e in endings if e.kind not in (RIGHT, REFUSED)] == []
+
+
+def test_wrong_values_and_gradients_are_noticed() -> None:
+    ones = torch.ones(2)
+    right = Answer([ones], [ones])
+    assert compare(right, right, torch.float32) is None
+    assert compare(Answer([ones * 2], [ones]), right, torch.float32) == "2 of 2 elements, by at most 1"
+    assert compare(Answer([ones], [ones * 3]), right, torch.float32) == "gradient: 2 of 2 elements, by at most 2"
+
+
+def test_gradients_are_part_of_a_call() -> None:
+    found = [wanted for call, wanted in calls(operators()[NUMBERS["mul"]], 1) if call.gradients]
+    assert found and all(g is not None for wanted in found for g in wanted.gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.bfloat16])
+def test_addends_make_up_the_tensor(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([3, -5, 0]).to(dtype)
+    assert torch.equal(addend(tensor, 0) + addend(tensor, 1), tensor)
+
+
+def test_the_page_adds_up() -> None:
+    mine = [
+        Ending("add", "float32", "call", "R", RIGHT),
+        Ending("add", "float32", "call", "P", WRONG),
+        Ending("mul", "bool", "out=", "R", REFUSED),
+    ]
+    lines = page(mine, [Ending("add", "float32", "call", "R", RIGHT)], 1).splitlines()
+    assert "| all | 3 | 1 | 1 | 0 | 1 | 33 % | 1 | 1 | 0 | 100 % |" in lines
+    assert "| `add` | 2 | 1 | 0 | 0 | 1 | 50 % | 1 | 1 | 0 | 100 % |" in lines
+    assert "| `mul` | 1 | 0 | 1 | 0 | 0 | 0 % | 0 | 0 | 0 |  |" in lines
+
+
+def test_the_command_writes_a_page(tmp_path: Path) -> None:
+    main([str(tmp_path / "page.md"), "--step", "400", "--no-dtensor", "--failures", str(tmp_path / "bad.txt")])
+    assert "## Operators (2)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "bad.txt").exists()
