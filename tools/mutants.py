@@ -99,6 +99,8 @@ class _Finder:
         """The mutations of a node and of all below it, but for texts of errors, annotations and decorators."""
         if isinstance(node, _SKIPPED) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
             return
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # a check of ourselves, as assert is
+            return
         yield from self._own(node)
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "returns", "decorator_list"):
@@ -186,8 +188,8 @@ class Coverage:
         return [self.tests[n] for n in sorted(numbers, key=lambda n: self.seconds[n])[:MOST_TESTS]]
 
 
-def record(root: Path = ROOT, to: Path = RECORD, tests: Sequence[str] = ("tests/pure", "tests/local")) -> None:
-    """Run tests under coverage and write which lines each runs; failing tests are left out by pytest's own report."""
+def record(root: Path = ROOT, to: Path = RECORD, tests: Sequence[str] = ()) -> None:
+    """Run tests under coverage and write which lines each of them runs; tests that fail are left out."""
     to.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.mutants_recorder", "-p", "no:cacheprovider", *tests]
     subprocess.run(command, cwd=root, env=_environment(root, MUTANTS_RECORD=str(to)), check=False)
@@ -250,13 +252,14 @@ def run(package: str, count: int, seed: int, jobs: int, covered: Coverage) -> Co
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="note which tests run which lines (minutes)")
+    parser.add_argument("--tests", nargs="+", default=["tests/pure", "tests/local"], help="what --record runs")
     parser.add_argument("--package", choices=PACKAGES, action="append", help="all of them unless given")
     parser.add_argument("--sample", type=int, default=100, help="mutants of each package")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     chosen = parser.parse_args()
     if chosen.record or not RECORD.exists():
-        record()
+        record(tests=chosen.tests)
     covered = Coverage.read(RECORD)
     for package in chosen.package or ([] if chosen.record else PACKAGES):
         run(package, chosen.sample, chosen.seed, chosen.jobs, covered)

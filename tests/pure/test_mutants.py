@@ -14,6 +14,7 @@ def clip(x: int, most: int = 10) -> int:
     # a < b in a comment
     if x < 0 or not most:
         raise ValueError(f"{x + 1} < {most}")
+    list(zip([x], [most], strict=True))
     return min(x, most) if (x
         is not None) else -1
 """

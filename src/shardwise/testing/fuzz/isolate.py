@@ -24,7 +24,10 @@ _PRELOAD = ["shardwise.testing.fuzz", "sympy", "torch._dynamo"]  # the last two 
 
 
 def run_isolated(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Verdict]:
-    """Run programs one after the other in a new process, ranks as its threads; yield the verdict of each."""
+    """Run programs one after the other in a new process, ranks as its threads; yield the verdict of each.
+
+    In a script, call it under `if __name__ == "__main__"`: the new process imports the script.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     left = list(programs)
