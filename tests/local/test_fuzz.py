@@ -34,7 +34,7 @@ from shardwise.testing.fuzz.run import APART, ERROR, WRONG, is_refusal
 from shardwise.testing.fuzz.shrink import candidates
 from shardwise.testing.fuzz.values import addends, fill
 
-PROGRAMS, CHUNKS = 320, 8
+PROGRAMS, CHUNKS = 240, 6
 MOST_REFUSED = 0.15
 MANY = 1200
 ROWS = Input("a0", "float64", (4, 3), "on tp=2: S(0)")
