@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from bench.op_db_calls import (
-    LAYOUTS,
     RANKS,
     Answer,
     Call,
@@ -32,6 +32,7 @@ from bench.op_db_calls import (
     answer,
     calls,
     compare,
+    layouts_of,
     name_of,
     sharded,
 )
@@ -54,7 +55,8 @@ How every operator of torch's own database for tests ends on sharded tensors ove
   layout. **unclear**: every rank raises another error. **wrong**: other values, or ranks that end differently.
 - DTensor gets the same calls on two gloo processes, but for the uneven layout, which it does not have; its errors are
   not told apart, so they count as unclear.
-- Calls that draw random numbers are left out.
+- Calls that draw random numbers are left out, and layouts that are the same for a call: a tensor without dims is
+  replicated in each of them, so it counts once.
 """
 
 
@@ -91,12 +93,14 @@ def run_ours(numbers: Sequence[int], samples: int) -> list[Ending]:
     found = []
     for number in numbers:
         for call, wanted in calls(operators()[number], samples):
-            for layout in LAYOUTS:
-                found.append(_on_threads(call, wanted, layout))
+            for layout in layouts_of(call):
+                found.append(run_on_threads(call, wanted, layout))
     return found
 
 
-def _on_threads(call: Call, wanted: Answer, layout: str) -> Ending:
+def run_on_threads(call: Call, wanted: Answer, layout: str) -> Ending:
+    """Run a call with all ranks as threads; a rank that is wrong, or ranks that end differently, make it wrong."""
+
     def body(comm: Comm) -> Ending:
         ending = end(call, wanted, layout, sharded(layout, comm), _whole)
         kinds = {data.decode() for data in comm.all_gather_bytes(ending.kind.encode(), label=call.label)}
@@ -165,7 +169,7 @@ def _on_rank(numbers: Sequence[int], samples: int) -> list[Ending]:
     found = []
     for number in numbers:
         for call, wanted in calls(operators()[number], samples):
-            for layout in LAYOUTS[:-1]:
+            for layout in (name for name in layouts_of(call) if name != "uneven"):
                 found.append(end(call, wanted, layout, _dtensors(layout), _full))
     return found
 
@@ -257,11 +261,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-dtensor", action="store_true", help="ours only")
     parser.add_argument("--failures", type=Path, help="a file for the wrong and unclear calls of ours, a line each")
     chosen = parser.parse_args(arguments)
-    mine = [e for batch in batches(chosen.step) for e in ours(batch, chosen.samples)]
+    mine: list[Ending] = []
     others: list[Ending] = []
-    if not chosen.no_dtensor:
-        with LocalWorld(RANKS, timeout=15.0) as world:
-            others = [e for batch in batches(chosen.step) for e in theirs(world, batch, chosen.samples)]
+    with LocalWorld(RANKS, timeout=15.0) as world:
+        for batch in batches(chosen.step):
+            mine += ours(batch, chosen.samples)
+            others += [] if chosen.no_dtensor else theirs(world, batch, chosen.samples)
+            print(f"{batch[-1] + 1} of {len(operators())} operators", file=sys.stderr, flush=True)
     text = page(mine, others, chosen.samples)
     chosen.path.write_text(text) if chosen.path else print(text)
     if chosen.failures is not None:

@@ -23,7 +23,8 @@ from shardwise.testing.fuzz.compare import difference
 
 RANKS = 2
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
-LAYOUTS = ("S(0)", "S(-1)", "R", "P", "uneven")
+LAYOUTS = ("R", "S(0)", "S(-1)", "P", "uneven")  # R first: what splits nothing counts as R
+FURTHER = 8  # samples looked at beyond those that are used
 CALL, IN_PLACE, OUT = "call", "in place", "out="
 NEAR = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 5e-2}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,8 +79,32 @@ def calls(op: Any, samples: int) -> Iterator[tuple[Call, Answer]]:
 
 
 def _samples(op: Any, dtype: torch.dtype, gradients: bool, count: int) -> list[Arguments]:
-    drawn = islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), count)
-    return [((sample.input, *sample.args), dict(sample.kwargs)) for sample in drawn]
+    """The first samples with two dims or more; those with fewer, which layouts split in fewer ways, come after them."""
+    drawn = islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), count + FURTHER)
+    found: list[Arguments] = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in drawn]
+    return sorted(found, key=lambda arguments: -min(2, max(map(len, _shapes(arguments)), default=0)))[:count]
+
+
+def _shapes(arguments: Arguments) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def layouts_of(call: Call) -> list[str]:
+    """The layouts that differ for a call: one that puts every tensor where an earlier one does is left out."""
+    seen: dict[tuple[str, ...], str] = {}
+    for layout in LAYOUTS:
+        seen.setdefault(tuple(_described(layout, shape, call) for shape in _shapes(call.arguments)), layout)
+    return list(seen.values())
+
+
+def _described(layout: str, shape: tuple[int, ...], call: Call) -> str:
+    if layout == "P":
+        return "R" if call.dtype == torch.bool else "P"
+    if layout == "R" or not shape:
+        return "R"
+    if layout == "S(-1)":
+        return f"S({len(shape) - 1})"
+    return "S(0)" if layout == "S(0)" or (shape[0] + 1) // RANKS == min(1, shape[0]) else "uneven"
 
 
 def _expected(call: Call) -> Answer | None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from bench.op_db import REFUSED, RIGHT, WRONG, Ending, main, page, run_ours
-from bench.op_db_calls import IN_PLACE, LAYOUTS, OUT, Answer, addend, calls, compare, name_of
+from bench.op_db import REFUSED, RIGHT, WRONG, Ending, main, page, run_on_threads, run_ours
+from bench.op_db_calls import (
+    IN_PLACE,
+    LAYOUTS,
+    OUT,
+    Answer,
+    Call,
+    addend,
+    answer,
+    calls,
+    compare,
+    layouts_of,
+    name_of,
+)
 from bench.op_samples import operators
+from shardwise import Replicate, Shard, register_sharding, remove_sharding
 
 NUMBERS = {name_of(op): number for number, op in enumerate(operators())}
 
@@ -28,6 +43,35 @@ def test_wrong_values_and_gradients_are_noticed() -> None:
     assert compare(right, right, torch.float32) is None
     assert compare(Answer([ones * 2], [ones]), right, torch.float32) == "2 of 2 elements, by at most 1"
     assert compare(Answer([ones], [ones * 3]), right, torch.float32) == "gradient: 2 of 2 elements, by at most 2"
+
+
+@torch.library.custom_op("shardwise_op_db::running", mutates_args=())
+def running(x: Tensor) -> Tensor:
+    return x.cumsum(0)
+
+
+def _call(*shape: int, dtype: torch.dtype = torch.float32) -> Call:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype) + 1
+    return Call("planted", dtype, 0, "call", torch.ops.shardwise_op_db.running, ((tensor,), {}), False, False)
+
+
+def test_a_planted_wrong_rule_ends_as_wrong() -> None:
+    register_sharding(running)(lambda x: [([Shard(d)], [Shard(d)]) for d in (0, 1)] + [([Replicate()], [Replicate()])])
+    try:
+        call = _call(5, 2)
+        wanted = answer(call, lambda tensor: tensor, lambda value: value)
+        kinds = {layout: run_on_threads(call, wanted, layout).kind for layout in ("S(0)", "S(-1)", "R", "uneven")}
+    finally:
+        remove_sharding(running)
+    assert kinds == {"S(0)": WRONG, "S(-1)": RIGHT, "R": RIGHT, "uneven": WRONG}
+
+
+def test_a_layout_that_is_another_one_is_not_counted_again() -> None:
+    assert layouts_of(_call(5, 2)) == ["R", "S(0)", "S(-1)", "P", "uneven"]
+    assert layouts_of(_call(5)) == ["R", "S(0)", "P", "uneven"]
+    assert layouts_of(_call(2, 3)) == ["R", "S(0)", "S(-1)", "P"]
+    assert layouts_of(_call()) == ["R", "P"]
+    assert layouts_of(_call(5, 2, dtype=torch.bool)) == ["R", "S(0)", "S(-1)", "uneven"]
 
 
 def test_gradients_are_part_of_a_call() -> None:
