@@ -256,7 +256,7 @@ def batches(step: int) -> Iterator[list[int]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.op_db", description=__doc__)
     parser.add_argument("path", type=Path, nargs="?", help="the page to write; printed if it is left out")
-    parser.add_argument("--samples", type=int, default=3, help="samples of each operator and dtype; with 1, few can run in place")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each; with 1, few run in place")
     parser.add_argument("--step", type=int, default=1, help="every how many-th operator")
     parser.add_argument("--no-dtensor", action="store_true", help="ours only")
     parser.add_argument("--failures", type=Path, help="a file for the wrong and unclear calls of ours, a line each")
