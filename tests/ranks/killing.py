@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def die_before(number: int, operations: Sequence[str]) -> None:
-    """Let this process kill itself right before the `number`-th of these functions of os, counted from now."""
+def die_before(number: int, operations: Sequence[str], others: Sequence[tuple[Any, str]] = ()) -> None:
+    """Let this process kill itself right before the `number`-th of these functions of os, or others, from now on."""
     left = [number]
 
     def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,5 +21,5 @@ def die_before(number: int, operations: Sequence[str]) -> None:
 
         return call
 
-    for name in operations:
-        setattr(os, name, wrapped(getattr(os, name)))
+    for module, name in [*((os, name) for name in operations), *others]:
+        setattr(module, name, wrapped(getattr(module, name)))
