@@ -9,9 +9,10 @@ SEED ?= 1
 PROGRAMS ?= 300
 PACKAGE ?=
 SAMPLE ?= 100
+CHAOS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench matrix fuzz mutants check clean
+.PHONY: help demo test lint types bench matrix fuzz mutants chaos check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -42,6 +43,9 @@ fuzz: $(STAMP)  ## run random programs against whole tensors; others with SEED=5
 
 mutants: $(STAMP)  ## change the source a little, see which tests notice; one package with PACKAGE=ops
 	$(BIN)/python -m tools.mutants $(if $(PACKAGE),--package $(PACKAGE)) --sample $(SAMPLE) --seed $(SEED)
+
+chaos: $(STAMP)  ## kill saves, flip bits, forge files, let disks fail, at length; fewer with CHAOS="--pairs 100 --loads 100"
+	$(BIN)/python -W ignore -m tests.chaos.checkpoints $(CHAOS)
 
 check: lint types test  ## lint + types + test: what .ci/run runs
 

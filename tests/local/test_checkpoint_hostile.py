@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -327,3 +328,65 @@ def test_a_block_size_in_the_layout_does_not_blow_up(copy: Path) -> None:
     spec["placements"] = [{"kind": "shard", "dim": 0, "block": 1}]
     forge(copy, lambda c: c["cuts"].append({"shape": shape, "offsets": [], "sizes": [], "spec": spec}))
     assert "do not tile it" in refused(copy)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def long_names(content: dict[str, Any]) -> None:
+    content["tree"] = {"dict": [["x" * 100_000, {"dict": [[str(i), 0] for i in range(5000)]}]]}
+
+
+def wide_strings(content: dict[str, Any]) -> None:
+    content["cuts"][0]["sizes"] = [["1", "1"]] * 2000 + [["1" * 200_000, "1"]]
+
+
+SMALL_BUT_LARGE: list[tuple[Forge, str]] = [
+    (lambda c: c["cuts"][0].update(spec={"kind": "chunk", "dim": 0, "ranks": 30_000_000}), "ranks are not listed"),
+    (
+        lambda c: c["cuts"][0].update(
+            spec={"kind": "grid", "splits": [3_000_000, 3_000_000], "ranks": [[0, 1], [2, 3]]}
+        ),
+        "3000000 parts of a dim on 4 ranks",
+    ),
+    (lambda c: c["cuts"][0].update(spec={"kind": "chunk", "dim": 0, "ranks": ["a" * 100_000, 1]}), "are not ints"),
+    (long_names, "the names in the state are much longer than the index"),
+    (wide_strings, "are not rows of 2 ints"),
+    (lambda c: c["cuts"][0].update(shape=[0] * 1_000_000), "a shape has more than 64 dims"),
+]
+
+
+@pytest.mark.parametrize("change, text", SMALL_BUT_LARGE, ids=[text[:30] for _, text in SMALL_BUT_LARGE])
+def test_small_files_take_little_memory(copy: Path, change: Forge, text: str) -> None:
+    forge(copy, change)
+    before = peak_bytes()
+    with pytest.raises(CheckpointError, match=text), shardwise.open(copy) as opened:
+        assert opened["x"].layout is None
+    assert peak_bytes() - before < (64 << 20) + 10 * (copy / INDEX_NAME).stat().st_size
+
+
+def test_a_header_with_a_shape_of_a_million_dims(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(header_bytes({"x": ("F32", [0] * 1_000_000, 0)}))
+    with pytest.raises(CheckpointError, match="its entry has no valid dtype, shape and data_offsets") as error:
+        shardwise.open(tmp_path / "m.safetensors")
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("at", ["0.125", '"n"', '"tree"', "index_sum", '"version"'])
+def test_the_index_has_a_checksum_of_its_own(tmp_path: Path, at: str) -> None:
+    shardwise.save({"x": torch.ones(2), "lr": 0.125, "n": 1}, tmp_path / "c")
+    index = tmp_path / "c" / INDEX_NAME
+    data = bytearray(index.read_bytes())
+    for bit in range(8):
+        flipped = bytearray(data)
+        flipped[data.index(at.encode()) + 2] ^= 1 << bit
+        index.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"damaged|not JSON|not the index|version"):
+            shardwise.open(tmp_path / "c")
+
+
+def test_an_index_without_a_checksum_of_its_own_is_read(copy: Path) -> None:
+    forge(copy, lambda content: None)
+    assert b"index_sum" not in (copy / INDEX_NAME).read_bytes()
+    assert shardwise.load(state(), copy)["n"] == 3

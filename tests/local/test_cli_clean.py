@@ -13,6 +13,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import shardwise
+from shardwise import CheckpointError
+from shardwise.checkpoint import clean
 from shardwise.cli.main import app
 
 
@@ -105,6 +107,20 @@ def test_a_complete_save_without_a_checkpoint_is_kept(runs: Path) -> None:
     assert result.exit_code == 0
     assert "kept: .c.saving-34cd: it is a complete checkpoint and c is not: rename it" in result.stdout
     assert names(runs) == [".c.saving-34cd", ".d.resharding-work", "notes.txt"]
+
+
+def test_nothing_complete_is_removed_next_to_a_damaged_checkpoint(runs: Path) -> None:
+    file = runs / "c" / "rank00000-00000.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    result = run(runs / "c", "--yes")
+    assert result.exit_code == 0
+    assert "kept: .c.replaced-77: c is damaged (" in result.stdout and "their checksum differs" in result.stdout
+    assert names(runs) == [".c.replaced-77", ".d.resharding-work", "c", "notes.txt"]
+    with pytest.raises(CheckpointError, match=r"c is damaged, so \.c\.replaced-77 may be needed and nothing"):
+        clean(runs / "c")
+    file.write_bytes(data)
+    assert [p.name for p in clean(runs / "c")] == [".c.replaced-77"]
 
 
 def test_a_half_written_hugging_face_folder_is_not_kept(tmp_path: Path) -> None:

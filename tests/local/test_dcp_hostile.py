@@ -7,6 +7,8 @@ import pickle
 import random
 import resource
 import shutil
+import struct
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,40 @@ def test_random_changes_of_the_metadata(tmp_path: Path) -> None:
             refused += 1
         assert number < 20 or refused
     shutil.rmtree(tmp_path / "a")
+
+
+def doubled(depth: int) -> bytes:
+    """A tuple of two tuples of two tuples ...: short as a pickle, and it takes for ever to hash or print."""
+    return b"\x80\x02)" + b"q\x00h\x00\x86" * depth
+
+
+SMALL_BUT_LONG = {
+    "a byte array": b"\x80\x05\x96" + (1 << 31).to_bytes(8, "little") + b".",
+    "a doubled key": b"\x80\x02}" + doubled(60)[2:] + b"Ns.",
+    "a doubled name": b"\x80\x04" + doubled(60)[2:] + b"\x8c\x01a\x93.",
+    "a doubled call": doubled(60) + b")R.",
+    "a doubled shape": b"\x80\x02ctorch\nSize\n(" + doubled(60)[2:] + b"ltR.",
+    "a frozen set": b"\x80\x04(K\x01\x91.",
+    "a doubled path": b"\x80\x02cpathlib\nPath\n" + doubled(60)[2:] + b"R.",
+}
+
+
+@pytest.mark.parametrize("data", SMALL_BUT_LONG.values(), ids=list(SMALL_BUT_LONG))
+def test_small_metadata_takes_little_memory_and_time(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(data)
+    before, started = peak_bytes(), time.process_time()
+    with pytest.raises(CheckpointError) as error:
+        shardwise.open(tmp_path)
+    assert time.process_time() - started < 2 and peak_bytes() - before < 64 << 20
+    assert len(str(error.value)) < 1000
+
+
+def test_values_are_checked_against_their_crc(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "lr": 0.125}, checkpoint_id=tmp_path / "a")
+    file = tmp_path / "a" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.index(struct.pack(">d", 0.125))
+    data[at + 1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"value 'lr': a record of \d+ bytes is damaged: its CRC-32 differs"):
+        shardwise.open(tmp_path / "a")

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import absolute_path, find_checkpoint, is_complete, list_leftovers, recover_commit
 from shardwise.checkpoint.store import open_store
-from shardwise.checkpoint.verify import find_problems
+from shardwise.checkpoint.verify import count_checked_bytes, find_problems
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[Path]:
@@ -35,12 +35,21 @@ def leftovers(path: str | os.PathLike[str]) -> list[Path]:
     return [folder for folder in found if not is_complete(folder)]
 
 
-def find_checkpoint_problem(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str | None:
-    """Read a checkpoint whole; what is wrong with it, or None."""
+def find_checkpoint_problem(path: Path, progress: Callable[[int, int], None] | None = None) -> str | None:
+    """Read a checkpoint whole; what is wrong with it, or None. `progress` gets the bytes read so far, and all bytes."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
     try:
         store = open_store(path)
+        total = count_checked_bytes(store)
         try:
-            return next((str(problem) for problem in find_problems(store, on_bytes)), None)
+            return next((str(problem) for problem in find_problems(store, advance)), None)
         finally:
             store.close()
     except (CheckpointError, OSError) as error:

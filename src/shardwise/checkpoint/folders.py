@@ -134,19 +134,32 @@ def remove_folder(folder: Path) -> None:
 
 
 def commit_checkpoint(path: Path, token: str, remove: Callable[[Path], object] = remove_folder) -> None:
-    """Put a complete temporary folder in the checkpoint's place."""
+    """Put a complete temporary folder in the checkpoint's place. If that fails, the old one stays and it is removed."""
     saving, replaced = temporary_folder(path, SAVING, token), temporary_folder(path, REPLACED, token)
-    sync_folder(saving)
+    new = os.stat(saving).st_ino
+    try:
+        sync_folder(saving)
+        exchanged = _put_in_place(path, saving, replaced)
+    except OSError:
+        if path.exists() and os.stat(saving).st_ino == new:  # nothing has changed places
+            _remove_quietly(saving)
+        raise
+    sync_folder(path.parent)
+    if exchanged:
+        os.rename(saving, replaced)
+    if replaced.exists():
+        remove(replaced)
+
+
+def _put_in_place(path: Path, saving: Path, replaced: Path) -> bool:
+    """Whether the new and the old folder have swapped their names; else the old one is called replaced, if any."""
     if not path.exists():
         os.rename(saving, path)
     elif exchange_folders(saving, path):
-        sync_folder(path.parent)
-        os.rename(saving, replaced)
+        return True
     else:
         _rename_in_two_steps(path, saving, replaced)
-    sync_folder(path.parent)
-    if replaced.exists():
-        remove(replaced)
+    return False
 
 
 def _rename_in_two_steps(path: Path, saving: Path, replaced: Path) -> None:

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise.checkpoint.cleaning import find_checkpoint_problem
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import absolute_path, find_checkpoint, list_leftovers, recover_commit
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.checkpoints import detect_folder
 from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, format_count, print_json, table_lines
+from shardwise.cli.output import AsJson, format_count, print_json, table_lines, total_progress
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -48,6 +49,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list; change nothi
 def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what killed saves and reshards left next to a checkpoint; an interrupted commit is completed first.
 
+    A complete checkpoint is removed only after the one that stays has been read and verified.
     Do not use it while a save or a reshard to this path is running.
     Exit status 0: done; 1: you said no; 2: there is nothing at PATH.
 
@@ -96,9 +98,21 @@ def is_unfinished(target: Path) -> bool:
 
 
 def find_leftovers(target: Path) -> list[Leftover]:
-    """What was left of saves to a checkpoint; a complete one stays where there is no other."""
-    needed = not _is_loadable(target)
-    return [_describe_leftover(folder, target, needed and _is_loadable(folder)) for folder in list_leftovers(target)]
+    """What was left of saves to a checkpoint; complete ones stay, unless the checkpoint was read whole and is right."""
+    found = list_leftovers(target)
+    loadable = [folder for folder in found if _is_loadable(folder)]
+    reason = _reason_to_keep(target) if loadable else None
+    return [_describe_leftover(folder, target, reason if folder in loadable else None) for folder in found]
+
+
+def _reason_to_keep(target: Path) -> str | None:
+    if not _is_loadable(target):
+        return f"it is a complete checkpoint and {target.name} is not: rename it, or remove it by hand"
+    with total_progress(f"verifying {target.name}") as show:
+        problem = find_checkpoint_problem(target, show)
+    if problem is None:
+        return None
+    return f"{target.name} is damaged ({problem}): see which of them is right, and remove the other by hand"
 
 
 def _is_loadable(path: Path) -> bool:
@@ -109,17 +123,16 @@ def _is_loadable(path: Path) -> bool:
     return True
 
 
-def _describe_leftover(folder: Path, target: Path, needed: bool) -> Leftover:
+def _describe_leftover(folder: Path, target: Path, kept: str | None) -> Leftover:
     stats = [entry.lstat() for entry in (folder, *folder.rglob("*"))]
     found = _NAME.fullmatch(folder.name)
-    reason = f"it is a complete checkpoint and {target.name} is not: rename it, or remove it by hand"
     return Leftover(
         path=folder,
         checkpoint=target,
         kind=found["kind"] if found else "unknown",
         bytes=sum(s.st_size for s in stats[1:]),
         age=max(0.0, time.time() - max(s.st_mtime for s in stats)),
-        kept=reason if needed else None,
+        kept=kept,
     )
 
 

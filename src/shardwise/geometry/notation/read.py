@@ -121,6 +121,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
+MAX_DIMS = 64
+
+
 @dataclass
 class _ParsedSpec:
     """A spec, where an error about it points, and the dims it names with their places in the text."""
@@ -134,7 +137,11 @@ def _read_type(scanner: Scanner) -> tuple[str, tuple[int, ...]]:
     with scanner.errors_at(scanner.at):
         dtype = find_dtype(scanner.word()).name
     scanner.expect("[", "after the dtype")
-    return dtype, tuple(scanner.items(lambda: scanner.integer("a length"), "]", "in the shape"))
+    at = scanner.at
+    shape = tuple(scanner.items(lambda: scanner.integer("a length"), "]", "in the shape"))
+    if len(shape) > MAX_DIMS:
+        scanner.fail(f"a tensor has at most {MAX_DIMS} dims, got {len(shape)}", at)
+    return dtype, shape
 
 
 def _read_rule(scanner: Scanner) -> _ParsedSpec:
@@ -177,6 +184,8 @@ def _read_mesh(scanner: Scanner) -> Mesh:
     while not axes or scanner.take(","):
         at = scanner.at
         axis = scanner.word() or scanner.fail(f"expected the name of a mesh axis such as tp=4; {scanner.found()}")
+        if len(axes) >= MAX_DIMS:
+            scanner.fail(f"a mesh has at most {MAX_DIMS} axes", at)
         if axis in axes:
             scanner.fail(f"axis {axis!r} appears twice; axis names must differ", at)
         scanner.expect("=", f"after axis {axis!r}")

@@ -10,6 +10,7 @@ from shardwise.geometry.errors import LayoutError, NotationError
 
 T = TypeVar("T")
 MAX_INT64 = 2**63 - 1
+LONGEST_SHOWN = 60
 
 
 class Scanner:
@@ -53,14 +54,17 @@ class Scanner:
 
     def found(self) -> str:
         """What is at the position, in words for an error."""
-        word = self.peek_word() or self.rest[:1]
-        return f"found {word!r}" if word else "the text ends here"
+        word = self.peek_word() or self.text[self.at : self.at + 1]
+        more = "..." if len(word) > LONGEST_SHOWN else ""
+        return f"found {word[:LONGEST_SHOWN] + more!r}" if word else "the text ends here"
 
     def peek_word(self) -> str:
         """The identifier at the position, or an empty text."""
         end = self.at
-        while end < len(self.text) and self.text[self.at : end + 1].isidentifier():
+        if self.text[end : end + 1].isidentifier():
             end += 1
+            while end < len(self.text) and f"_{self.text[end]}".isidentifier():  # each character once, however long
+                end += 1
         return self.text[self.at : end]
 
     def peek(self, token: str) -> bool:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.base import (
     PlannedFile,
     SaveRequest,
 )
-from shardwise.checkpoint.formats.dcp.folder import read_dcp_index
+from shardwise.checkpoint.formats.dcp.folder import UNSEALED, read_dcp_index, seal_metadata
 from shardwise.checkpoint.formats.dcp.pickle import FILESYSTEM, METADATA, STORAGES
 from shardwise.checkpoint.formats.dcp.pickle_writer import (
     PickleCall,
@@ -141,7 +141,7 @@ class DcpPlan(FilePlan):
         described: dict[str, Any] = {
             t.name: _tensor_metadata(t, parts) for t, parts in zip(self.tensors, chunks, strict=True)
         } | {name: PickleObject(PickleName(METADATA, "BytesStorageMetadata"), {}) for name, *_ in self._values}
-        return DCP_NAME, write_pickle(_make_dcp_metadata(described, self._paths, PicklePairs(places)))
+        return DCP_NAME, seal_metadata(write_pickle(_make_dcp_metadata(described, self._paths, PicklePairs(places))))
 
 
 def _file_name(rank: int) -> str:
@@ -213,7 +213,8 @@ def _storage_info(file: str, offset: int, length: int) -> PickleObject:
 
 def _make_dcp_metadata(described: dict[str, Any], paths: dict[str, TreePath], places: Any) -> PickleObject:
     meta = PickleObject(
-        PickleName(METADATA, "StorageMeta"), {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+        PickleName(METADATA, "StorageMeta"),
+        {"checkpoint_id": None, "save_id": UNSEALED, "load_id": None, "modules": []},
     )
     state = {
         "state_dict_metadata": described,
