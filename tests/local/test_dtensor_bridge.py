@@ -136,7 +136,7 @@ relu, tanh = torch.ops.aten.relu.default, torch.ops.aten.tanh.default
 rule = lambda x: [([shardwise.Replicate()], [shardwise.Replicate()])]
 register_sharding(relu)(rule)
 shardwise.register_sharding(tanh, override=True)(rule)
-assert find_rule(relu) is rule and find_rule(tanh) is rule
+assert find_rule(relu).rule is rule and find_rule(tanh) is rule
 funcs = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 print([op in funcs and "shardwise" in funcs[op].__module__ for op in (relu, tanh)])
 """

@@ -6,12 +6,14 @@ functions do not depend on the layout.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm import DisagreementError, agree
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import shard_tensor as _shard_tensor_as
 from shardwise.geometry import ShardingSpec
@@ -90,4 +92,25 @@ def shard_tensor(
     >>> shard_tensor(torch.arange(4), ChunkShardingSpec(0, ["rank:0/cpu"])).full()
     tensor([0, 1, 2, 3])
     """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"input tensor is not a contiguous Tensor: shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
+            "call contiguous() on it first"
+        )
+    check_same_request(src_rank, sharding_spec, process_group)
     return _shard_tensor_as(tensor, sharding_spec, src_rank, process_group, TorchShardedTensor)
+
+
+def check_same_request(src_rank: int, spec: ShardingSpec, process_group: GroupOrComm | None) -> None:
+    """Raise on every rank, in torch's words, if ranks name different sources or specs."""
+    comm = TorchShardedTensor._resolve_comm(process_group)
+    own = {"src_rank": str(src_rank), "sharding_spec": str(spec)}
+    try:
+        agree(comm, own, label="_shard_tensor")
+    except DisagreementError as error:
+        told = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="_shard_tensor")]
+        name, rank = next((n, r) for n in own for r, other in zip(comm.ranks, told, strict=True) if other[n] != own[n])
+        theirs = told[comm.ranks.index(rank)][name]
+        raise ValueError(
+            f"{name}={own[name]} on rank: {comm.rank} does not match with {name}={theirs} on rank: {rank}; {error}"
+        ) from error

@@ -45,7 +45,7 @@ class TensorParts:
     layout: Layout
     locals: tuple[Tensor, ...]
     dtype: torch.dtype
-    metadata: ShardedTensorMetadata | None = None
+    shards: list[Shard] | None = None
 
 
 def pack_metadata(metadata: ShardedTensorMetadata) -> bytes:
@@ -89,9 +89,11 @@ def gather_parts_from_shards(local_shards: Sequence[Shard], global_size: Sequenc
     whole = global_metadata([unpack_metadata(data) if data[0] == _SHARDS else None for data in told], stacked)
     if stacked:
         _check_one_each(whole, comm)
+        local_shards[0].metadata = whole.shards_metadata[comm.ranks.index(comm.rank)]
     layout = infer_sharding_spec(whole.shards_metadata).layout(whole.size)
     locals_ = tuple(shard.tensor for shard in local_shards)
-    return TensorParts(layout, locals_, whole.tensor_properties.dtype, whole)
+    kept = local_shards if isinstance(local_shards, list) else list(local_shards)
+    return TensorParts(layout, locals_, whole.tensor_properties.dtype, kept)
 
 
 def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import nn as native
+from shardwise.compat.creation import check_same_request
 from shardwise.compat.sharded_tensor import set_tensor_type
 from shardwise.geometry import ShardingSpec
 from shardwise.nn.model_plan import ShardingPlan
@@ -28,6 +29,9 @@ def shard_parameter(
     >>> type(layer.weight).__name__
     'ShardedTensor'
     """
+    tensor = getattr(module, param_name, None)
+    if isinstance(tensor, Tensor) and tensor.is_contiguous():  # what else may be wrong is found on every rank
+        check_same_request(src_rank, sharding_spec, process_group)
     native.shard_parameter(module, param_name, sharding_spec, src_rank, process_group)
     set_tensor_type(getattr(module, param_name))
 

@@ -1,7 +1,7 @@
 """Remote references to the shards that other ranks hold (`init_rrefs=True`), over torch.distributed.rpc.
 
 1. A tensor gets a number, and a weak reference to it is kept under that number.
-2. The ranks exchange their RPC rank and the tensor's number, over the tensor's comm. Every rank sees what every
+2. All ranks of the world exchange their RPC rank and the tensor's number. Every rank sees what every
    other said, so a mistake on one is raised on all of them, before anything is sent by RPC.
 3. Each rank sends references to its local shards to the others, which find their tensor by its number.
 4. All wait until all are done.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import rpc
 
-from shardwise.comm import Comm, name_ranks
+from shardwise.comm import Comm, default_comm, name_ranks
 
 if TYPE_CHECKING:
     from shardwise.compat.sharded_tensor import TorchShardedTensor
@@ -32,7 +32,8 @@ _sharded_tensor_map: dict[int, weakref.ref[TorchShardedTensor]] = {}
 def register_rrefs(tensor: TorchShardedTensor) -> None:
     """Give every rank of a tensor references to the others' shards.
 
-    All ranks of the tensor's process group call it together, after `torch.distributed.rpc.exchange_rrefs`.
+    All ranks of the world call it together, after `torch.distributed.rpc.init_rpc`; those outside of the tensor's
+    process group get references too.
     """
     number = next(_numbers)
     tensor._sharded_tensor_id = number
@@ -51,9 +52,10 @@ def forget_rrefs(tensor: TorchShardedTensor) -> None:
 
 
 def exchange_rrefs(tensor: TorchShardedTensor) -> None:
-    """Send references to this rank's shards to the other ranks of the tensor's group and receive theirs."""
+    """Send references to this rank's shards to the other ranks of the world and receive theirs."""
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
-    comm, tensor._remote_shards = tensor.comm, {}
+    comm = default_comm()  # also ranks outside of the tensor's group hold references
+    tensor._remote_shards.clear()
     numbers = _exchange_numbers(comm, tensor._sharded_tensor_id)
     shards = tensor.local_shards()
     sent = []

@@ -29,13 +29,20 @@ from shardwise.compat.from_shards import (
 )
 from shardwise.compat.functions import call_torch_meaning
 from shardwise.compat.groups import OutsideComm, resolve_group
-from shardwise.compat.metadata import check_gather_output, rank_of
-from shardwise.compat.specs import PlacementShardingSpec
-from shardwise.geometry import Layout, ShardingSpec
+from shardwise.compat.metadata import check_gather_output, flatten_size, rank_of
+from shardwise.compat.specs import ChunkShardingSpec, PlacementShardingSpec
+from shardwise.geometry import Layout, MeshSpec, ShardingSpec
+from shardwise.geometry import Shard as Split
 from shardwise.tensor import pickling
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.shards import Shard, ShardedTensorMetadata, describe_layout, make_local_shards
+from shardwise.tensor.shards import (
+    Shard,
+    ShardedTensorMetadata,
+    TensorProperties,
+    describe_layout,
+    make_local_shards,
+)
 
 
 class TorchShardedTensorBase(ShardedTensor):
@@ -45,9 +52,24 @@ class TorchShardedTensorBase(ShardedTensor):
     """
 
     ProcessGroupState = pickling.ProcessGroupState
-    _init_rrefs: bool = False
-    _sharded_tensor_id: int | None = None
-    _remote_shards: dict[int, list[Any]]
+
+    @staticmethod
+    def __new__(
+        cls: type[TorchShardedTensorBase],
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        pin_memory: bool = False,
+        requires_grad: bool = False,
+    ) -> TorchShardedTensorBase:
+        """Metadata without shards, which are assigned to `_local_shards`."""
+        where = sharding_spec.layout(flatten_size(size))
+        tensor: Any = wrap(where, (), _no_comm(), dtype=dtype or torch.get_default_dtype(), cls=cls)
+        properties = TensorProperties(tensor.dtype, layout, requires_grad, pin_memory=pin_memory)
+        tensor._metadata, tensor._local_shards = describe_layout(where, properties), []
+        made: TorchShardedTensorBase = tensor
+        return made
 
     @property
     def local_parts(self) -> tuple[Tensor, ...]:
@@ -127,32 +149,12 @@ class TorchShardedTensorBase(ShardedTensor):
     @classmethod
     def _init_from_local_shards_and_global_metadata(
         cls,
-        local_shards: Sequence[Shard],
+        local_shards: list[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
-    ) -> Self:
-        comm = OutsideComm(-1, torch.device("cpu"), 0.0, process_group=None)
+    ) -> TorchShardedTensor:
         parts = build_parts_of_any_rank(local_shards, sharded_tensor_metadata, sharding_spec)
-        return cls._from_parts(parts, comm, sharded_tensor_metadata, sharding_spec, list(local_shards))
-
-    @classmethod
-    def _from_parts(
-        cls,
-        parts: TensorParts,
-        comm: Comm,
-        metadata: ShardedTensorMetadata | None = None,
-        spec: ShardingSpec | None = None,
-        shards: list[Shard] | None = None,
-    ) -> Self:
-        made: Any = wrap(parts.layout, parts.locals, comm, dtype=parts.dtype, cls=cls)
-        if metadata is not None:
-            made._metadata = metadata
-        if shards is not None:
-            made._local_shards = shards
-        if spec is not None:
-            made.__dict__["_given_spec"] = spec
-        tensor: Self = made
-        return tensor
+        return TorchShardedTensor._from_parts(parts, _no_comm(), sharding_spec, local_shards)
 
     @classmethod
     def __torch_function__(
@@ -180,6 +182,9 @@ class TorchShardedTensor(TorchShardedTensorBase):
     >>> x.local_shards()[0].metadata, isinstance(x, ShardedTensor)
     (ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 2], placement=rank:0/cpu), True)
     """
+
+    _init_rrefs: bool = False
+    _sharded_tensor_id: int | None = None
 
     @staticmethod
     def __new__(
@@ -209,6 +214,18 @@ class TorchShardedTensor(TorchShardedTensorBase):
         made: TorchShardedTensor = tensor
         return made._with_rrefs(init_rrefs)
 
+    @classmethod
+    def _from_parts(
+        cls, parts: TensorParts, comm: Comm, spec: ShardingSpec | None = None, shards: list[Shard] | None = None
+    ) -> Self:
+        made: Any = wrap(parts.layout, parts.locals, comm, dtype=parts.dtype, cls=cls)
+        if spec is not None:
+            made.__dict__["_given_spec"] = spec
+        if shards is not None and [id(shard.tensor) for shard in shards] == list(map(id, parts.locals)):
+            made._local_shards = shards
+        tensor: Self = made
+        return tensor
+
     @staticmethod
     def _resolve_comm(process_group: GroupOrComm | None) -> Comm:
         return resolve_group(process_group)
@@ -229,8 +246,13 @@ class TorchShardedTensor(TorchShardedTensorBase):
     def _get_preferred_device(self) -> torch.device:
         return self.comm.device
 
+    @property
+    def _remote_shards(self) -> dict[int, list[Any]]:
+        found: dict[int, list[Any]] = self.__dict__.setdefault("_rrefs", {})
+        return found
+
     def _with_rrefs(self, init_rrefs: bool) -> Self:
-        self._init_rrefs, self._remote_shards = init_rrefs, {}
+        self._init_rrefs = init_rrefs
         if init_rrefs:
             rrefs.register_rrefs(self)
         return self
@@ -245,7 +267,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
     ) -> Self:
         comm = cls._resolve_comm(process_group)
         parts = gather_parts_from_shards(local_shards, global_size, comm)
-        return cls._from_parts(parts, comm, parts.metadata)._with_rrefs(init_rrefs)
+        return cls._from_parts(parts, comm, shards=parts.shards)._with_rrefs(init_rrefs)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # as in torch, which has a group here
@@ -258,7 +280,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
     ) -> Self:
         comm = cls._resolve_comm(process_group)
         parts = build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
-        return cls._from_parts(parts, comm, sharded_tensor_metadata, sharding_spec)._with_rrefs(init_rrefs)
+        return cls._from_parts(parts, comm, sharding_spec, list(local_shards))._with_rrefs(init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
@@ -271,7 +293,19 @@ class TorchShardedTensor(TorchShardedTensorBase):
     ) -> Self:
         comm = cls._resolve_comm(process_group)
         parts = agree_on_parts_of_tensor(local_tensor, sharding_spec, global_size, comm)
-        return cls._from_parts(parts, comm, spec=sharding_spec)._with_rrefs(init_rrefs)
+        return cls._from_parts(parts, comm, sharding_spec)._with_rrefs(init_rrefs)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert dtype or device of every local tensor; the same object if nothing changes."""
+        if args and not isinstance(args[0], torch.dtype | torch.device | str | int | Tensor):
+            raise RuntimeError(f"ShardedTensor.to() have wrong arguments: got {type(args[0]).__name__} first")
+        if kwargs.get("memory_format", torch.preserve_format) not in (torch.contiguous_format, torch.preserve_format):
+            raise RuntimeError(
+                f"Only `torch.contiguous_format` or `torch.preserve_format` is supported! Got {kwargs['memory_format']}"
+            )
+        if (group := kwargs.get("process_group")) is not None and self._resolve_comm(group) is self.comm:
+            kwargs = {name: value for name, value in kwargs.items() if name != "process_group"}
+        return super().to(*args, **kwargs)
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         try:
@@ -320,4 +354,21 @@ def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -
     """Make a native ShardedTensor one of torch's meaning, in place; anything else passes."""
     if type(value) is ShardedTensor:
         value.__class__ = cls
+        if isinstance(value.sharding.spec, MeshSpec):
+            value.sharding = _layout_of_chunks(value.sharding, value.device)
     return value
+
+
+def _layout_of_chunks(layout: Layout, device: torch.device) -> Layout:
+    """The same layout by a ChunkShardingSpec, whose `dim` and `placements` programs read; unchanged if it has none."""
+    spec = layout.spec
+    if not isinstance(spec, MeshSpec) or spec.mesh.ndim != 1 or not isinstance(spec.placements[0], Split):
+        return layout
+    placements = [f"rank:{rank}/{device}" for rank in spec.mesh.ranks.tolist()]
+    same = ChunkShardingSpec(spec.placements[0].dim, list(placements)).layout(layout.shape)
+    return same if same == layout else layout
+
+
+def _no_comm() -> OutsideComm:
+    """The comm of a tensor that has no process group."""
+    return OutsideComm(-1, torch.device("cpu"), 0.0, process_group=None)

@@ -297,6 +297,7 @@ def scatter(
         raise ValueError(f"src_rank={src_rank} is not in the group: it has ranks 0 to {comm.world_size - 1}")
     made = shard(tensor.detach(), spec, comm.ranks[src_rank], comm=comm)
     made.__class__ = tensor_type
+    made.__dict__["_given_spec"] = spec  # torch's class answers with the very object
     return made.requires_grad_(tensor.requires_grad)
 
 

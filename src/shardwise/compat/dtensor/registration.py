@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, overload
 
 from shardwise.compat.dtensor.rules import register_dtensor_rule, remove_dtensor_rule
+from shardwise.compat.dtensor.spec_view import TorchRule
 from shardwise.ops.engine import rules
 from shardwise.ops.engine.registry import OperatorCode, Steps, find_rule
 from shardwise.ops.engine.schema import resolve_op
@@ -63,8 +64,15 @@ def register_sharding(
 
 
 def register_torch_sharding(op: Any) -> Callable[[R], R]:
-    """Do what torch's own `register_sharding` does, for DTensor and for ShardedTensor: a built-in rule is replaced."""
-    decorator: Callable[[R], R] = register_sharding(op, override=True, dtensor=True)
+    """Do what torch's own `register_sharding` does, for DTensor and for ShardedTensor.
+
+    A built-in rule is replaced, and rules are shown what torch documents: a `DTensorSpec` for each tensor.
+    """
+
+    def decorator(rule: R) -> R:
+        register_sharding(op, TorchRule(rule), override=True, dtensor=True)
+        return rule
+
     return decorator
 
 

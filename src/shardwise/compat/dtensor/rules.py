@@ -4,8 +4,8 @@
    that DTensor cannot run (a `local` of their own, lengths of their own) are left out.
 2. torch expands them to the mesh. A keyword tensor is never moved by DTensor, so strategies that would need it
    are left out.
-3. torch's cache key holds every argument that is not a tensor, and an operator's built-in "single-dim strategy", which
-   would win over a registered rule without a word, is put aside until the rule is removed.
+3. torch's cache key holds every argument that is not a tensor, and what would win over a registered rule without a
+   word is put aside until the rule is removed: an operator's "single-dim strategy", a function of its own.
 
 As long as `torch.distributed.tensor` is not loaded, rules wait: loading it takes seconds.
 """
@@ -22,6 +22,7 @@ import torch
 
 from shardwise._torch import OpOverload, clear_dtensor_caches
 from shardwise.compat.dtensor.layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
+from shardwise.compat.dtensor.spec_view import TorchRule
 from shardwise.geometry import Shard
 from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule
 from shardwise.ops.engine.schema import Slot
@@ -32,6 +33,7 @@ _TABLES = (
     "op_to_schema_info",
     "op_to_schema_info_for_single_dim_strategy",
 )
+_HANDLERS = "_custom_op_handlers"  # of the dispatcher: functions that compute an operator without a rule
 _rules_to_install: dict[Any, Rule] = {}
 _replaced_entries: dict[Any, dict[str, Any]] = {}
 
@@ -54,18 +56,15 @@ def remove_dtensor_rule(op: Any) -> None:
     before = _replaced_entries.pop(op, None)
     if before is None:
         return
-    propagator = _propagator()
-    for name in _TABLES:
-        table = getattr(propagator, name, {})
+    for name, table in _tables().items():
         table.pop(op, None)
         if name in before:
             table[op] = before[name]
-    _clear_caches(propagator)
+    _clear_caches(_propagator())
 
 
 def _install_dtensor_rule(op: Any, rule: Rule) -> None:
-    propagator = _propagator()
-    tables = {name: getattr(propagator, name, {}) for name in _TABLES}
+    propagator, tables = _propagator(), _tables()
     _replaced_entries.setdefault(op, {name: table[op] for name, table in tables.items() if op in table})
     for table in tables.values():
         table.pop(op, None)
@@ -75,6 +74,13 @@ def _install_dtensor_rule(op: Any, rule: Rule) -> None:
 
 def _propagator() -> Any:
     return sys.modules[TENSOR_MODULE].DTensor._op_dispatcher.sharding_propagator
+
+
+def _tables() -> dict[str, dict[Any, Any]]:
+    """The tables of torch in which an operator may have an entry."""
+    found = {name: getattr(_propagator(), name, {}) for name in _TABLES}
+    found[_HANDLERS] = getattr(sys.modules[TENSOR_MODULE].DTensor._op_dispatcher, _HANDLERS, {})
+    return found
 
 
 def _schema_info(op: Any) -> Any:
@@ -97,7 +103,10 @@ def _make_op_strategy(op: Any, rule: Rule) -> Callable[[Any], Any]:
         named = {name: _replace_strategies(a, metas) for name, a in op_schema.kwargs_schema.items()}
         args = [_fill_metas(a, metas) for a in slots]
         kwargs = {name: _fill_metas(a, metas) for name, a in named.items()}
-        known = ask_rule(rule, (args, kwargs), (slots, named), len(metas))
+        if isinstance(rule, TorchRule):
+            known = ask_rule(rule.rule, _torch_arguments(op_schema), (slots, named), len(metas))
+        else:
+            known = ask_rule(rule, (args, kwargs), (slots, named), len(metas))
         if isinstance(known, Steps):
             raise NotImplementedError(f"the rule of {op} computes these layouts in steps, which DTensor cannot run")
         outputs = _output_count(op, args, kwargs)
@@ -105,6 +114,18 @@ def _make_op_strategy(op: Any, rule: Rule) -> Callable[[Any], Any]:
         return _expand_strategies(op, op_schema, lists, outputs)
 
     return strategy
+
+
+def _torch_arguments(op_schema: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operator with torch's own specs in place of tensors."""
+    named = {name: _spec_of(value) for name, value in op_schema.kwargs_schema.items()}
+    return [_spec_of(value) for value in op_schema.args_schema], named
+
+
+def _spec_of(value: Any) -> Any:
+    if hasattr(value, "strategies"):
+        return value.strategies[0].output_spec
+    return tuple(map(_spec_of, value.children)) if hasattr(value, "children") else value
 
 
 def _expand_strategies(op: Any, op_schema: Any, lists: list[list[Any]], outputs: int) -> Any:

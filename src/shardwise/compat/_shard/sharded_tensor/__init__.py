@@ -1,5 +1,9 @@
 """The names of `torch.distributed._shard.sharded_tensor`."""
 
+from shardwise.compat._shard.sharded_tensor import logger as logger
+from shardwise.compat._shard.sharded_tensor import reshard as reshard
+from shardwise.compat._shard.sharded_tensor import shard as shard
+from shardwise.compat._shard.sharded_tensor import utils as utils
 from shardwise.compat._shard.sharded_tensor.api import (
     Shard,
     ShardedTensor,
