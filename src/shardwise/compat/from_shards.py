@@ -177,6 +177,7 @@ def _check_number_of_shards(local_shards: Sequence[Shard], metadata: ShardedTens
 
 def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> None:
     assert shard.metadata.placement is not None, "Must specify placement for `Shard`!"
+    _raise_mismatch("tensor property", "layout", properties.layout, shard.tensor.layout, rank)
     if not shard.tensor.is_contiguous():
         raise ValueError("Only torch.contiguous_format memory_format is currently supported")
     described = (shard.metadata.shard_sizes, shard.metadata.placement.device())
@@ -184,7 +185,7 @@ def _check_against(shard: Shard, properties: TensorProperties, rank: int) -> Non
         ("size", "device"), described, (list(shard.tensor.size()), shard.tensor.device), strict=True
     ):
         _raise_mismatch("local ShardMetadata", name, expected, actual, rank)
-    for name in ("layout", "pin_memory", "dtype", "requires_grad"):
+    for name in ("pin_memory", "dtype", "requires_grad"):
         actual = getattr(TensorProperties.create_from_tensor(shard.tensor), name)
         _raise_mismatch("tensor property", name, getattr(properties, name), actual, rank)
 
