@@ -4,7 +4,8 @@
 2. `torch.equal` and `torch.allclose`: two tensors of one process group, compared shard by shard, metadata included.
 3. Lookups: plain ids are this rank's own, and the result is for them.
 
-A user's own implementation (`custom_sharded_op_impl`) comes before these.
+A user's own implementation (`custom_sharded_op_impl`) comes before these. In every function, all tensors belong to one
+process group.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Meaning: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, An
 
 def call_torch_meaning(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what torch's meaning of a function gives; NotImplemented where the native one is the same."""
+    tensors = list(sharded_leaves(args, kwargs))
+    if len(tensors) > 1:
+        check_op_arguments(func, tensors)
     own = _MEANINGS.get(func)
-    if own is None:
-        return NotImplemented
-    first = next(sharded_leaves(args, kwargs))
-    if override_for(func, first.sharding.spec) is not None:
+    if own is None or override_for(func, tensors[0].sharding.spec) is not None:
         return NotImplemented
     return own(func, args, kwargs)
 
@@ -40,6 +41,9 @@ def call_torch_meaning(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _fill_each_shard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch.nn.init on every local shard."""
     tensor = args[0] if args else kwargs.pop("tensor")
+    for name, value in kwargs.items():
+        if value is None and name != "generator":
+            raise ValueError(f"param: {name} shouldn't be None!")
     for shard in tensor.local_shards():
         func(shard.tensor, *args[1:], **kwargs)
     return tensor
@@ -60,7 +64,6 @@ def _compare_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     one, other = (*args, *(kwargs.pop(name) for name in ("input", "other") if name in kwargs))[:2]
     if not (isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)):
         raise TypeError(f"Both arguments to torch.{func.__name__} need to be of type ShardedTensor")
-    check_op_arguments(func, (one, other))
     if isinstance(one.comm, OutsideComm):
         return isinstance(other.comm, OutsideComm)
     same = one.metadata() == other.metadata() and len(one.local_parts) == len(other.local_parts)

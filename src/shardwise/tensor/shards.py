@@ -86,7 +86,8 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    strides: tuple[int, ...] | None = None
+    # Of torch 2.15; by keyword and not printed, so that it reads and is called as in earlier releases too.
+    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Five entries, as before torch 2.15; strides follow where there are any."""
@@ -116,7 +117,7 @@ class TensorProperties:
             requires_grad=tensor.requires_grad,
             memory_format=torch.contiguous_format,
             pin_memory=tensor.is_pinned(),
-            strides=tensor.stride(),
+            strides=tensor.stride() if tensor.layout == torch.strided else None,
         )
 
 
