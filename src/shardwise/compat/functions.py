@@ -86,13 +86,6 @@ def _make_contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return args[0] if plain else NotImplemented
 
 
-def _clone_as_stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    asked = kwargs.get("memory_format", torch.preserve_format)
-    if asked is not torch.preserve_format:
-        raise RuntimeError(f"Only support torch.preserve_format for clone of a ShardedTensor, got {asked}")
-    return NotImplemented
-
-
 _MEANINGS: dict[Callable[..., Any], Meaning] = {
     nn.init.uniform_: _fill_each_shard,
     nn.init.normal_: _fill_each_shard,
@@ -105,8 +98,6 @@ _MEANINGS: dict[Callable[..., Any], Meaning] = {
     Tensor.equal: _compare_shards,
     Tensor.allclose: _compare_shards,
     Tensor.contiguous: _make_contiguous,
-    Tensor.clone: _clone_as_stored,
-    torch.clone: _clone_as_stored,
     F.embedding: _look_up_own_ids,
     F.embedding_bag: _look_up_own_ids,
 }

@@ -19,11 +19,12 @@ import torch
 from torch.distributed import rpc
 
 from shardwise.comm import Comm, default_comm, name_ranks
+from shardwise.compat.groups import OutsideComm
 
 if TYPE_CHECKING:
     from shardwise.compat.sharded_tensor import TorchShardedTensor
 
-_ENTRY = struct.Struct("<qq")
+_ENTRY = struct.Struct("<qq?")
 _NO_RPC = -1
 _numbers = itertools.count()
 _sharded_tensor_map: dict[int, weakref.ref[TorchShardedTensor]] = {}
@@ -56,7 +57,8 @@ def exchange_rrefs(tensor: TorchShardedTensor) -> None:
     assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
     comm = default_comm()  # also ranks outside of the tensor's group hold references
     tensor._remote_shards.clear()
-    numbers = _exchange_numbers(comm, tensor._sharded_tensor_id)
+    outside = isinstance(tensor.comm, OutsideComm)
+    numbers = _exchange_numbers(comm, tensor._sharded_tensor_id, tensor.comm.ranks, outside)
     shards = tensor.local_shards()
     sent = []
     for rank, number in numbers.items():
@@ -95,11 +97,12 @@ def _forget_number(number: int, reference: object = None) -> None:
     _sharded_tensor_map.pop(number, None)
 
 
-def _exchange_numbers(comm: Comm, number: int) -> dict[int, int]:
-    """Return each rank's number for the tensor, or raise the same error on all ranks."""
-    entries = comm.all_gather_bytes(_ENTRY.pack(_rpc_rank(), number), label="init_rrefs: numbers of the tensor")
+def _exchange_numbers(comm: Comm, number: int, members: tuple[int, ...], outside: bool) -> dict[int, int]:
+    """Return the number for the tensor of each rank in its group or outside of every group, or raise on all ranks."""
+    own = _ENTRY.pack(_rpc_rank(), number, outside)
+    entries = comm.all_gather_bytes(own, label="init_rrefs: numbers of the tensor")
     said = {rank: _ENTRY.unpack(entry) for rank, entry in zip(comm.ranks, entries, strict=True)}
-    without = [rank for rank, (rpc_rank, _) in said.items() if rpc_rank == _NO_RPC]
+    without = [rank for rank, (rpc_rank, _, _) in said.items() if rpc_rank == _NO_RPC]
     if without:
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True; "
@@ -107,13 +110,13 @@ def _exchange_numbers(comm: Comm, number: int) -> dict[int, int]:
         )
     if comm.process_group is None and comm.world_size > 1:
         raise RuntimeError("init_rrefs=True needs ranks that are processes; those of run_local are threads of one")
-    for rank, (rpc_rank, _) in said.items():
+    for rank, (rpc_rank, _, _) in said.items():
         if rank != rpc_rank:
             raise ValueError(
                 "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
                 f"{rank} and RPC rank: {rpc_rank}; pass init_rpc the rank of init_process_group"
             )
-    return {rank: theirs for rank, (_, theirs) in said.items()}
+    return {rank: theirs for rank, (_, theirs, is_outside) in said.items() if rank in members or is_outside}
 
 
 def _rpc_rank() -> int:

@@ -307,6 +307,12 @@ class TorchShardedTensor(TorchShardedTensorBase):
             kwargs = {name: value for name, value in kwargs.items() if name != "process_group"}
         return super().to(*args, **kwargs)
 
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # as the native one
+        """A copy of this tensor; differentiable."""
+        if memory_format is not torch.preserve_format:
+            raise RuntimeError(f"Only support torch.preserve_format for ShardedTensor! Got {memory_format}")
+        return super().clone()
+
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         try:
             if out is not None:
