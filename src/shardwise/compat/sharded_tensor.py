@@ -356,17 +356,30 @@ PlacementShardingSpec.tensor_type = TorchShardedTensor
 TorchShardedTensor.__name__, TorchShardedTensorBase.__name__ = "ShardedTensor", "ShardedTensorBase"
 
 
+# By the identity of layouts, which equal ones of other specs do not share; each is kept alive beside its answer.
+_chunk_layouts: dict[tuple[int, torch.device], tuple[Layout, Layout]] = {}
+_MAX_CHUNK_LAYOUTS = 8192
+
+
 def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -> Any:
     """Make a native ShardedTensor one of torch's meaning, in place; anything else passes."""
     if type(value) is ShardedTensor:
         value.__class__ = cls
-        if isinstance(value.sharding.spec, MeshSpec):
-            value.sharding = _layout_of_chunks(value.sharding, value.device)
+        value.sharding = _layout_of_chunks(value.sharding, value.device)
     return value
 
 
 def _layout_of_chunks(layout: Layout, device: torch.device) -> Layout:
     """The same layout by a ChunkShardingSpec, whose `dim` and `placements` programs read; unchanged if it has none."""
+    known = _chunk_layouts.get((id(layout), device))
+    if known is None:
+        if len(_chunk_layouts) >= _MAX_CHUNK_LAYOUTS:
+            _chunk_layouts.clear()
+        known = _chunk_layouts[id(layout), device] = (layout, _find_chunks(layout, device))
+    return known[1]
+
+
+def _find_chunks(layout: Layout, device: torch.device) -> Layout:
     spec = layout.spec
     if not isinstance(spec, MeshSpec) or spec.mesh.ndim != 1 or not isinstance(spec.placements[0], Split):
         return layout

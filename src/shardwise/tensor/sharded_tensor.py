@@ -100,6 +100,9 @@ def wrap(
     return tensor
 
 
+derived_types: set[type] = set()  # the subclasses of ShardedTensor, for code that must not spend an isinstance
+
+
 class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     """A tensor whose pieces are on many ranks.
 
@@ -149,6 +152,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        derived_types.add(cls)
 
     @staticmethod
     def _resolve_comm(process_group: GroupOrComm | None) -> Comm:

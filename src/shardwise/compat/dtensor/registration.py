@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeVar, overload
 from shardwise.compat.dtensor.rules import register_dtensor_rule, remove_dtensor_rule
 from shardwise.compat.dtensor.spec_view import TorchRule
 from shardwise.ops.engine import rules
-from shardwise.ops.engine.registry import OperatorCode, Steps, find_rule
+from shardwise.ops.engine.registry import OperatorCode, Rule, Steps, find_rule
 from shardwise.ops.engine.schema import resolve_op
 
 R = TypeVar("R", bound=OperatorCode)
+T = TypeVar("T", bound=Rule)
 
 
 @overload
@@ -63,13 +64,13 @@ def register_sharding(
     return made
 
 
-def register_torch_sharding(op: Any) -> Callable[[R], R]:
+def register_torch_sharding(op: Any) -> Callable[[T], T]:
     """Do what torch's own `register_sharding` does, for DTensor and for ShardedTensor.
 
     A built-in rule is replaced, and rules are shown what torch documents: a `DTensorSpec` for each tensor.
     """
 
-    def decorator(rule: R) -> R:
+    def decorator(rule: T) -> T:
         register_sharding(op, TorchRule(rule), override=True, dtensor=True)
         return rule
 

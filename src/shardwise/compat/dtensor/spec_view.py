@@ -15,7 +15,7 @@ import torch
 
 from shardwise.compat.dtensor.layouts import TENSOR_MODULE, torch_placement
 from shardwise.geometry import Placement
-from shardwise.ops.engine.registry import Rule, TensorMeta
+from shardwise.ops.engine.registry import Rule, Steps, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TorchRule:
 
     rule: Rule
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Any] | Steps:
         return self.rule(*map(_view, args), **{name: _view(value) for name, value in kwargs.items()})
 
 

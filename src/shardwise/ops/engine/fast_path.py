@@ -32,7 +32,7 @@ from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import format_layout_text, move_to
-from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     """Run a function by its shortcut."""
     if shortcut.reshape:
         return _reshape_locals(shortcut.outputs[0], args[0])
-    tensors = [value for value in args if type(value) is ShardedTensor]
+    tensors = [value for value in args if isinstance(value, ShardedTensor)]
     if kwargs:
-        tensors += [value for value in kwargs.values() if type(value) is ShardedTensor]
+        tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
     if shortcut.writes:
         check_writable(tensors[0])
     local = iter(_prepare_locals(shortcut, tensors))
-    local_args = [next(local) if type(value) is ShardedTensor else value for value in args]
+    local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
     if kwargs:
-        kwargs = {n: next(local) if type(value) is ShardedTensor else value for n, value in kwargs.items()}
+        kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
     result = func(*local_args, **kwargs)
     if shortcut.writes:
         tensors[0].__dict__.pop("_varied", None)
@@ -205,11 +205,11 @@ def _find_shortcut(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: FunctionRecording
 ) -> Any:
     outputs = list(result) if type(result) in (list, tuple) else [result]
-    tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     keep = tuple(t.sharding for t in tensors)
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
         return Shortcut((result.sharding,), None, ((),), False, keep, reshape=True)
-    if not recording.plain or recording.operators == 0 or not all(type(o) is ShardedTensor for o in outputs):
+    if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
     if recording.operators > 1:
         return _find_shortcut_of_several(func, args, kwargs, result, recording)
@@ -232,7 +232,12 @@ def _find_shortcut(
 
 def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
-    return type(result) is type(args[0]) is ShardedTensor and not kwargs and result.dtype == args[0].dtype
+    return (
+        isinstance(result, ShardedTensor)
+        and isinstance(args[0], ShardedTensor)
+        and not kwargs
+        and result.dtype == args[0].dtype
+    )
 
 
 def _gives_back_what_it_writes(
@@ -266,7 +271,7 @@ def _find_shortcut_of_several(
 ) -> Any:
     """The shortcut of a function of several operators, none of which moved or wrote anything."""
     outputs = list(result) if type(result) in (list, tuple) else [result]
-    tensors = [v for v in (*args, *kwargs.values()) if type(v) is ShardedTensor]
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     if recording.moved or recording.written or any(o is t for o in outputs for t in tensors):
         return None
     vary = _varying_axes([t.sharding for t in tensors], [o.sharding for o in outputs])
@@ -359,7 +364,7 @@ def call_fast_path(
     seen: dict[int, int] = {}
     for value in args:
         kind = type(value)
-        if kind is ShardedTensor:
+        if kind is ShardedTensor or kind in derived_types:
             parts = value.local_parts
             if len(parts) != 1:
                 break
@@ -421,7 +426,7 @@ def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     seen: dict[int, int] = {}
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind is ShardedTensor:
+        if kind is ShardedTensor or kind in derived_types:
             if len(value.local_parts) != 1:
                 return None
             held, same = value.local_parts[0], seen.setdefault(id(value), len(seen))
