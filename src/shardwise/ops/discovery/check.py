@@ -24,8 +24,8 @@ from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, 
 from shardwise.ops.discovery.trial import run_call, written_tensors
 from shardwise.ops.engine.placement_cost import same_kind
 from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule, find_rule
-from shardwise.ops.engine.schema import OperatorCall, resolve_op, split_call
-from shardwise.ops.rules.pointwise import is_pointwise, pointwise_rule
+from shardwise.ops.engine.schema import OperatorCall, is_pointwise, resolve_op, split_call
+from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor.dispatch import UnsupportedOpError
 
 WORLDS = (2, 3)

@@ -35,14 +35,15 @@ from shardwise.ops.engine.choose import (
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
-from shardwise.ops.engine.mixed import convert_plain_tensors
+from shardwise.ops.engine.irregular import compute_on_pieces
+from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
-from shardwise.ops.engine.schema import OperatorCall, Slot, split_call, written_slots
+from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, split_call, written_slots
 from shardwise.ops.engine.vary import vary_along
-from shardwise.ops.rules.pointwise import compute_irregular_pointwise, is_pointwise, pointwise_rule
+from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
-from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
 from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -91,19 +92,32 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     """Compute an operator on ShardedTensors."""
     rule = find_rule(op)
     if isinstance(rule, Steps):
-        return _run_steps(rule, args, kwargs)
+        return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
     unknown = rule is None and not is_pointwise(op)
     if unknown and is_composite(op):
         return decompose(op, args, kwargs)
     call = split_call(op, args, kwargs)
-    tensors = convert_plain_tensors(call)
-    if any(mesh_view(t.sharding) is None for t in tensors):
-        return compute_irregular_pointwise(call, tensors, tensors[0].comm)
-    if unknown and (way := find_fallback(op)) is not None:
+    written = sorted(_written_indices(call))
+    tensors = describe_on_one_mesh(convert_plain_tensors(call), written)
+    irregular = any(mesh_view(t.sharding) is None for t in tensors)
+    if unknown and not irregular and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
-    for index in _written_indices(call):
+    for index in written:
         check_writable(tensors[index])
+    if irregular:
+        return compute_on_pieces(call, tensors, written)
     return _run_call(call, tensors)
+
+
+def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of steps with all tensors on one mesh, where their layouts can be described so."""
+    if len({view.mesh for t in sharded_leaves(args, kwargs) if (view := mesh_view(t.sharding))}) < 2:
+        return args, kwargs
+    call = split_call(op, args, kwargs)
+    own = [i for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor)]
+    written = {own.index(i) for i in _written_indices(call) if i in own}
+    made = describe_on_one_mesh([t for t in call.tensors if isinstance(t, ShardedTensor)], written)
+    return call.fill_slots([made[own.index(i)] if i in own else t for i, t in enumerate(call.tensors)])
 
 
 def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

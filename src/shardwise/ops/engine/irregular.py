@@ -1,7 +1,12 @@
-"""Reductions of whole tensors in irregular pieces.
+"""Operators on tensors in irregular pieces: boxes, or several chunks on a rank.
 
-The order of elements does not matter to them. So what a rank has is one run of a 1-D tensor, cut unevenly, and that
-is reduced as any other.
+1. A reduction of the whole tensor: the order of elements does not matter to it. So what a rank has is one run of a 1-D
+   tensor, cut unevenly, and that is reduced as any other.
+2. A pointwise operator takes the layout of one tensor: of the one that is written to, else of the largest. Tensors of
+   the same shape are moved there; what is pending is reduced by that. Others broadcast: they are wanted whole on every
+   rank and vary, so that their gradients are summed, each element's once however many replicas there are.
+3. The operator runs on each local tensor, and the shapes of the results are compared with the layout.
+4. Everything else is refused. All of this is decided from shapes and layouts, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -11,12 +16,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwise._torch import aten
-from shardwise.geometry import EnumerableSpec, Layout, Mesh, MeshSpec, Shard
-from shardwise.ops.engine.schema import OperatorCall
+from shardwise.geometry import (
+    Box,
+    EnumerableSpec,
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+)
+from shardwise.ops.engine.fast_path import note_special
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.schema import OperatorCall, is_pointwise
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
+from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor.caches import cache_by_identity
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 WHOLE_REDUCTIONS = {
@@ -42,18 +64,144 @@ WHOLE_REDUCTIONS = {
 }
 
 
+def compute_on_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor], written: Sequence[int]) -> Any:
+    """Compute a call in which a tensor is in irregular pieces; `written` are the numbers of those written to."""
+    note_special()
+    reduced = reduce_pieces(call, tensors)
+    if reduced is not NotImplemented:
+        return reduced
+    lead = tensors[written[0]] if written else max(tensors, key=lambda t: (t.numel(), mesh_view(t.sharding) is None))
+    shape = _broadcast_shape(call, tensors, lead)
+    if mesh_view(lead.sharding) is not None:
+        args, kwargs = call.fill_slots([_place_on_mesh(t, lead, str(call.op)) for t in tensors])
+        return call.op(*args, **kwargs)
+    layout = _prepend_dims(lead.sharding, len(shape))
+    held = [_cut_into_pieces(t, lead, layout, str(call.op)) for t in tensors]
+    results = []
+    for slot in range(len(held[0])):
+        args, kwargs = call.fill_slots([pieces[slot] for pieces in held])
+        results.append(call.op(*args, **kwargs))
+    if written:
+        return _note_written(tensors[written[0]], results)
+    if isinstance(results[0], list | tuple):
+        return tuple(_wrap_pieces(call, layout, [r[i] for r in results], lead) for i in range(len(results[0])))
+    return _wrap_pieces(call, layout, results, lead)
+
+
+def _broadcast_shape(call: OperatorCall, tensors: Sequence[ShardedTensor], lead: ShardedTensor) -> tuple[int, ...]:
+    """The shape of the results; refused unless it is the lead's, with dims of length 1 in front."""
+    if is_pointwise(call.op):
+        shape = tuple(torch.broadcast_shapes(*(tuple(t.shape) for t in tensors)))  # type: ignore[no-untyped-call]
+        own = tuple(lead.shape)
+        if shape == (1,) * (len(shape) - len(own)) + own:
+            return shape
+    odd = next(t for t in tensors if mesh_view(t.sharding) is None)
+    raise UnsupportedOpError(
+        f"{call.op} of {', '.join(format_layout_text(t.sharding) for t in tensors)}: tensors in irregular pieces "
+        f"({odd.sharding.spec!r}) support pointwise operators whose result has the shape of the largest tensor, copies "
+        "and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
+    )
+
+
+def _place_on_mesh(tensor: ShardedTensor, lead: ShardedTensor, name: str) -> ShardedTensor:
+    """A tensor in irregular pieces on the mesh of the lead: cut as the lead, or whole where it broadcasts."""
+    if mesh_view(tensor.sharding) is not None:
+        return tensor
+    spec = mesh_view(lead.sharding)
+    assert spec is not None
+    same = tensor.shape == lead.shape
+    placements = [Replicate() if isinstance(p, Partial) or not same else p for p in spec.placements]
+    return redistribute_to(tensor, MeshSpec(spec.mesh, placements, spec.order).layout(tuple(tensor.shape)), name)
+
+
+@cache_by_identity
+def _layouts_by_ndim(layout: Layout) -> dict[int, Layout]:
+    """The layout with dims of length 1 in front, by the number of dims, as far as it was asked for."""
+    return {layout.ndim: layout}
+
+
+def _prepend_dims(layout: Layout, ndim: int) -> Layout:
+    known = _layouts_by_ndim(layout)
+    if ndim not in known:
+        more = ndim - layout.ndim
+        pieces = [
+            Piece(Box((0,) * more + p.box.offsets, (1,) * more + p.box.sizes), p.rank, p.device) for p in layout.pieces
+        ]
+        known[ndim] = EnumerableSpec(pieces, replicated=True).layout((1,) * more + layout.shape)
+    return known[ndim]
+
+
+def _cut_into_pieces(tensor: ShardedTensor, lead: ShardedTensor, layout: Layout, name: str) -> Sequence[Tensor]:
+    """What each local tensor of the lead is computed with; a rank without any has one tensor without elements."""
+    if tensor.shape == lead.shape:
+        parts = redistribute_to(tensor, lead.sharding, name)._tape_tensors()
+        more = (1,) * (layout.ndim - lead.ndim) if lead.local_parts else ()
+        return [part.reshape(more + tuple(part.shape)) for part in parts] if more else parts
+    return _cut_whole(tensor, layout, name)
+
+
+def _cut_whole(tensor: ShardedTensor, layout: Layout, name: str) -> Sequence[Tensor]:
+    """The elements that broadcast with each of this rank's pieces, from a tensor that is wanted whole everywhere."""
+    ranks, rank = tensor.comm.ranks, tensor.comm.rank
+    target = replicated_layout(tuple(tensor.shape), ranks)
+    whole = redistribute_to(tensor, target, name)
+    value = vary_along(whole, target, (0,) if len(ranks) > 1 else ())
+    rows = layout.rows_of(rank)
+    if not len(rows):
+        return [value.reshape(-1)[:0]]
+    found = [_cut_box(value, piece.box) for piece in layout.pieces_of(rank)]
+    if value.requires_grad:
+        for part, is_first in zip(found, np.isin(rows, _first_copies(layout)), strict=True):
+            if not is_first:
+                part.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]  # untyped in torch
+    return found
+
+
+def _cut_box(value: Tensor, box: Box) -> Tensor:
+    """A new view of the part of a whole tensor that broadcasts with a box."""
+    first = box.ndim - value.ndim
+    cuts = zip(value.shape, box.offsets[first:], box.ends[first:], strict=True)
+    return value.view_as(value)[tuple(slice(a, b) if n > 1 else slice(None) for n, a, b in cuts)]
+
+
+def _note_written(tensor: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
+    """A tensor whose local tensors were written to; where there are none, what was written is on the tape."""
+    tensor.__dict__.pop("_varied", None)
+    if not tensor.local_parts and results[0].requires_grad:
+        tensor._anchor = results[0]
+    return tensor
+
+
+def _wrap_pieces(call: OperatorCall, layout: Layout, results: Sequence[Tensor], lead: ShardedTensor) -> ShardedTensor:
+    comm, one = lead.comm, results[0]
+    shapes = layout.local_shapes(comm.rank)
+    if not shapes:
+        anchor = one if one.requires_grad else None
+        return wrap(layout, (), comm, dtype=one.dtype, device=lead.device, anchor=anchor)
+    if shapes != tuple(tuple(r.shape) for r in results):
+        raise LayoutError(
+            f"{call.op} on the local tensors of rank {comm.rank} returned {[tuple(r.shape) for r in results]}, where "
+            f"{format_layout_text(layout)} has {list(shapes)}; please report this program, with its layouts"
+        )
+    return wrap(layout, tuple(results), comm)
+
+
 def reduce_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     """The reduction of a whole tensor in irregular pieces, or NotImplemented for anything else."""
     if call.op not in WHOLE_REDUCTIONS or len(tensors) != 1:
         return NotImplemented
     given = arguments_by_name(call.op, call.args, call.kwargs)
     ndim = tensors[0].ndim
-    if given.get("keepdim") or all_dims(given.get("dim"), ndim) != tuple(range(ndim)):
+    if all_dims(given.get("dim"), ndim) != tuple(range(ndim)):
         return NotImplemented
-    rest = {name: value for name, value in given.items() if name not in ("self", "dim")}
+    rest = {name: value for name, value in given.items() if name not in ("self", "dim", "keepdim")}
     if given.get("dim") is not None:
         rest["dim"] = [0]
-    return call.op(flatten_pieces(tensors[0]), **rest)
+    found = call.op(flatten_pieces(tensors[0]), **rest)
+    if not given.get("keepdim"):
+        return found
+    kept = [one.reshape((1,) * ndim) for one in (found if isinstance(found, tuple) else (found,))]
+    return tuple(kept) if isinstance(found, tuple) else kept[0]
 
 
 def flatten_pieces(tensor: ShardedTensor) -> ShardedTensor:
@@ -70,7 +218,12 @@ def flatten_pieces(tensor: ShardedTensor) -> ShardedTensor:
 @cache_by_identity
 def drop_replicas(layout: Layout) -> Layout:
     """The layout with one copy of each piece."""
-    first = np.unique(layout.table.cells, return_index=True)[1]
+    first = _first_copies(layout)
     if len(first) == len(layout.table):
         return layout
-    return EnumerableSpec(layout.table.take(np.sort(first)).pieces()).layout(layout.shape)
+    return EnumerableSpec(layout.table.take(first).pieces()).layout(layout.shape)
+
+
+def _first_copies(layout: Layout) -> Any:
+    """The rows of the table that have the first copy of each piece, ascending."""
+    return np.sort(np.unique(layout.table.cells, return_index=True)[1])

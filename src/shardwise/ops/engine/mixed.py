@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.placement_cost import mesh_view, view_on_mesh
 from shardwise.ops.engine.schema import OperatorCall, Slot
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dispatch import register_function, run_function
@@ -75,6 +75,31 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
                 "`with shardwise.plain_as_replicated():`"
             )
     return found
+
+
+def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[int]) -> list[ShardedTensor]:
+    """The same tensors on one mesh where their layouts can be described so: that of what is written, or the largest.
+
+    Nothing is moved. Layouts that mean the same meet, whatever their axes are called and whoever described them.
+    """
+    specs = [mesh_view(t.sharding) for t in tensors]
+    if len({s.mesh for s in specs if s is not None}) < 2:
+        return list(tensors)
+    lead = min(written) if written else max(range(len(tensors)), key=lambda i: (tensors[i].numel(), -i))
+    mesh = _mesh_of(tensors[lead])
+    return [
+        t if s is None or s.mesh == mesh else _describe_on_mesh(t, mesh) for t, s in zip(tensors, specs, strict=True)
+    ]
+
+
+def _describe_on_mesh(tensor: ShardedTensor, mesh: Mesh) -> ShardedTensor:
+    spec = view_on_mesh(tensor.sharding, mesh)
+    if spec is None:
+        return tensor
+    layout = spec.layout(tuple(tensor.shape))
+    return wrap(
+        layout, tensor.local_parts, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor
+    )
 
 
 def _argument_name(call: OperatorCall, number: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.geometry.cells import Cells
+from shardwise.geometry.placements import chunk_sizes
 from shardwise.tensor.caches import cache_by_identity
 
 
@@ -21,33 +24,76 @@ def mesh_view(layout: Layout) -> MeshSpec | None:
     spec = layout.spec
     if isinstance(spec, MeshSpec):
         return spec.resolved(layout.shape)
-    cells = layout.cells
-    if cells is None or cells.replicas > 1 or len(set(layout.table.ranks.tolist())) != len(layout.table):
+    if len(set(layout.table.ranks.tolist())) != len(layout.table):
         return None
+    found = _boxes_view(layout) if layout.cells is None else _cells_view(layout, layout.cells)
+    return found if found is not None and found.layout(layout.shape) == layout else None
+
+
+def _cells_view(layout: Layout, cells: Cells) -> MeshSpec:
+    """Cells of a grid, one on each rank: an axis for each dim that is cut, and one for replicas."""
     cut = [d for d, c in enumerate(cells.dims) if c.count > 1]
-    if len(cut) > 1:
-        return _grid_view(layout, cut)
+    if not cut and layout.shape and cells.replicas == 1:
+        cut = [0]
+    names = ["chunks"] if len(cut) == 1 else [f"cells{d}" for d in cut]
+    counts = [cells.dims[d].count for d in cut]
+    if cells.replicas > 1:
+        names, counts = [*names, "replicas"], [*counts, cells.replicas]
+    sizes = {d: tuple(cells.dims[d].lengths.tolist()) for d in cut}
+    placements = [Shard(d, None if s == chunk_sizes(sum(s), len(s)) else s) for d, s in sizes.items()]
+    more = [Replicate()] if cells.replicas > 1 else []
+    return MeshSpec(Mesh(names, cells.owners.reshape(counts)), [*placements, *more])
+
+
+def _boxes_view(layout: Layout) -> MeshSpec | None:
+    """Boxes, one on each rank, that are the runs of one dim: an axis for this dim."""
+    table = layout.table
+    cut = [d for d in range(layout.ndim) if len(set(table.offsets[:, d].tolist())) > 1]
+    if len(cut) > 1 or not len(table) or not layout.shape:
+        return None
     dim = cut[0] if cut else 0
-    if not layout.shape:
-        return MeshSpec(Mesh((), int(layout.table.ranks[0])), ())
-    sizes = tuple(cells.dims[dim].lengths.tolist())
-    mesh = Mesh(("chunks",), cells.owners.reshape(-1))
-    return _drop_chunk_sizes(MeshSpec(mesh, (Shard(dim, sizes),)), layout)
+    order = np.argsort(table.offsets[:, dim], kind="stable")
+    sizes = tuple(table.sizes[order, dim].tolist())
+    plain = sizes == chunk_sizes(sum(sizes), len(sizes))
+    if sum(sizes) != layout.shape[dim]:
+        return None
+    return MeshSpec(Mesh(("chunks",), table.ranks[order]), [Shard(dim, None if plain else sizes)])
 
 
-def _grid_view(layout: Layout, cut: Sequence[int]) -> MeshSpec:
-    assert layout.cells is not None
-    counts = [layout.cells.dims[d].count for d in cut]
-    mesh = Mesh([f"cells{d}" for d in cut], layout.cells.owners.reshape(counts))
-    return _drop_chunk_sizes(
-        MeshSpec(mesh, [Shard(d, tuple(layout.cells.dims[d].lengths.tolist())) for d in cut]), layout
-    )
+@cache_by_identity
+def _views_by_mesh(layout: Layout) -> dict[Mesh, MeshSpec | None]:
+    """How a layout is described on other meshes, as far as it was asked for."""
+    return {}
 
 
-def _drop_chunk_sizes(spec: MeshSpec, layout: Layout) -> MeshSpec:
-    """The same without sizes where they are those of torch.chunk."""
-    simple = MeshSpec(spec.mesh, [Shard(p.dim) for p in spec.placements if isinstance(p, Shard)])
-    return simple if simple.layout(layout.shape) == layout else spec
+def view_on_mesh(layout: Layout, mesh: Mesh) -> MeshSpec | None:
+    """The placements on a mesh that mean this layout, which may be described on another one; None if there are none.
+
+    >>> layout = MeshSpec(Mesh.of(dp=2), (Shard(0),)).layout((4,))
+    >>> view_on_mesh(layout, Mesh.of(pp=1, tp=2))
+    MeshSpec(pp=1,tp=2, (Replicate(), Shard(0)))
+    """
+    known = _views_by_mesh(layout)
+    if mesh not in known:
+        own = mesh_view(layout)
+        found = own if own is None or own.mesh == mesh else _carry_to_mesh(own, mesh)
+        known[mesh] = found if found is not None and found.layout(layout.shape) == layout else None
+    return known[mesh]
+
+
+def _carry_to_mesh(spec: MeshSpec, mesh: Mesh) -> MeshSpec | None:
+    """The placements of axes that differ in name only, or that all replicate; axes of one rank do not count."""
+    own, axes = ([a for a, n in enumerate(m.shape) if n > 1] for m in (spec.mesh, mesh))
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    kinds = {spec.placements[a] for a in own}
+    if np.array_equal(spec.mesh.ranks.squeeze(), mesh.ranks.squeeze()):
+        for a, b in zip(own, axes, strict=True):
+            placements[b] = spec.placements[a]
+        names = {spec.mesh.axes[a]: mesh.axes[b] for a, b in zip(own, axes, strict=True)}
+        return MeshSpec(mesh, placements, [names[n] for n in spec.order if n in names])
+    if len(kinds) != 1 or isinstance(next(iter(kinds)), Shard):
+        return None
+    return MeshSpec(mesh, [next(iter(kinds)) if a in axes else p for a, p in enumerate(placements)])
 
 
 @lru_cache(maxsize=8192)

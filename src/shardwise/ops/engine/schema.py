@@ -91,6 +91,12 @@ def written_slots(op: Any) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def is_pointwise(op: Any) -> bool:
+    """Whether torch tags the operator as pointwise and it draws no random numbers."""
+    tags = getattr(op, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
 def resolve_op(op: Any) -> Any:
     """The operator named by its overload, its name if there is one overload, or a custom operator's definition.
 

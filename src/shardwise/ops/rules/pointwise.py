@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.irregular import reduce_pieces
 from shardwise.ops.engine.registry import Strategy, TensorMeta
-from shardwise.ops.engine.schema import OperatorCall
-from shardwise.tensor.autograd import tape_inputs
-from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import move_to
-from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.ops.engine.schema import is_pointwise
 
 # Operators through which a pending sum stays pending, and which of their operands are pending together.
 ALL_PENDING = {"aten::add", "aten::sub", "aten::add_", "aten::sub_"}
@@ -32,12 +26,6 @@ FIRST_PENDING = {
     "aten::imag",
     "aten::conj",
 }
-
-
-def is_pointwise(op: Any) -> bool:
-    """Whether torch tags the operator as pointwise and it draws no random numbers."""
-    tags = getattr(op, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | None:
@@ -85,50 +73,3 @@ def _pending_strategies(metas: Sequence[TensorMeta], name: str) -> list[Strategy
         if name in ONE_PENDING and len(metas) == 2 and not name.endswith("_"):  # a tensor written to keeps its layout
             found.append(Strategy((partial,), (Replicate(), partial)))
     return found
-
-
-def compute_irregular_pointwise(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm) -> Any:
-    """A pointwise operator on layouts without a mesh: piece by piece, all operands in the layout of the largest."""
-    reduced = reduce_pieces(call, tensors)
-    if reduced is not NotImplemented:
-        return reduced
-    lead = max(tensors, key=lambda t: (is_mesh_free(t), t.numel()))
-    same_shape = all(t.shape == lead.shape or t.numel() == 1 for t in tensors)
-    if not is_pointwise(call.op) or not same_shape:
-        raise UnsupportedOpError(
-            f"{call.op}: tensors in irregular pieces ({lead.sharding.spec!r}) support pointwise operators on equal "
-            "shapes, copies and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
-        )
-    held = [_align_pieces(t, lead) for t in tensors]
-    if not lead.local_parts:
-        return _compute_on_nothing(call, lead, [pieces[0] for pieces in held], comm, tensors[0])
-    results = []
-    for slot in range(len(lead.local_parts)):
-        args, kwargs = call.fill_slots([pieces[slot] for pieces in held])
-        results.append(call.op(*args, **kwargs))
-    if results and results[0] is held[0][0] and not torch.is_grad_enabled():
-        return tensors[0]
-    return wrap(lead.sharding, tuple(results), comm, dtype=lead.dtype)
-
-
-def is_mesh_free(tensor: ShardedTensor) -> bool:
-    """Whether the tensor's layout has no product form with one local tensor per rank."""
-    return not tensor.sharding.is_regular
-
-
-def _compute_on_nothing(
-    call: OperatorCall, lead: ShardedTensor, stands: Sequence[Any], comm: Comm, first: ShardedTensor
-) -> Any:
-    """The result on a rank that holds nothing: the operator on no elements sets the dtype and stays on the tape."""
-    args, kwargs = call.fill_slots(stands)
-    result = call.op(*args, **kwargs)
-    if result is stands[0] and not torch.is_grad_enabled():
-        return first
-    return wrap(lead.sharding, (), comm, dtype=result.dtype, anchor=result if result.requires_grad else None)
-
-
-def _align_pieces(tensor: ShardedTensor, lead: ShardedTensor) -> Sequence[Any]:
-    if tensor.shape != lead.shape:
-        return [tensor.local_parts[0]] * max(1, len(lead.local_parts))
-    locals_, anchor = move_to(tensor, lead.sharding, "pointwise")
-    return locals_ or tape_inputs((), anchor, tensor.dtype, tensor.device)
