@@ -21,6 +21,7 @@ from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     minmax,
     norm,
     reduction,
+    sampling,
     scan,
     slice,
     variance,

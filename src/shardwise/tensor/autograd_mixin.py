@@ -157,7 +157,10 @@ class AutogradMixin(AttributesMixin):
 
     @property
     def grad(self) -> Self | None:
-        """The gradient, a Self in the dual layout (a pending sum has a replicated gradient), or None."""
+        """The gradient of the value, in the dual layout, or None.
+
+        A pending sum or average has a replicated gradient: that of the value to which its addends reduce.
+        """
         if len(self.local_parts) == 1 and self.sharding.pending is None:
             return self._only_gradient(self.local_parts[0].grad)
         grads = tuple(t.grad for t in self._tape_tensors())
@@ -177,7 +180,7 @@ class AutogradMixin(AttributesMixin):
         if self._anchor is not None:
             self._anchor.grad = torch.zeros_like(self._anchor)
         for tensor, grad in zip(self.local_parts, value.local_parts, strict=True):
-            tensor.grad = grad
+            tensor.grad = grad if self._divisor == 1 else grad / self._divisor
 
     def _only_gradient(self, grad: Tensor | None) -> Self | None:
         """The gradient of one local tensor, the same object until it changes: optimizers ask for it again and again."""
@@ -191,7 +194,14 @@ class AutogradMixin(AttributesMixin):
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""
         whole = gradient_of_whole(self.sharding, grads, self.comm) if self.local_parts else ()
-        return self._like(dual_layout(self.sharding), whole)
+        return self._like(
+            dual_layout(self.sharding), tuple(g * self._divisor for g in whole) if self._divisor > 1 else whole
+        )
+
+    @property
+    def _divisor(self) -> int:
+        """What the gradient of a local tensor is divided by, compared with that of the value: pending averages are."""
+        return self.sharding.pending.divisor if self.sharding.pending else 1
 
     def _check_gradient(self, value: Tensor) -> None:
         if not isinstance(value, AutogradMixin) or value.sharding != dual_layout(self.sharding):
@@ -240,7 +250,7 @@ class AutogradMixin(AttributesMixin):
 
     def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:
         """The gradients of the local tensors that a gradient of the whole means."""
-        divisor = self.sharding.pending.divisor if self.sharding.pending else 1
+        divisor = self._divisor
         if gradient is None:
             if self.numel() != 1:
                 raise RuntimeError(
@@ -259,10 +269,13 @@ class AutogradMixin(AttributesMixin):
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
 
         def on_local(grad: Tensor) -> Tensor | None:
-            changed = hook(self._like(dual_layout(self.sharding), (grad,) if self.local_parts else ()))
+            scaled = grad if self._divisor == 1 else grad * self._divisor
+            changed = hook(self._like(dual_layout(self.sharding), (scaled,) if self.local_parts else ()))
             if changed is not None:
                 self._check_gradient(changed)
-            return changed.local_parts[0] if changed is not None and self.local_parts else None
+            if changed is None or not self.local_parts:
+                return None
+            return changed.local_parts[0] if self._divisor == 1 else changed.local_parts[0] / self._divisor
 
         return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 

@@ -80,14 +80,31 @@ def check_reducible(op: str, divisor: int, dtype: torch.dtype) -> None:
         )
 
 
+def _keeps_order(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether of two values the smaller one is converted to the smaller one, or both to one."""
+    if new.is_floating_point or old == torch.bool:
+        return True
+    if new == torch.bool:
+        return False
+    if old.is_floating_point:
+        return torch.iinfo(new).min < 0
+    return torch.iinfo(new).min <= torch.iinfo(old).min and torch.iinfo(new).max >= torch.iinfo(old).max
+
+
 def check_conversion(pending: Reduction | None, old: torch.dtype, new: torch.dtype) -> None:
-    """Raise if converting addends is not converting the value: rounding to whole numbers, or losing a part.
+    """Raise if converting addends is not converting the value: rounding to whole numbers, losing a part or the order.
 
     >>> check_conversion(Reduction("max"), torch.float32, torch.int64)
     >>> check_conversion(None, torch.float32, torch.int64)
     """
-    fractions = (old.is_floating_point or old.is_complex) and not (new.is_floating_point or new.is_complex)
-    if pending is None or pending.op in ("min", "max") or not (fractions or new == torch.bool):
+    if pending is None or old == new:
+        return
+    if pending.op in ("min", "max"):
+        same = not new.is_complex and _keeps_order(old, new)
+    else:
+        fractions = (old.is_floating_point or old.is_complex) and not (new.is_floating_point or new.is_complex)
+        same = not fractions and new != torch.bool
+    if same:
         return
     raise ValueError(
         f"addends of a pending {pending} converted from {old} to {new} do not yield the converted value; "

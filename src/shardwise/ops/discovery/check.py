@@ -106,8 +106,12 @@ def require_rule(op: Any) -> Rule:
     if rule is not None:
         return rule
     if is_pointwise(op):
-        return lambda *args, **kwargs: pointwise_rule(op, list(_list_metas([*args, *kwargs.values()]))) or []
+        return lambda *args, **kwargs: _ask_pointwise_rule(op, [*args, *kwargs.values()])
     raise ValueError(f"{op} has no rule; register one with @shardwise.register_sharding({op}), or discover one")
+
+
+def _ask_pointwise_rule(op: Any, arguments: Sequence[Any]) -> list[Strategy]:
+    return pointwise_rule(op, _list_metas(arguments), arguments) or []
 
 
 def _list_metas(values: Sequence[Any]) -> list[TensorMeta]:

@@ -257,7 +257,7 @@ def _ask_for_strategies(
         for t, s in zip(tensors, specs, strict=True)
     ]
     if rule is None:
-        strategies = pointwise_rule(call.op, metas)
+        strategies = pointwise_rule(call.op, metas, (*call.args, *call.kwargs.values()))
         if strategies is None:
             raise UnsupportedOpError(
                 f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), "

@@ -24,11 +24,19 @@ def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     if any(t.ndim != ndim for t in tensors):
         return found
     found += [_same_cut_strategy(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
-    found += [_same_cut_strategy(p, p, len(tensors)) for p in pending_kinds(*tensors)]
+    found += [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
     cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
     if cuts and not any(p.sizes or p.groups or p.block for p in cuts):
         found.append(_same_cut_strategy(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
     return found
+
+
+def _joint_pending_kinds(tensors: Sequence[TensorMeta]) -> list[Partial]:
+    """The pending reductions in which tensors are joined: each can be put in such a form, with its gradient."""
+    if len({t.dtype for t in tensors}) > 1:
+        return []
+    taped = any(t.requires_grad for t in tensors)
+    return [p for p in pending_kinds(*tensors) if not taped or p.op in ("sum", "avg")]
 
 
 def _same_cut_strategy(out: Placement, given: Placement, count: int) -> Strategy:
@@ -41,7 +49,7 @@ def stack(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     at = dim % (ndim + 1)
     found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
     found += [_same_cut_strategy(Shard(d + (d >= at)), Shard(d), len(tensors)) for d in range(ndim)]
-    return found + [_same_cut_strategy(p, p, len(tensors)) for p in pending_kinds(*tensors)]
+    return found + [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
 
 
 @register_sharding(aten.repeat.default)

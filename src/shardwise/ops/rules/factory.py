@@ -23,7 +23,7 @@ from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import redistribute_to
+from shardwise.ops.engine.two_step import redistribute_to, resolve_partial
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.creation import empty_like, rand_like, randn_like
@@ -32,6 +32,7 @@ from shardwise.tensor.inplace import draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
 from shardwise.tensor.random.init import draw_bernoulli, draw_integers, draw_normal, draw_uniform, fill_value
+from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -175,8 +176,12 @@ def convert(x: TensorMeta, *, device: Any = None, **_: Any) -> list[Strategy] | 
 
 
 def convert_parts(tensor: ShardedTensor, **options: Any) -> ShardedTensor:
-    """The tensor with its local parts converted, whatever its layout."""
+    """The tensor with its local parts converted, whatever its layout; reduced first where parts are not enough."""
     names = ("dtype", "device", "non_blocking", "memory_format")
+    try:
+        check_conversion(tensor.sharding.pending, tensor.dtype, options.get("dtype") or tensor.dtype)
+    except ValueError:
+        tensor = resolve_partial(tensor, "conversion")
     return tensor.to(**{k: v for k, v in options.items() if k in names and v is not None}, copy=True)
 
 

@@ -196,7 +196,9 @@ register_sharding(aten._foreach_norm.Scalar, Steps(_compute_norms))
 
 def _norm_group_key(tensor: Any, order: float) -> Any:
     """What tensors must have in common to be taken together; None for one that is taken alone."""
-    if not isinstance(tensor, ShardedTensor) or not order > 0 or len(tensor.local_parts) != 1:
+    if not isinstance(tensor, ShardedTensor) or not order > 0:
+        return None
+    if math.isinf(order) and tensor.requires_grad and torch.is_grad_enabled():  # ties share gradients over ranks
         return None
     spec = mesh_spec_of(tensor)
     if spec is None or tensor.sharding.pending is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.schema import is_pointwise
 
-# Operators through which a pending sum stays pending, and which of their operands are pending together.
+# Operators through which a pending sum stays pending, and which of their operands are pending together. Not by a tensor
+# that is divided by, nor by a number that is 0 or not finite: addends of both signs would become zeros or infinities of
+# both signs, and their sum has the wrong sign or is not a number.
 ALL_PENDING = {"aten::add", "aten::sub", "aten::add_", "aten::sub_"}
 ONE_PENDING = {"aten::mul", "aten::mul_"}
 FIRST_PENDING = {
@@ -28,16 +31,29 @@ FIRST_PENDING = {
 }
 
 
-def pointwise_rule(op: Any, metas: Sequence[TensorMeta]) -> list[Strategy] | None:
-    """The strategies of a pointwise operator, or None if it is not one."""
+def pointwise_rule(op: Any, metas: Sequence[TensorMeta], arguments: Sequence[Any] = ()) -> list[Strategy] | None:
+    """The strategies of a pointwise operator, or None if it is not one; `arguments` has its numbers among others."""
     if not is_pointwise(op):
         return None
-    rounds = op._schema.overload_name.endswith("_mode")
-    return pointwise_strategies(metas, "" if rounds else op._schema.name)
+    outs = sum(a.is_out for a in op._schema.arguments)
+    return pointwise_strategies(metas, op._schema.name if _is_linear(op, len(metas) - outs, arguments) else "", outs)
 
 
-def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[Strategy]:
-    """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them."""
+def _is_linear(op: Any, given: int, arguments: Sequence[Any]) -> bool:
+    """Whether the operator may keep sums pending with these numbers, and so many tensors that are not written."""
+    if op._schema.overload_name.endswith("_mode"):  # these round
+        return False
+    if op._schema.name.startswith("aten::div") and given > 1:
+        return False
+    numbers = [n for n in arguments if isinstance(n, int | float | complex) and not isinstance(n, bool)]
+    return all(cmath.isfinite(n) and n != 0 for n in numbers)
+
+
+def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "", outs: int = 0) -> list[Strategy]:
+    """All replicated, each broadcast dim sharded, and pending sums where the operator is linear in them.
+
+    The last `outs` tensors are written to.
+    """
     shape = _broadcast_shape(metas)
     replicated: tuple[Placement, ...] = (Replicate(),) * len(metas)
     found = [Strategy((Replicate(),), replicated)]
@@ -45,7 +61,7 @@ def pointwise_strategies(metas: Sequence[TensorMeta], name: str = "") -> list[St
         inputs = tuple(_aligned_dim(m, dim, len(shape), length) for m in metas)
         if any(isinstance(p, Shard) for p in inputs):
             found.append(Strategy((Shard(dim),), inputs))
-    return found + _pending_strategies(metas, name)
+    return found + _pending_strategies(metas, name, outs)
 
 
 def _broadcast_shape(metas: Sequence[TensorMeta]) -> tuple[int, ...]:
@@ -61,15 +77,16 @@ def _aligned_dim(meta: TensorMeta, dim: int, ndim: int, length: int) -> Placemen
     return Shard(own) if own >= 0 and meta.shape[own] == length else Replicate()
 
 
-def _pending_strategies(metas: Sequence[TensorMeta], name: str) -> list[Strategy]:
+def _pending_strategies(metas: Sequence[TensorMeta], name: str, outs: int) -> list[Strategy]:
     kinds = sorted({p.op for m in metas for p in m.placements if isinstance(p, Partial)})
-    found = []
+    found, given = [], len(metas) - outs
     for kind in (k for k in kinds if k in ("sum", "avg")):
         partial = Partial(kind)
-        if name in ALL_PENDING and len(metas) == 2:  # a number next to the tensor would be added once by each rank
+        written = (partial,) * outs
+        if name in ALL_PENDING and given == 2:  # a number next to the tensor would be added once by each rank
             found.append(Strategy((partial,), (partial,) * len(metas)))
         if name in FIRST_PENDING or name in ONE_PENDING:
-            found.append(Strategy((partial,), (partial, *(Replicate() for _ in metas[1:]))))
-        if name in ONE_PENDING and len(metas) == 2 and not name.endswith("_"):  # a tensor written to keeps its layout
-            found.append(Strategy((partial,), (Replicate(), partial)))
+            found.append(Strategy((partial,), (partial, *(Replicate() for _ in range(given - 1)), *written)))
+        if name in ONE_PENDING and given == 2 and not name.endswith("_"):  # a tensor written to keeps its layout
+            found.append(Strategy((partial,), (Replicate(), partial, *written)))
     return found

@@ -187,8 +187,10 @@ def vector_norm(
 def _vector_norm_over_ranks(
     x: ShardedTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """The norm of the ranks' norms; of counts of non-zero elements, their sum."""
+    """The norm of the ranks' norms; of counts of non-zero elements, their sum; of infinite order, an extreme."""
     dims = all_dims(dim, x.ndim)
+    if math.isinf(ord) and x.numel():
+        return _extreme_norm(x, ord, dims, keepdim, dtype)
 
     def reduce(local: Tensor) -> Tensor:
         if local.numel() == 0 and (ord < 0 or ord == math.inf):
@@ -200,6 +202,12 @@ def _vector_norm_over_ranks(
     if ord == 0:
         return aten.sum.dim_IntList(rows, dims, keepdim)
     return aten.linalg_vector_norm.default(rows, ord, dims, keepdim)
+
+
+def _extreme_norm(x: Any, ord: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Any:
+    """The largest or smallest magnitude: elements that tie have equal shares of the gradient, on whatever ranks."""
+    size = resolve_partial(x if dtype is None else x.to(dtype), "vector_norm").abs()
+    return aten.amax.default(size, dims, keepdim) if ord > 0 else aten.amin.default(size, dims, keepdim)
 
 
 def _constant_rows(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise._torch import aten
@@ -20,7 +21,10 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
 def _register_variance(op: Any, name: str, outputs: int) -> None:
-    """Register the rule of a variance; ranks without elements do not ask torch, which would warn of too few."""
+    """Register the rule of a variance; ranks without elements do not ask torch, which would warn of too few.
+
+    The variance of nothing is not a number.
+    """
 
     def over_ranks(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         found = _variance_over_ranks(x, dim, correction, keepdim, name)
@@ -29,8 +33,8 @@ def _register_variance(op: Any, name: str, outputs: int) -> None:
     def part(view: LocalView, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         if x.numel():
             return op(x, dim, correction=correction, keepdim=keepdim)
-        nothing = x.sum(all_dims(dim, x.ndim), keepdim)
-        return nothing if outputs == 1 else (nothing, nothing)
+        nothing = x.sum(all_dims(dim, x.ndim), keepdim) * math.nan
+        return nothing.abs() if outputs == 1 else (nothing.abs(), nothing)
 
     def rule(x: TensorMeta, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         if cutting_axes(x.layout, all_dims(dim, x.ndim)):
@@ -51,6 +55,12 @@ def compute_moments(x: ShardedTensor, dims: Sequence[int], name: str) -> tuple[S
     return average, resolve_partial(aten.mean.dim(squares, dims, True), name)
 
 
+def _take_root(spread: Any) -> Any:
+    """The square root; at 0 its gradient is 0 and not infinite, as torch's standard deviation has it."""
+    zero = spread == 0
+    return torch.where(zero, spread, spread.masked_fill(zero, 1).sqrt())
+
+
 def _variance_over_ranks(x: Any, dim: Dims, correction: Any, keepdim: bool, name: str) -> tuple[Any, Any]:
     """Variance (or its root, where the name says so) and mean over sharded dims."""
     dims = all_dims(dim, x.ndim)
@@ -60,7 +70,7 @@ def _variance_over_ranks(x: Any, dim: Dims, correction: Any, keepdim: bool, name
     average: Any
     average, square = compute_moments(wide, dims, name)
     spread: Any = square * (count / left if left > 0 else math.inf)
-    spread = spread.sqrt() if name.startswith("std") else spread
+    spread = _take_root(spread) if name.startswith("std") else spread
     spread, average = (spread, average) if keepdim else (spread.sum(dims), average.sum(dims))
     return spread.to(x.dtype.to_real()), average.to(x.dtype)
 

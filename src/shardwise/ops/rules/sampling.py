@@ -1,0 +1,121 @@
+"""Random values whose distribution depends on a tensor: normal, poisson, multinomial, randomised leaky ReLU.
+
+Each draws uniform or normal numbers through the streams of sharded tensors and computes the values from them, so that
+replicas are equal and the layout changes nothing. No gradient passes to the parameters, as in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._torch import aten
+from shardwise.geometry import MeshSpec
+from shardwise.ops.engine.registry import Steps
+from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.two_step import gather_dims, mesh_spec_of, resolve_partial
+from shardwise.tensor.creation import empty, rand_like, randn_like
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.inplace import draw_into
+from shardwise.tensor.random.distributions import uniform
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def _draw_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+    """Normal numbers around means, with deviations; one of the two may be a number."""
+    mean, std = (resolve_partial(v.detach(), "normal") if isinstance(v, ShardedTensor) else v for v in (mean, std))
+    both = mean + std
+    return mean + std * randn_like(both, generator=generator)
+
+
+register_sharding([aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor], Steps(_draw_normal))
+
+
+def _draw_poisson(rate: ShardedTensor, generator: Any = None) -> ShardedTensor:
+    rate = resolve_partial(rate.detach(), "poisson")
+    drawn = rand_like(rate, dtype=torch.float64, generator=generator)
+    locals_ = tuple(_count_events(u, r) for u, r in zip(drawn.local_parts, rate.local_parts, strict=True))
+    return wrap(rate.sharding, locals_, rate.comm, dtype=rate.dtype, device=rate.device)
+
+
+register_sharding(aten.poisson.default, Steps(_draw_poisson))
+
+
+def _count_events(chance: Tensor, rate: Tensor) -> Tensor:
+    """The smallest count that is at least as likely not to be exceeded as `chance`, by bisection.
+
+    >>> _count_events(torch.tensor([0.1, 0.5, 0.99]), torch.tensor([2.0, 2.0, 0.0]))
+    tensor([0., 2., 0.])
+    """
+    wide = rate.to(torch.float64)
+    low, high = torch.full_like(wide, -1), (wide + 12 * wide.sqrt() + 40).ceil()
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        enough = torch.special.gammaincc(middle + 1, wide) >= chance
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high.to(rate.dtype)
+
+
+def _draw_multinomial(
+    weights: ShardedTensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Any:
+    """Positions along the last dim, drawn with chances in proportion to the weights."""
+    count = weights.shape[-1] if weights.ndim else 0
+    if weights.ndim not in (1, 2) or num_samples <= 0 or (num_samples > count and not replacement):
+        raise RuntimeError(
+            f"multinomial draws from rows of weights, of 1 or 2 dims, at least once, and at most once each without "
+            f"replacement; got the shape {tuple(weights.shape)} and num_samples={num_samples}"
+        )
+    rows = gather_dims(resolve_partial(weights.detach(), "multinomial"), (weights.ndim - 1,), "multinomial")
+    if not replacement:
+        waits = -torch.log1p(-rand_like(rows, dtype=torch.float64, generator=generator))
+        return (rows / waits).topk(num_samples, -1).indices
+    spec = mesh_spec_of(rows)
+    if spec is None:
+        raise UnsupportedOpError("multinomial of a tensor in irregular pieces; redistribute to a mesh or chunk layout")
+    drawn = _draw_uniform(spec, (*rows.shape[:-1], num_samples), rows, generator)
+    pairs = zip(rows.local_parts, drawn.local_parts, strict=True)
+    return wrap(drawn.sharding, tuple(_find_positions(w, u) for w, u in pairs), rows.comm, dtype=torch.int64)
+
+
+register_sharding(aten.multinomial.default, Steps(_draw_multinomial))
+
+
+def _draw_uniform(spec: MeshSpec, shape: tuple[int, ...], like: ShardedTensor, generator: Any) -> ShardedTensor:
+    made = empty(spec, *shape, dtype=torch.float64, process_group=like.comm)
+    return draw_into(made, lambda: uniform(0, 1, made.dtype), label="multinomial", generator=generator)
+
+
+def _find_positions(weights: Tensor, chance: Tensor) -> Tensor:
+    """For each chance the first position whose weights, with those before it, make up more than that share."""
+    sums = weights.to(torch.float64).cumsum(-1)
+    total = sums[..., -1:]
+    return torch.searchsorted(sums, torch.minimum(chance * total, torch.nextafter(total, -total)), right=True)
+
+
+def _draw_slopes(
+    x: ShardedTensor,
+    noise: ShardedTensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Negative values times slopes that are drawn in training and fixed otherwise; `noise` takes the slopes."""
+    x = resolve_partial(x, "rrelu")
+    if not training:
+        return aten.leaky_relu.default(x, (lower + upper) / 2)
+    drawn: Any = rand_like(x.detach(), generator=generator)
+    slopes = torch.where(x.detach() <= 0, drawn * (upper - lower) + lower, 1.0)
+    noise.copy_(slopes)
+    return x * slopes
+
+
+def _draw_slopes_in_place(x: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    return aten.copy_.default(x, _draw_slopes(x, *args, **kwargs))
+
+
+register_sharding(aten.rrelu_with_noise.default, Steps(_draw_slopes))
+register_sharding(aten.rrelu_with_noise_.default, Steps(_draw_slopes_in_place))
