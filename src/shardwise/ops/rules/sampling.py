@@ -113,7 +113,7 @@ def _draw_slopes(
     return x * slopes
 
 
-def _draw_slopes_in_place(x: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+def _draw_slopes_in_place(x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     return aten.copy_.default(x, _draw_slopes(x, *args, **kwargs))
 
 
