@@ -36,10 +36,11 @@ from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, 
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.irregular import compute_on_pieces
-from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh
+from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, needs_one_mesh
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, split_call, written_slots
+from shardwise.ops.engine.two_step import DimRun, find_runs, is_in_one_run
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
@@ -73,15 +74,19 @@ class LocalView:
     shapes: tuple[tuple[int, ...], ...]
 
     def interval(self, tensor: int, dim: int) -> tuple[int, int]:
-        """The rows of a dim that this rank's local tensor holds; they must be one run."""
+        """The rows of a dim that this rank's local tensor holds; each rank must have one run, else all raise."""
         layout = self.layouts[tensor]
-        own = layout.table.take(layout.rows_of(self.rank))
-        starts = sorted({(int(o), int(o + s)) for o, s in zip(own.offsets[:, dim], own.sizes[:, dim], strict=True)})
-        if len(starts) != 1:
+        if not is_in_one_run(layout, dim):
+            counts = [len(find_runs(layout, rank, dim)) for rank in layout.ranks]
             raise UnsupportedOpError(
-                f"dim {dim} is stored in {len(starts)} runs {starts}; redistribute to a plain Shard({dim})"
+                f"dim {dim} of {format_layout_text(layout)} is stored in several runs, {max(counts)} on some ranks; "
+                f"redistribute to a plain Shard({dim})"
             )
-        return starts[0]
+        return self.runs(tensor, dim)[0][:2]
+
+    def runs(self, tensor: int, dim: int) -> tuple[DimRun, ...]:
+        """The runs of a dim that this rank has: start, stop, and where they begin in the local tensor."""
+        return find_runs(self.layouts[tensor], self.rank, dim)
 
 
 _decisions: dict[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = caches.clear_on_change({})
@@ -111,7 +116,7 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
 
 def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of steps with all tensors on one mesh, where their layouts can be described so."""
-    if len({view.mesh for t in sharded_leaves(args, kwargs) if (view := mesh_view(t.sharding))}) < 2:
+    if not needs_one_mesh(sharded_leaves(args, kwargs)):
         return args, kwargs
     call = split_call(op, args, kwargs)
     own = [i for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
-from shardwise.ops.engine.placement_cost import mesh_view, view_on_mesh
+from shardwise.ops.engine.placement_cost import find_mesh, mesh_view, view_on_mesh
 from shardwise.ops.engine.schema import OperatorCall, Slot
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dispatch import register_function, run_function
@@ -82,6 +82,7 @@ def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[i
 
     Nothing is moved. Layouts that mean the same meet, whatever their axes are called and whoever described them.
     """
+    tensors = [t if i in written or not _hides_mesh(t) else _show_mesh(t) for i, t in enumerate(tensors)]
     specs = [mesh_view(t.sharding) for t in tensors]
     if len({s.mesh for s in specs if s is not None}) < 2:
         return list(tensors)
@@ -90,6 +91,26 @@ def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[i
     return [
         t if s is None or s.mesh == mesh else _describe_on_mesh(t, mesh) for t, s in zip(tensors, specs, strict=True)
     ]
+
+
+def needs_one_mesh(tensors: Iterable[ShardedTensor]) -> bool:
+    """Whether tensors are on different meshes, or one is on a mesh that its spec does not name."""
+    held = list(tensors)
+    return len({s.mesh for t in held if (s := mesh_view(t.sharding))}) > 1 or any(_hides_mesh(t) for t in held)
+
+
+def _hides_mesh(tensor: ShardedTensor) -> bool:
+    """Whether listed pieces are a mesh layout of all ranks; where a rank has nothing they stay irregular."""
+    layout = tensor.sharding
+    if mesh_view(layout) is not None or len(layout.ranks) != len(tensor.comm.ranks):
+        return False
+    return find_mesh(layout) is not None
+
+
+def _show_mesh(tensor: ShardedTensor) -> ShardedTensor:
+    spec = find_mesh(tensor.sharding)
+    assert spec is not None
+    return wrap(spec.layout(tuple(tensor.shape)), tensor.local_parts, tensor.comm)
 
 
 def _describe_on_mesh(tensor: ShardedTensor, mesh: Mesh) -> ShardedTensor:

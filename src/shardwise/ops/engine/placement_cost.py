@@ -24,6 +24,19 @@ def mesh_view(layout: Layout) -> MeshSpec | None:
     spec = layout.spec
     if isinstance(spec, MeshSpec):
         return spec.resolved(layout.shape)
+    return None if layout.cells is None or layout.cells.replicas > 1 else find_mesh(layout)
+
+
+@cache_by_identity
+def find_mesh(layout: Layout) -> MeshSpec | None:
+    """The mesh spec with one local tensor per rank that means this layout, also where pieces or replicas are listed.
+
+    >>> from shardwise.geometry import Box, EnumerableSpec, Piece
+    >>> find_mesh(EnumerableSpec([Piece(Box((0,), (3,)), 1), Piece(Box((3,), (1,)), 0)]).layout((4,)))
+    MeshSpec(chunks=2 @ 1,0, (Shard(0, sizes=(3, 1)),))
+    """
+    if isinstance(layout.spec, MeshSpec):
+        return mesh_view(layout)
     if len(set(layout.table.ranks.tolist())) != len(layout.table):
         return None
     found = _boxes_view(layout) if layout.cells is None else _cells_view(layout, layout.cells)

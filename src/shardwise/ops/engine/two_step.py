@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.explain import check_may_communicate
 from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+DimRun: TypeAlias = tuple[int, int, int]
 
 
 def all_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
@@ -131,16 +134,37 @@ def _whole_placement(placement: Placement, dims: Sequence[int]) -> Placement:
     return Replicate() if isinstance(placement, Shard) and placement.dim in dims else placement
 
 
+@cache_by_identity
+def _known_runs(layout: Layout) -> dict[tuple[int, int], tuple[DimRun, ...]]:
+    """The runs of ranks and dims, as far as they were asked for."""
+    return {}
+
+
+def find_runs(layout: Layout, rank: int, dim: int) -> tuple[DimRun, ...]:
+    """The runs of a dim that a rank has, in the order of its local tensor: start, stop, and where it begins there.
+
+    >>> from shardwise.geometry import Mesh
+    >>> layout = MeshSpec(Mesh.of(tp=2), [Shard(0, block=2)]).layout((8,))
+    >>> find_runs(layout, 1, 0)
+    ((2, 4, 0), (6, 8, 2))
+    """
+    known = _known_runs(layout)
+    if (rank, dim) not in known:
+        own = layout.table.take(layout.rows_of(rank))
+        columns = (own.local_offsets[:, dim].tolist(), own.offsets[:, dim].tolist(), own.sizes[:, dim].tolist())
+        runs = [(start, start + size, at) for at, start, size in sorted(set(zip(*columns, strict=True)))]
+        known[rank, dim] = tuple(r for r in runs if r[0] < r[1]) or tuple(runs[:1])
+    return known[rank, dim]
+
+
+def is_in_one_run(layout: Layout, dim: int) -> bool:
+    """Whether each rank has one run of a dim."""
+    return all(len(find_runs(layout, rank, dim)) == 1 for rank in layout.ranks)
+
+
 def global_rows(layout: Layout, rank: int, dim: int, device: torch.device) -> Tensor:
     """For each local row of a dim its global number, also where a rank holds several runs of the dim."""
-    own = layout.table.take(layout.rows_of(rank))
-    runs = sorted(
-        {
-            (int(at), int(start), int(size))
-            for at, start, size in zip(own.local_offsets[:, dim], own.offsets[:, dim], own.sizes[:, dim], strict=True)
-        }
-    )
-    rows = [row for _, start, size in runs for row in range(start, start + size)]
+    rows = [row for start, stop, _ in find_runs(layout, rank, dim) for row in range(start, stop)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 

@@ -13,7 +13,7 @@ from shardwise.geometry import Partial, Replicate, Shard
 from shardwise.ops.engine.mixed import register_plain_maker
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.rules.index import find_local_entries
+from shardwise.ops.rules.index import check_range, find_local_entries
 from shardwise.ops.rules.view import pending_kinds
 
 SUM, MEAN, MAX = 0, 1, 2
@@ -31,7 +31,7 @@ def embedding(
     sparse: bool = False,
 ) -> list[Any]:
     found = [Strategy((Replicate(),), (Replicate(), Replicate()))]
-    found.append(Strategy((Shard(ids.ndim),), (Shard(1), Replicate())))
+    found.append(Strategy((Shard(ids.ndim),), (Shard(1), Replicate()), local_if_empty=_look_up_if_in_range))
     found += [Strategy((p,), (p, Replicate())) for p in pending_kinds(weight)]
     if scale_grad_by_freq:
         return found  # frequencies are counted over all ids and rows
@@ -39,13 +39,19 @@ def embedding(
     return [*found, Strategy((Partial("sum"),), (Shard(0), Replicate()), _look_up_local_rows)]
 
 
+def _look_up_if_in_range(view: Any, weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Any:
+    """Torch looks at no id where rows have no columns, and all ranks must find the same mistakes."""
+    check_range(ids, 0, view.shapes[0][0], 0)
+    return aten.embedding.default(weight, ids, *rest, **named)
+
+
 def _look_up_local_rows(
     view: Any, weight: Tensor, ids: Tensor, padding_idx: int = -1, *rest: Any, **named: Any
 ) -> Tensor:
     """Look up the rows that this rank holds, zeros for the others."""
     here, at = find_local_entries(view, 0, 0, ids)
-    start, stop = view.interval(0, 0)
-    padding = padding_idx - start if start <= padding_idx < stop else -1
+    places = (padding_idx - start + at for start, stop, at in view.runs(0, 0) if start <= padding_idx < stop)
+    padding = next(places, -1)
     values = aten.embedding.default(_ensure_row(weight), at, padding, *rest, **named)
     return torch.where(here.unsqueeze(-1), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
@@ -80,7 +86,7 @@ def embedding_bag(
 
 def _sum_bags(view: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags of the rows that this rank holds, on the tape: torch asks for the variant without gradients."""
-    whole = view.interval(0, 0) == (0, view.shapes[0][0])
+    whole = view.runs(0, 0) == ((0, view.shapes[0][0], 0),)
     return aten._embedding_bag.default(*args, **kwargs) if whole else _sum_local_bags(view, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from shardwise._torch import assert_async, aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.two_step import DimRun
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 Indices = Sequence[TensorMeta | None]
@@ -29,15 +30,26 @@ def find_local_entries(
 
     `from_end`: negative entries count from the end. Entries that no rank holds are refused, as torch does.
     """
-    start, stop = view.interval(tensor, dim)
     length = view.shapes[tensor][dim]
-    _check_range(index, -length if from_end else 0, length, dim)
+    check_range(index, -length if from_end else 0, length, dim)
     whole = torch.where(index < 0, index + length, index) if from_end else index
-    here = (whole >= start) & (whole < stop)
-    return here, torch.where(here, whole - start, 0)
+    return locate_in_runs(view.runs(tensor, dim), whole)
 
 
-def _check_range(index: Tensor, low: int, high: int, dim: int) -> None:
+def locate_in_runs(runs: Sequence[DimRun], rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Which global rows are in these runs, and where in the local tensor; 0 for the others.
+
+    >>> locate_in_runs([(2, 4, 0), (6, 8, 2)], torch.tensor([0, 3, 7]))
+    (tensor([False,  True,  True]), tensor([0, 1, 3]))
+    """
+    here, at = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows)
+    for start, stop, first in runs:
+        inside = (rows >= start) & (rows < stop)
+        here, at = here | inside, torch.where(inside, rows - start + first, at)
+    return here, at
+
+
+def check_range(index: Tensor, low: int, high: int, dim: int) -> None:
     """Raise for entries outside a dim; a device is not synchronized, it raises by itself."""
     outside = (index < low) | (index >= high)
     if index.device.type != "cpu":
@@ -80,9 +92,9 @@ def index(x: TensorMeta, indices: Indices) -> list[Any]:
     given = [i for i in indices if i is not None]
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     new, start = _new_dims(x.ndim, indices) if given else (list(range(x.ndim)), 0)
-    found = [Strategy(s.outputs, (*s.inputs, *whole)) for s in renumber_dims(x, new)]
+    found = [Strategy(s.outputs, (*s.inputs, *whole), local_if_empty=_index_if_in_range) for s in renumber_dims(x, new)]
     if any(i.dtype == torch.bool for i in given):
-        return found[:1]
+        return [Strategy(found[0].outputs, found[0].inputs)]
     width = max((i.ndim for i in given), default=0)
     for dim in range(width):
         cut = [_broadcast_placement(i, dim, width) for i in given]
@@ -90,6 +102,14 @@ def index(x: TensorMeta, indices: Indices) -> list[Any]:
             found.append(Strategy((Shard(start + dim),), (Replicate(), *cut)))
     rows = [d for d, i in enumerate(indices) if i is not None]
     return found + [Strategy((sum_kind(x),), (Shard(d), *whole), _index_local) for d in rows]
+
+
+def _index_if_in_range(view: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """Torch looks at no index where there is nothing to return, and all ranks must find the same mistakes."""
+    for dim, one in enumerate(indices):
+        if one is not None:
+            check_range(one, -view.shapes[0][dim], view.shapes[0][dim], dim)
+    return aten.index.Tensor(x, indices)
 
 
 def _broadcast_placement(i: TensorMeta, dim: int, width: int) -> Placement:
@@ -118,7 +138,10 @@ def _index_local(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from
 @register_sharding(aten.index_select.default)
 def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any]:
     at = dim % max(1, x.ndim)
-    found = [Strategy(s.outputs, (*s.inputs, Replicate())) for s in renumber_dims(x, _dims_except(x, at))]
+    found = [
+        Strategy(s.outputs, (*s.inputs, Replicate()), local_if_empty=_select_if_in_range)
+        for s in renumber_dims(x, _dims_except(x, at))
+    ]
     if x.ndim == 0 or index.ndim == 0:
         return found
     found.append(Strategy((Shard(at),), (Replicate(), Shard(0))))
@@ -127,6 +150,11 @@ def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any]:
         return _index_local(view, x, [None] * at + [index], from_end=False)
 
     return [*found, Strategy((sum_kind(x),), (Shard(at), Replicate()), local)]
+
+
+def _select_if_in_range(view: Any, x: Tensor, dim: int, index: Tensor) -> Any:
+    check_range(index, 0, (view.shapes[0] or (1,))[dim], dim)
+    return aten.index_select.default(x, dim, index)
 
 
 def _dims_except(x: TensorMeta, *dims: int) -> list[int | None]:
@@ -140,10 +168,15 @@ def gather(x: TensorMeta, dim: int, index: TensorMeta, *, sparse_grad: bool = Fa
         return whole
     at = dim % x.ndim
     alike = [d for d in range(x.ndim) if d != at and x.shape[d] == index.shape[d]]
-    found = whole + [Strategy((Shard(d),), (Shard(d), Shard(d))) for d in alike]
+    found = whole + [Strategy((Shard(d),), (Shard(d), Shard(d)), local_if_empty=_gather_if_in_range) for d in alike]
     found.append(Strategy((Shard(at),), (Replicate(), Shard(at))))
     found.append(Strategy((sum_kind(x),), (Shard(at), Replicate()), _gather_local))
     return found + [Strategy((p,), (p, Replicate())) for p in pending_kinds(x)]
+
+
+def _gather_if_in_range(view: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    check_range(index, 0, view.shapes[0][dim], dim)
+    return aten.gather.default(x, dim, index, sparse_grad=sparse_grad)
 
 
 def _gather_local(view: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:

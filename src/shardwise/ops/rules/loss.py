@@ -23,8 +23,10 @@ from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, resolve_partial
+from shardwise.ops.rules.index import locate_in_runs
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.tensor.dispatch import register_function
+from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -95,11 +97,11 @@ def _nll_part(
 ) -> tuple[Tensor, Tensor]:
     """The loss of the targets that this rank holds, zero for others, and the weight of those."""
     classes = _class_dim(scores)
-    start, stop = view.interval(0, classes)
     _check_targets(target, view.shapes[0][classes], ignore_index)
-    counted = (target >= start) & (target < stop) & (target != ignore_index)
-    place = torch.where(counted, target - start, 0)
-    if stop == start:
+    here, at = locate_in_runs(view.runs(0, classes), target)
+    counted = here & (target != ignore_index)
+    place = torch.where(counted, at, 0)
+    if scores.shape[classes] == 0:
         nothing = scores.sum(classes)
         return (nothing if reduction == NONE else nothing.sum()), nothing.detach().sum()
     picked = scores.gather(classes, place.unsqueeze(classes)).squeeze(classes)
@@ -123,8 +125,14 @@ def nll_loss(
     return Steps(_mean_nll) if reduction == MEAN else _nll_rule(scores, target, weight, reduction, ignore_index)
 
 
+def _is_on_every_rank(tensor: ShardedTensor) -> bool:
+    return tensor.sharding == replicated_layout(tuple(tensor.shape), tensor.comm.ranks)
+
+
 def _mean_nll(scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
     """A mean is a sum over the weight of all targets, which the ranks add up first."""
+    if isinstance(target, ShardedTensor) and _is_on_every_rank(target):
+        _check_targets(target.local_parts[0], scores.shape[_class_dim(scores)], ignore_index)
     op = aten.nll_loss_forward.default if scores.ndim <= 2 else aten.nll_loss2d_forward.default
     loss, total = op(scores, target, weight, SUM, ignore_index)
     total = resolve_partial(total, "nll_loss")

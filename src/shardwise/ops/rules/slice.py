@@ -20,6 +20,7 @@ from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.two_step import is_in_one_run
 from shardwise.ops.engine.view_sharding import Level, NoViewError, dim_patterns, express_shard, split_axes
 from shardwise.ops.rules.index import sum_kind, zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
@@ -227,7 +228,8 @@ def _triangle_rule(op: Any) -> Callable[..., list[Strategy]]:
             return result
 
         found = [Strategy((Replicate(),), (Replicate(),)), *(Strategy((p,), (p,)) for p in pending_kinds(x))]
-        return found + [Strategy((Shard(d),), (Shard(d),), local if d >= x.ndim - 2 else None) for d in range(x.ndim)]
+        plain = [d for d in range(x.ndim) if d < x.ndim - 2 or is_in_one_run(x.layout, d)]
+        return found + [Strategy((Shard(d),), (Shard(d),), local if d >= x.ndim - 2 else None) for d in plain]
 
     return rule
 
