@@ -118,7 +118,7 @@ def test_second_derivatives(name: str) -> None:
 
 
 def test_second_derivatives_of_a_pending_average() -> None:
-    """The factors of an average are in the second derivative as well."""
+    """Of the value: neither derivative has the factor of an addend."""
     layout = SMALL["avg"].layout((2, 3))
 
     def body(comm: Comm) -> Any:
@@ -126,7 +126,7 @@ def test_second_derivatives_of_a_pending_average() -> None:
         whole = own.redistribute(SMALL["rows"]).full()
         (grad,) = torch.autograd.grad((whole**3).sum(), own, create_graph=True)
         (second,) = torch.autograd.grad(grad.full().sum(), own)
-        return torch.allclose(grad.full(), 3 * whole**2 / 2), torch.allclose(second.full(), 6 * whole / 2 / 2)
+        return torch.allclose(grad.full(), 3 * whole**2), torch.allclose(second.full(), 6 * whole)
 
     assert run_local(body, 2) == [(True, True)] * 2
 
@@ -149,9 +149,8 @@ def test_shapes_without_dims_or_elements(shape: tuple[int, ...]) -> None:
 
 
 def expected_grads(layout: Layout, rank: int, weights: Tensor) -> list[Tensor]:
-    """What the local tensors of a leaf get when the whole gets `weights`: an addend of an average its share."""
-    divisor = layout.pending.divisor if layout.pending else 1
-    return [part / divisor for part in local_parts(dual_layout(layout), rank, weights)]
+    """The gradient of a leaf when the whole gets `weights`: that of the value, whatever is pending."""
+    return local_parts(dual_layout(layout), rank, weights)
 
 
 def test_every_pair_of_layouts_gives_the_leaf_its_exact_gradient() -> None:
@@ -214,7 +213,7 @@ def test_many_at_once_are_recorded() -> None:
         (one.full() * 2 + two.full() * 3).sum().backward()
         first, second = leaves[0].grad, leaves[1].grad
         assert first is not None and second is not None
-        assert bool((first.local_tensor() == 2).all()) and bool((second.local_tensor() == 1.5).all())
+        assert bool((first.local_tensor() == 2).all()) and bool((second.local_tensor() == 3).all())
         with torch.no_grad():
             assert not redistribute_many(leaves, [SMALL["cyclic"]] * 2)[0].requires_grad
         assert not leaves[0].redistribute(SMALL["cyclic"], async_op=True).wait().requires_grad

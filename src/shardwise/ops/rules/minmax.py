@@ -54,6 +54,8 @@ def _amin_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = Fal
 
 def _extreme_rule(x: TensorMeta, dim: Dims, keepdim: bool, op: str, local: Any) -> list[Strategy] | Steps:
     """Pending where it is not differentiated: gradients need the extreme of all ranks."""
+    if x.dtype.is_complex:
+        raise NotImplementedError(f"complex numbers ({x.dtype}) have no {op}imum; take that of x.abs() or x.real")
     pending = any(isinstance(p, Partial) for p in x.placements)
     if x.requires_grad and (pending or cutting_axes(x.layout, all_dims(dim, x.ndim))):
         return Steps(partial(_extreme_with_gradient, op))

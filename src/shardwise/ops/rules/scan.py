@@ -48,6 +48,8 @@ def cumprod(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Any]:
 
 @register_sharding(aten.logcumsumexp.default)
 def logcumsumexp(x: TensorMeta, dim: int) -> list[Any]:
+    if x.dtype.is_complex and x.requires_grad and 0 in x.layout.elements_per_rank().values():
+        raise RuntimeError("logcumsumexp of complex numbers has no gradient in torch; detach() the tensor")
     return other_dim_strategies(x, dim)
 
 
