@@ -1,15 +1,15 @@
-"""Stored elements as numbers that NumPy can compute with, exactly. Never loads torch.
-
-Floats of any width become float64, complex numbers complex128, integers int64 or uint64. Floats of 8 bits are looked up
-in a table of their 256 values, which follows from the width of the exponent and how the format spends its codes.
-
-Do two stored tensors have the same values? Whatever their formats, layouts and worlds, in bounded memory.
+"""Do two stored tensors have the same values? Whatever their formats, layouts and worlds, in bounded memory.
 
 1. The stored boxes of one meet those of the other in regions, each of which is in one file on either side.
 2. A region is read in parts that touch few pages. Equal bits are equal elements; nothing else is done with them.
 3. The elements whose bits differ are turned into numbers: how many differ, and by how much.
 
 Elements are equal if their bits are, or if both are NaN. With tolerances they are also equal if they are near.
+
+Stored elements as numbers that NumPy can compute with, exactly. Never loads torch.
+
+Floats of any width become float64, complex numbers complex128, integers int64 or uint64. Floats of 8 bits are looked up
+in a table of their 256 values, which follows from the width of the exponent and how the format spends its codes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which stored tensor goes into which tensor of the state? By name, shape and dtype; errors list near misses.
-
-Loading a checkpoint into the tensors of a state, from all ranks at once, in any layout.
+"""Loading a checkpoint into the tensors of a state, from all ranks at once, in any layout.
 
 1. Every rank pins the checkpoint, reads the index and finds what it needs; the ranks agree, and a misfit on any is
    raised on all. Where a save has replaced it meanwhile, all ranks start over.
 2. Checksums are verified before anything is written. Where all ranks load the same state, each block is checked by one
    of the ranks that need it.
 3. Each rank reads what it needs, file by file, into its local tensors.
+
+Stored tensors are matched with those of the state by name, shape and dtype; errors list near misses.
 """
 
 from __future__ import annotations

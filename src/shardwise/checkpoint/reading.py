@@ -1,18 +1,18 @@
-"""Work on bytes by several threads of a rank, where a machine has more cores than ranks.
-
-Which parts of which stored boxes does a rank need, and in which steps are they read? Pure arithmetic.
-
-1. A `BoxRead` takes a region of a stored box to a region of a local tensor.
-2. A `ReadStep` is as much of a read as one system call returns: rows with small gaps between them are read with the
-   gaps, since that costs less than a call for each; rows far apart are read one by one.
-3. Short rows far apart (a narrow column of a wide tensor) are not steps: they are copied from the mapped file.
-
-Reading stored boxes into tensors: checked, then copied into place.
+"""Reading stored boxes into tensors: checked, then copied into place.
 
 1. Large reads are copied from mapped pages, prefetched in bulk: one copy, as fast as reading straight into place
    and faster where that is not aligned. Pages that come one by one as they are touched cost twice as much.
 2. Others are read a window at a time into one small buffer, which stays in the processor's cache, and parts go from
    there to where they belong. Nearby parts of a file share a window, whichever tensors they belong to.
+
+Where a machine has more cores than ranks, several threads of a rank work on the bytes.
+
+Which parts of which stored boxes a rank needs, and in which steps they are read, is pure arithmetic:
+
+1. A `BoxRead` takes a region of a stored box to a region of a local tensor.
+2. A `ReadStep` is as much of a read as one system call returns: rows with small gaps between them are read with the
+   gaps, since that costs less than a call for each; rows far apart are read one by one.
+3. Short rows far apart (a narrow column of a wide tensor) are not steps: they are copied from the mapped file.
 """
 
 from __future__ import annotations

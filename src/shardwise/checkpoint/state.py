@@ -1,8 +1,7 @@
-"""A tensor of a state as a checkpoint sees it: a layout, a dtype and this rank's local tensors, whatever its class.
+"""A nested state taken apart into tensors and values by name, and filled again.
 
-A nested state taken apart into tensors and values by name, and filled again.
-
-Tensors with a pending reduction are stored reduced: which layout they get, and the local tensors in it.
+A tensor is a layout, a dtype and this rank's local tensors, whatever its class. One with a pending reduction is stored
+reduced.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Sample arguments of an operator, written on one line.
+"""`shardwise check-rule`: is the rule of an operator correct?
+
+Sample arguments of an operator are written on one line:
 
 f32[8,6]          a tensor
 i64[5]<8          a tensor of integers from 0 to 7
 1  0.5  true  none  "mean"
 [1, 2]  [f32[4], f32[4]]
 keepdim=true      a keyword argument
-
-`shardwise check-rule`: is the rule of an operator correct?
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How evenly is a checkpoint spread? Bytes that each rank held and wrote, and what is in each file.
+"""`shardwise inspect`: what is in a checkpoint, how it is spread, and whether it is intact.
 
-`shardwise inspect`: what is in a checkpoint, how it is spread, and whether it is intact.
+The balance says how evenly it is spread: bytes that each rank had and wrote, and what is in each file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How are sizes and times written on the command line?
+"""How do results reach standard output? As a table of text, or as one JSON document and nothing else.
 
-How do results reach standard output? As a table of text, or as one JSON document and nothing else.
-
-A progress bar for work on many bytes: share, rate and time left, on the error stream where that is a terminal.
+Sizes and times are written for people. The progress of work on many bytes (share, rate, time left) goes to the error
+stream, where that is a terminal.
 """
 
 from __future__ import annotations

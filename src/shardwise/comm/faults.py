@@ -1,16 +1,15 @@
 """Who broke a collective: the ranks of a world leave notes in torch's store and read each other's.
 
-1. A rank whose collective fails notes its label and whom it blames. A rank that waits long notes for whom (`_waiting`).
+1. A rank whose collective fails notes its label and whom it blames. A rank that waits long notes for whom.
    A rank that raises outside a collective notes that (`report_exception`).
 2. A rank whose collective fails then reads the notes of the ranks it blames, for a short grace. One that noted nothing
    has died, hangs, or never called; one that blames or awaits others passes the blame on to them.
 3. Whose connection ended is not excused by waiting, only by having failed before.
 4. The store lives in some rank's process and may be dead as well; then only the first suspicion is known.
 
-Calls that wait long say so: one thread per process notes in the store for whom its ranks wait.
-
-A rank that times out on another learns from this that the other one waits as well, and for whom. Without it the time
-at which each began to wait would decide who gets blamed. Calls that end soon cost two dictionary operations.
+`PendingCalls`: one thread per process notes in the store for whom its ranks wait long. A rank that times out on another
+learns from this that the other one waits as well, and for whom. Without it the time at which each began to wait would
+decide who gets blamed. Calls that end soon cost two dictionary operations.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How threads of one process complete a collective together.
+"""All ranks in one process: a comm whose ranks are threads and whose exchanges are copies in memory.
 
-1. Each rank posts its call (`Hub.post`) under the next sequence number and continues.
-2. The last rank to post compares all calls. If they differ, the meeting has failed and every rank learns which two
+How the threads complete a collective together (`Rendezvous`):
+
+1. Each rank posts its call (`RendezvousHub.post`) under the next sequence number and continues.
+2. The last rank to post compares all calls. If they differ, the rendezvous has failed and every rank learns which two
    calls were made; else they become jobs: independent copies or reductions.
-3. `Hub.finish`, called by whoever waits, takes jobs that nobody has taken until none is left, then waits for the
-   others. So a rank that posted and continued is never waited for.
-4. A rank that raises or returns early is recorded in the room that all hubs of the world share; waiting ranks wake.
-
-All ranks in one process: a comm whose ranks are threads and whose exchanges are copies in memory.
+3. `RendezvousHub.finish`, called by whoever waits, takes jobs that nobody has taken until none is left, then waits for
+   the others. So a rank that posted and continued is never waited for.
+4. A rank that raises or returns early is recorded in the state that all hubs of the world share; waiting ranks wake.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What can go wrong between ranks: a transport that failed, or ranks that made different requests.
-
-The one small interface through which bytes leave a process.
+"""The one small interface through which bytes leave a process.
 
 Everything above this layer talks to a `Comm` and never to `torch.distributed`. Three rules hold for all of them:
 
@@ -10,7 +8,7 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 3. Each call carries the comm's time-out. A rank that raises, dies or calls something else makes the others raise
    `CommError`, which names the rank and the label.
 
-Started operations: already complete, or completed by a function that runs once.
+`CommError` is a transport that failed, `DisagreementError` ranks that made different requests.
 """
 
 from __future__ import annotations

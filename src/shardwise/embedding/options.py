@@ -1,6 +1,6 @@
-"""What both lookups take besides ids and table: the options, their checks, and the collective call they make.
+"""What lookups take besides ids and table: the options, their checks, and the collective call they make.
 
-The arguments that make bags of ids: what is wrong with them, and how long each bag is.
+`embedding_bag` also takes what makes bags of ids: it is checked, and the length of each bag worked out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every mesh, chunk and grid layout is a product of 1-D cuts. `Cells` keeps it in that form, so that questions about it
 and intersections with it cost what the answer costs, not what all pairs would.
 
-The table of all pieces of a layout, as NumPy columns: one row for each box that a rank holds.
+`PieceTable` lists all pieces of a layout as NumPy columns: one row for each box that a rank has.
 """
 
 from __future__ import annotations

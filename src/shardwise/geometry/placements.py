@@ -1,13 +1,11 @@
-"""How is one dim cut? All arithmetic on 1-D splits, shared by every spec.
+"""What does one mesh axis do to a tensor? It shards a dim, replicates, or leaves a reduction pending.
 
-A part is a tuple of intervals `(start, stop)`, in their order in the owner's local tensor. Splitting a
-part among n ranks:
+All arithmetic on 1-D splits is here too; every spec shares it. A part is a tuple of intervals `(start, stop)`, in their
+order in the owner's local tensor. Splitting a part among n ranks:
 
 1. cut the part at group boundaries, if the placement declares groups;
 2. share out each group's rows: as torch.chunk does, by given sizes, or block by block;
 3. a rank's new part is the concatenation of what it got from each group, without empty intervals unless all are empty.
-
-What does one mesh axis do to a tensor? It shards a dim, replicates, or leaves a reduction pending.
 """
 
 from __future__ import annotations

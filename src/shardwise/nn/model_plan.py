@@ -1,8 +1,8 @@
-"""Which parameters and modules of a model are sharded, and how its outputs come back: a plan, before anything moves.
-
-A plan for a whole model in a few lines: a mesh, patterns over parameter names, and how plain inputs are read.
+"""A plan for a whole model in a few lines: a mesh, patterns over parameter names, and how plain inputs are read.
 
 A plan is a value. It is checked against a model on the meta device, for any number of ranks, without a process group.
+
+`ShardingPlan`, `Sharder` and `ShardingPlanner` are torch's way of saying which parameters and modules are sharded.
 """
 
 from __future__ import annotations

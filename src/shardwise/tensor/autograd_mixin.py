@@ -1,18 +1,16 @@
-"""Shape, dtype and device of a ShardedTensor, answered without a detour through torch's function protocol.
+"""What a ShardedTensor answers from its local tensors: shape and dtype, memory, gradients.
 
-Models ask for them at every step; from the layout and the local tensors the answer takes a tenth of the time.
-
-The memory of this rank's local tensors: a ShardedTensor has none of its own, so torch must never look for it there.
-
-torch's own versions of these methods would read or share the wrapper's missing storage, which ends the process.
-
-Gradients of a ShardedTensor, answered from its local tensors, which are on the tape.
+1. `AttributesMixin`: shape, dtype and device, without a detour through torch's function protocol. Models ask for them
+   at every step; from the layout and the local tensors the answer takes a tenth of the time.
+2. `LocalMemoryMixin`: a ShardedTensor has no memory of its own. torch's versions of these methods would read or share
+   the wrapper's missing storage, which ends the process.
+3. `AutogradMixin`: gradients. The local tensors are on the tape, the wrapper never is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +27,12 @@ class AttributesMixin(Tensor):
 
     sharding: Layout
     local_parts: tuple[Tensor, ...]
+
+    if TYPE_CHECKING:  # what ShardedTensor, the only class that mixes these in, has
+
+        def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self: ...
+        def _forget(self) -> None: ...
+        def redistribute(self, target: Any, *, label: str = "redistribute") -> Any: ...
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # answered from the layout
@@ -71,9 +75,6 @@ class AttributesMixin(Tensor):
 class LocalMemoryMixin(AttributesMixin):
     """What ShardedTensor does with the memory of its local tensors."""
 
-    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
-        raise NotImplementedError
-
     def is_pinned(self, device: Any = None) -> bool:
         """Whether the local tensors are in pinned memory."""
         return bool(self.local_parts) and all(t.is_pinned() for t in self.local_parts)
@@ -114,15 +115,6 @@ class AutogradMixin(AttributesMixin):
     local_parts: tuple[Tensor, ...]
     comm: Comm
     _anchor: Tensor | None
-
-    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        raise NotImplementedError
-
-    def redistribute(self, target: Any, *, label: str = "redistribute") -> Any:
-        raise NotImplementedError
 
     def _tape_tensors(self) -> tuple[Tensor, ...]:
         return self.local_parts or tape_inputs(self.local_parts, self._anchor, self.dtype, self.device)

@@ -1,9 +1,9 @@
-"""Caches that hold what was derived from rules and users' ops are cleared whenever one of these changes.
+"""What is remembered, and when it is forgotten.
 
-Answers kept for each layout object.
+Caches of what was derived from rules and users' ops are cleared whenever one of these changes.
 
-Layouts that mean the same are equal even if they were described on different meshes. Where the description matters,
-an answer must be kept for the object, not for the meaning.
+Layouts that mean the same are equal even if they were described on different meshes. Where the description matters, an
+answer is kept for the layout object, not for its meaning (`cache_by_identity`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Buffers for packing and unpacking, used again and again.
-
-Fresh memory costs as much to touch for the first time as the bytes cost to move. So a buffer in CPU memory goes back
-to a pool when its round is done. On accelerators torch's own allocator does the same.
-
-How is a transfer executed? Local copies, one exchange per round, and what arrives is put in place.
+"""How is a transfer executed? Local copies, one exchange per round, and what arrives is put in place.
 
 1. Each step of each tensor gets fresh destination tensors.
 2. On every edge, large boxes travel on their own, straight from the source and into the destination where both are
@@ -17,7 +12,9 @@ How is a transfer executed? Local copies, one exchange per round, and what arriv
 
 Sources are only read. If an exchange fails they are whole, and the destinations are dropped.
 
-A move under way.
+Buffers for packing and unpacking are used again: fresh memory costs as much to touch for the first time as the bytes
+cost to move. So a buffer in CPU memory goes back to a pool when its round is done. On accelerators torch's own
+allocator does the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Local tensors for a layout.
-
-The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
+"""The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
 
 The ShardedTensor is not on the autograd tape: its local tensors are. `requires_grad`, `grad`, `is_leaf` and
-`backward` are answered from them. What moves data is in `moves.py`; this file offers it as methods.
+`backward` are answered from them. What moves data is in `move.py`; this file offers it as methods.
 """
 
 from __future__ import annotations

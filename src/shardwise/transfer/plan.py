@@ -1,8 +1,6 @@
 """Which bytes go where, to turn one layout into another? `plan_transfer` answers for every pair of layouts.
 
 Nothing is sent to make a plan, and planning is a function of its arguments: every rank makes the same plan.
-
-A transfer from plain JSON.
 """
 
 from __future__ import annotations

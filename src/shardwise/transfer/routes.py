@@ -1,6 +1,6 @@
 """The moves of a transfer, as columns: which box goes from which piece to which piece.
 
-How does a transfer stay within a buffer? Boxes are cut small and shared out over rounds.
+A transfer stays within a buffer limit by rounds: boxes are cut small and shared out over them.
 
 With at most `degree` messages in and out of a rank, each message of a round may hold `limit / degree` bytes.
 

@@ -3,14 +3,12 @@
 A step takes addends of the source to addends of the destination: `terms[j]` lists the source addends that make up the
 destination's addend j. An empty list means the reduction's identity.
 
-Where are pending reductions computed? On ranks that hold an addend and, if there is one, need the result.
+Pending reductions are computed on ranks that have an addend and, if there is one, need the result. Each region is
+reduced on one rank, which receives the other addends; then the result goes to whoever else needs it. Regions that
+several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a reduce-scatter
+and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the lower bound.
 
-Each region is reduced on one rank, which receives the other addends; then the result goes to whoever else needs it.
-Regions that several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a
-reduce-scatter and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the
-lower bound.
-
-Which exchanges turn one layout into another? One, or two where a pending reduction goes to several ranks.
+One exchange turns one layout into another, or two where a pending reduction goes to several ranks:
 
 1. Without pending reductions: one step. Every destination piece is intersected with the source pieces; each part
    comes from the best replica.

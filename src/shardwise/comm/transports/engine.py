@@ -1,6 +1,8 @@
-"""What moves the bytes of a comm over a process group, on one kind of device.
+"""What moves the bytes of a comm over a process group, on one kind of device: the protocol of a transport.
 
-Tensors that live elsewhere than the engine's memory: copies there before, and back after.
+To add a transport, write a class with the methods of `Engine` and let `process_group.py` choose it, on all ranks alike.
+An engine gets flat, contiguous, checked tensors on its own device: `Stage` copies those of other devices there
+and back.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The kernel copies straight from the other process's pages into ours. There is nothing to clean up afterwards, and
 nothing that a killed process could leave behind.
 
-What an operation between ranks of one host does with the bytes it is offered.
+`HostOperation` says what an operation between ranks of one host does with the bytes it is offered.
 """
 
 from __future__ import annotations

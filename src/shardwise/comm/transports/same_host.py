@@ -1,11 +1,4 @@
-"""Find out together whether all ranks of a group can read each other's memory, and connect them if so.
-
-1. Each rank listens and sends the others, over the group's own backend: its host, process, listener, and the address
-   of a secret.
-2. If all are on one host, of one user, and none declines, they connect, and each reads the others' secrets.
-3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend.
-
-Ranks of one host: bytes go straight from one process's memory into another's.
+"""Ranks of one host: bytes go straight from one process's memory into another's.
 
 1. A sender sends the receiver the addresses of its bytes (RANGES), or the bytes themselves if they are few (DATA).
 2. The receiver copies them into place with one system call and confirms (TAKEN); the sender's memory is free then.
@@ -13,6 +6,13 @@ Ranks of one host: bytes go straight from one process's memory into another's.
 4. Whoever waits serves all started operations, so the order in which ranks wait does not matter. Nothing moves while
    no rank is inside a call.
 5. A rank that gives up sends its peers the reason (FAILED); a process that ends closes its sockets. Both end all waits.
+
+The ranks find out together whether all of them can read each other's memory, and connect if so:
+
+1. Each rank listens and sends the others, over the group's own backend: its host, process, listener, and the address
+   of a secret.
+2. If all are on one host, of one user, and none declines, they connect, and each reads the others' secrets.
+3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend.
 """
 
 from __future__ import annotations

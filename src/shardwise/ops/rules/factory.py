@@ -1,12 +1,10 @@
-"""Tensors made after others: zeros_like, new_zeros, rand_like, and copies of values into a tensor.
+"""Tensors made after others, random values, conversions and copies, and the value of one element.
 
-Operators that draw random numbers: dropout, bernoulli, randint_like. What they draw does not depend on the layout.
-
-They go through the streams of sharded tensors, never through a rank's own generator, so replicas stay equal.
-
-Conversions and copies that torch's functions are broken down into; recorded on the local tensors' tape.
-
-The value of a tensor of one element: a Python number, the same on every rank.
+1. `zeros_like`, `new_zeros`, `rand_like`: tensors made after others, in their layout.
+2. `dropout`, `bernoulli`, `randint_like`: random numbers come from the streams of sharded tensors, never from a rank's
+   own generator, so that they do not depend on the layout and replicas stay equal.
+3. Conversions and copies that torch's functions are broken down into.
+4. `item()`: a Python number, the same on every rank.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each position of the lists has its own layout, that of the first list's tensor; other tensors of the position are
 aligned to it. Then the operator runs once, on the lists of all local tensors.
 
-The norms of a list of tensors, as gradient clipping asks for them: one exchange of one number per tensor and rank.
+Norms of a list of tensors, which gradient clipping needs, take one exchange of one number per tensor and rank:
 
 1. Each rank takes the norms of its local tensors. Tensors that the same axes cut make one group.
 2. The rows of a group, one for each rank along these axes, are gathered.

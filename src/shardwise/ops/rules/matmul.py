@@ -1,6 +1,6 @@
 """Rules of matrix products, from one description of each: which letters are rows, columns, batches and sums.
 
-`linear` and `matmul` as operators of their own: no dims are merged, so inner dims may be split in any way.
+`linear` and `matmul` are operators of their own: no dims are merged, so inner dims may be split in any way.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A sharded dim is gathered, or the tensor is split along another dim, whichever moves less; running sums along a
 sharded dim need the totals of the ranks before, and nothing else.
 
-Softmax: over a whole dim each rank by itself; over a sharded dim two small reductions, and nothing is gathered.
+Softmax over a whole dim is computed by each rank alone; over a sharded dim it takes two small reductions.
 """
 
 from __future__ import annotations
