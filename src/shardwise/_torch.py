@@ -245,6 +245,13 @@ def default_store() -> Store | None:
         return None
 
 
+def store_address(store: Store) -> tuple[str, int] | None:
+    """Return where a store listens; None for one that is not reached over the network."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
 def all_gather_single(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of equal flat tensors under the name that this version does not deprecate."""
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -209,6 +209,46 @@ def test_a_time_out_names_the_absent_rank() -> None:
     assert caught.value.ranks == (1,)
 
 
+@pytest.mark.parametrize("kind", ["exchange", "broadcast", "all_reduce"])
+def test_a_late_rank_does_not_read_what_was_written_after_the_time_out(kind: str) -> None:
+    gave_up = threading.Event()
+
+    def body(comm: Comm) -> str:
+        x = torch.full((4,), 7.0 if comm.rank == 0 else 0.0)
+        if comm.rank == 1:
+            gave_up.wait(20)
+        try:
+            if kind == "exchange":
+                comm.exchange({1: [x]} if comm.rank == 0 else {}, {0: [x]} if comm.rank else {}, label="w").wait()
+            elif kind == "broadcast":
+                comm.broadcast(x, 0, label="w").wait()
+            else:
+                comm.all_reduce(x, label="w").wait()
+        except CommError as error:
+            x.fill_(-1.0)
+            gave_up.set()
+            return str(error)
+        return f"read {x.tolist()}"
+
+    first, late = run_local(body, 2, timeout=0.2)
+    assert "rank 1 did not take part within 0.2 s" in first and late == first
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_rank_of_torchrun_without_a_process_group_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        CommError, match=r"this process is rank 1 of 4 \(RANK, WORLD_SIZE\), but .* call torch.distributed"
+    ):
+        default_comm()
+    assert run_local(lambda comm: default_comm() is comm, 2) == [True, True]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert default_comm().ranks == (0,)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -114,7 +114,8 @@ def test_a_new_layout_at_once_on_all_ranks() -> None:
     def body(comm: Comm, length: int) -> bool:
         whole = torch.arange(length, dtype=torch.float64)
         x = from_local(whole / 4, parse_spec("on tp=4: P(sum)"), (length,))
-        return torch.equal((x * x).full(), whole * whole)
+        square: Any = x * x
+        return torch.equal(square.full(), whole * whole)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

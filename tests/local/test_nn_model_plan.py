@@ -395,7 +395,14 @@ def test_what_would_stay_without_values_is_refused() -> None:
 # Optimizers
 
 
-LAYERS = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
+def make_layers() -> nn.Sequential:
+    """The same weights in every run."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
+
+
+LAYERS = make_layers()
 
 
 def run_steps(comm: Comm, spec: str, state: Any, steps: int) -> tuple[Any, dict[str, Tensor]]:

@@ -294,6 +294,9 @@ def test_launch_under_torchrun_uses_the_given_world(monkeypatch: pytest.MonkeyPa
     given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in {**given, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="launch with 4 processes starts none: RANK=0 and WORLD_SIZE=1 are set"):
+        assert launch(alone_in_a_given_world, 4) == [("ProcessGroupComm", (0,), 5.0, [b"x"])]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert launch(alone_in_a_given_world, 4) == [("ProcessGroupComm", (0,), 5.0, [b"x"])]
     assert not dist.is_initialized()
 

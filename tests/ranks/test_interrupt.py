@@ -13,7 +13,7 @@ import os, signal, sys, time
 from shardwise.comm import launch
 
 def wait_long():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # in one piece: both ranks write here
     time.sleep(600)
 
 if __name__ != "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,10 +11,11 @@ import torch.distributed as dist
 
 from shardwise.comm.local import LocalComm
 from shardwise.comm.process_group import ProcessGroupComm
-from shardwise.comm.protocol import Comm
+from shardwise.comm.protocol import Comm, CommError
 
 _current: ContextVar[Comm | None] = ContextVar("shardwise_comm", default=None)
 _alone = LocalComm.alone()
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
@@ -43,6 +45,8 @@ def current_comm() -> Comm | None:
 def default_comm() -> Comm:
     """Return the current comm, else that of torch's default process group, else a world of this one process.
 
+    A process that torchrun started as one of several is not alone: without a process group it is an error.
+
     >>> default_comm().ranks
     (0,)
     """
@@ -51,4 +55,22 @@ def default_comm() -> Comm:
         return comm
     if dist.is_available() and dist.is_initialized():
         return ProcessGroupComm.of(None)
+    rank, size = given_world() or (0, 1)
+    if size > 1:
+        raise CommError(
+            f"this process is rank {rank} of {size} (RANK, WORLD_SIZE), but torch.distributed has no process group, so "
+            "each rank would work alone and overwrite what the others save; call torch.distributed."
+            "init_process_group() first, start the program through shardwise.launch(fn), or pass comm="
+        )
     return _alone
+
+
+def given_world() -> tuple[int, int] | None:
+    """Return the rank and size that torchrun's variables give this process; None if they are not set.
+
+    >>> given_world() is None
+    True
+    """
+    if not all(name in os.environ for name in _TORCHRUN):
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

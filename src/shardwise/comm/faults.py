@@ -5,7 +5,7 @@
 2. A rank whose collective fails then reads the notes of the ranks it blames, for a short grace. One that noted nothing
    has died, hangs, or never called; one that blames or awaits others passes the blame on to them.
 3. Whose connection ended is not excused by waiting, only by having failed before.
-4. The store lives in some rank's process and may be dead as well; then only the first suspicion is known.
+4. The store is in some process that may hang or be dead as well (`note_store`); then only the first suspicion is known.
 
 `PendingCalls`: one thread per process notes in the store for whom its ranks wait long. A rank that times out on another
 learns from this that the other one waits as well, and for whom. Without it the time at which each began to wait would
@@ -23,8 +23,10 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from shardwise._torch import Store, default_store
+from shardwise._torch import default_store
+from shardwise.comm.note_store import NoteStore
 from shardwise.comm.protocol import CommError
+from shardwise.comm.rank_text import name_ranks
 
 _PREFIX = "shardwise/fault"
 
@@ -34,7 +36,7 @@ class FaultNote:
     """One rank's account of a call that failed or waits long: `ended` if the blamed ranks' connections have ended."""
 
     number: int
-    label: str
+    call: str
     reason: str
     blames: tuple[int, ...] = ()
     ended: bool = False
@@ -56,7 +58,7 @@ def to_transport_error(error: BaseException, suspects: Iterable[int]) -> Transpo
 
 def report_exception(rank: int, error: BaseException) -> None:
     """Record for all ranks that this rank raised, so that the others can say so."""
-    _write_note(f"{_PREFIX}/rank/{rank}", FaultNote(0, "", f"{type(error).__name__}: {error}"[:500]))
+    _write_note(f"{_PREFIX}/rank/{rank}", FaultNote(0, "", f"{type(error).__name__}: {error}"[:500]), wait=True)
 
 
 class FaultLog:
@@ -65,30 +67,33 @@ class FaultLog:
     def __init__(self, group: str, instance: int, rank: int) -> None:
         self._key, self._rank = f"{_PREFIX}/{group}/{instance}", rank
 
-    def note_wait(self, number: int, label: str, awaited: tuple[int, ...]) -> None:
+    def note_wait(self, number: int, call: str, awaited: tuple[int, ...]) -> None:
         """Record for the others which ranks this rank waits for; an empty list withdraws it."""
-        _write_note(f"{self._key}/waits/{self._rank}", FaultNote(number, label, "", awaited))
+        _write_note(f"{self._key}/waits/{self._rank}", FaultNote(number, call, "", awaited))
 
-    def explain(self, accident: TransportError, *, number: int, label: str, grace: float) -> CommError:
+    def explain(self, accident: TransportError, *, number: int, label: str, call: str, grace: float) -> CommError:
         """Turn a transport's failure into an error that names the ranks at fault."""
         if accident.exact:
             return CommError(accident.reason, accident.suspects)
-        mine = FaultNote(number, label, accident.reason, accident.suspects, not accident.timed_out)
+        mine = FaultNote(number, call, accident.reason, accident.suspects, not accident.timed_out)
         _write_note(f"{self._key}/failed/{self._rank}", mine)
         notes, raised = self._collect(mine, grace)
         if raised:
             texts = "; ".join(f"rank {r} raised {note.reason}" for r, note in sorted(raised.items()))
             return CommError(f"{label!r}: {texts}", tuple(sorted(raised)))
-        other = {r: note for r, note in notes.items() if note.number == number and note.label != label}
+        other = {r: note for r, note in notes.items() if note.number == number and note.call != call}
         if other:
-            texts = "; ".join(f"rank {r} was in {note.label!r}" for r, note in sorted(other.items()))
+            where = {self._rank: mine, **other}
+            texts = "; ".join(f"rank {r} was in {note.call}" for r, note in sorted(where.items()))
             return CommError(f"{label!r}: the ranks made different calls: {texts}", tuple(sorted(other)))
         silent = tuple(sorted(set(_collect_blamed_ranks(mine, notes)) - set(notes) - {self._rank}))
         if silent:
             names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             text = f"{label!r}: {names} did not take part (ended, hung, or never called): {accident.reason}"
             return CommError(text, silent)
-        return CommError(f"{label!r}: {accident.reason}", accident.suspects)
+        waiting = "; ".join(f"rank {r} waits for {name_ranks(n.blames)} in {n.call}" for r, n in sorted(notes.items()))
+        seen = f"{name_ranks(accident.suspects)}: {accident.reason}"
+        return CommError(f"{label!r}: {seen}{f' ({waiting})' if waiting else ''}", accident.suspects)
 
     def _collect(self, mine: FaultNote, grace: float) -> tuple[dict[int, FaultNote], dict[int, FaultNote]]:
         """Read the notes of the blamed and of whom they blame, until all have written or the grace is over."""
@@ -123,29 +128,35 @@ def _collect_blamed_ranks(mine: FaultNote, notes: dict[int, FaultNote]) -> dict[
     return blamed
 
 
-def _fault_store() -> Store | None:
-    return default_store() if dist.is_initialized() else None
+_notes: NoteStore | None = None
+_opening = threading.Lock()
 
 
-def _write_note(key: str, note: FaultNote) -> None:
-    store = _fault_store()
+def _open_notes() -> NoteStore | None:
+    """The notes of the present world; None where there is none."""
+    global _notes
+    store = default_store() if dist.is_initialized() else None
     if store is None:
-        return
-    try:
-        store.set(key, json.dumps(asdict(note)))
-    except RuntimeError:
-        return  # the store's host is gone; the error we are about to raise still says what this rank saw
+        return None
+    with _opening:
+        if _notes is None or _notes.store is not store:
+            _notes = NoteStore(store)
+        return _notes
+
+
+def _write_note(key: str, note: FaultNote, *, wait: bool = False) -> None:
+    notes = _open_notes()
+    if notes is not None:
+        notes.write(key, json.dumps(asdict(note)), wait=wait)
 
 
 def _read_note(key: str) -> FaultNote | None:
-    store = _fault_store()
-    try:
-        if store is None or not store.check([key]):
-            return None
-        entry = json.loads(store.get(key))
-    except RuntimeError:
+    notes = _open_notes()
+    text = notes.read(key) if notes is not None else None
+    if text is None:
         return None
-    return FaultNote(entry["number"], entry["label"], entry["reason"], tuple(entry["blames"]), entry["ended"])
+    entry = json.loads(text)
+    return FaultNote(entry["number"], entry["call"], entry["reason"], tuple(entry["blames"]), entry["ended"])
 
 
 _LONG = 0.5
@@ -161,9 +172,9 @@ class PendingCalls:
         self._noted: set[int] = set()
         _watch_calls(self)
 
-    def begin(self, number: int, label: str) -> None:
+    def begin(self, number: int, call: str) -> None:
         """A call starts to wait."""
-        self._begun[number] = (time.monotonic(), label)
+        self._begun[number] = (time.monotonic(), call)
 
     def end(self, number: int) -> None:
         """It waits no more; what was noted is taken back."""
@@ -175,10 +186,10 @@ class PendingCalls:
     def note_long_waits(self) -> None:
         """Write down the calls that have waited long, once each."""
         now = time.monotonic()
-        for number, (since, label) in list(self._begun.items()):
+        for number, (since, call) in list(self._begun.items()):
             if now - since > _LONG and number not in self._noted and (ranks := self._awaited()):
                 self._noted.add(number)
-                self._board.note_wait(number, label, ranks)
+                self._board.note_wait(number, call, ranks)
                 if number not in self._begun:  # it ended while the note was in transit
                     self._board.note_wait(number, "", ())
 

@@ -63,6 +63,24 @@ def nonempty_bytes(tensors: Sequence[Tensor], *, label: str) -> list[Tensor]:
     return [as_bytes(t, label=label) for t in tensors if t.numel()]
 
 
+def describe_run(tensor: Tensor) -> str:
+    """What a tensor is to a collective: so many elements of a dtype.
+
+    >>> describe_run(torch.zeros(2, 3))
+    '6 elements of float32'
+    """
+    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def describe_call(kind: str, label: str, detail: str = "") -> str:
+    """A call as ranks compare it and as errors show it.
+
+    >>> describe_call("all_reduce", "loss", "sum of 1 elements of float32")
+    "all_reduce 'loss' (sum of 1 elements of float32)"
+    """
+    return f"{kind} {label!r}" + (f" ({detail})" if detail else "")
+
+
 Edges = dict[int, list[Tensor]]
 
 

@@ -12,8 +12,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,13 +29,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import TCPStore
+from shardwise.comm.current import given_world
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
 from shardwise.comm.transports.worker import LOOPBACK, WorkerReply, WorkerTask, WorldConfig, worker_main
 
 T = TypeVar("T")
 _STOP_GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
 _AFTERMATH = 10.0  # how long the other ranks have to report how they ended, once one has failed
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[T]:
@@ -45,10 +48,22 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
 
     Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
     """
-    if all(name in os.environ for name in _TORCHRUN):
+    if given_world() is not None:
+        _warn_of_other_size(nprocs)
         return [_run_in_given_world(fn, args)]
     with LocalWorld(nprocs, timeout=timeout) as world:
         return results_of(world.outcomes(fn, *args, last=True))
+
+
+def _warn_of_other_size(nprocs: int) -> None:
+    """Say that no ranks are started, where nothing but the variables can have been meant to start them."""
+    rank, size = given_world() or (0, 1)
+    if size != nprocs and "TORCHELASTIC_RUN_ID" not in os.environ:
+        warnings.warn(
+            f"launch with {nprocs} processes starts none: RANK={rank} and WORLD_SIZE={size} are set, so this process "
+            "is taken for one of a world that exists; remove these variables to start ranks",
+            stacklevel=3,
+        )
 
 
 def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -138,7 +153,7 @@ class LocalWorld:
         self._stop()
 
     def _start(self) -> None:
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = _host_store()
         world = WorldConfig(self._size, self._store.port, self._timeout)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -156,8 +171,12 @@ class LocalWorld:
         deadline = time.monotonic() + limit if limit is not None else None
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while waiting:
-            ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = _LOOK_SECONDS if deadline is None else max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+            # a child that a rank forked keeps its pipe open, so the processes are looked at as well
+            ready = wait(list(waiting), left) or [
+                p for p, r in waiting.items() if self._ranks[r][0].exitcode is not None
+            ]
+            if not ready and deadline is not None and time.monotonic() >= deadline:
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -170,6 +189,8 @@ class LocalWorld:
 
     def _outcome(self, rank: int, pipe: Connection) -> Outcome:
         try:
+            if not pipe.poll():
+                raise EOFError  # its process has ended, and what it forked says nothing
             reply: WorkerReply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             process = self._ranks[rank][0]
@@ -201,6 +222,15 @@ def _hold_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _host_store() -> TCPStore:
+    """A store that listens on the loopback interface alone; torch's own socket would listen on all of them."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
 
 
 class _DeadRankError(CommError):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class CollectiveCall:
     payload: Any
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.label!r}" + (f" ({self.detail})" if self.detail else "")
+        return tensors.describe_call(self.kind, self.label, self.detail)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class RendezvousHub:
             return meeting
 
     def _close(self, meeting: Rendezvous, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]) -> None:
-        meeting.error = _mismatch_error(meeting.calls)
+        meeting.error = meeting.error or _mismatch_error(meeting.calls)
         if meeting.error is None:
             try:
                 meeting.jobs = plan({rank: meeting.calls[rank].payload for rank in self.ranks})
@@ -120,14 +120,21 @@ class RendezvousHub:
             while not meeting.complete:
                 self._check(rank, meeting)
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise _absence_error(meeting.calls[rank], self._absent_ranks(meeting), f"within {timeout:g} s")
+                    absent = self._absent_ranks(meeting)
+                    self._give_up(meeting, _absence_error(meeting.calls[rank], absent, f"within {timeout:g} s"))
         self._run_jobs(meeting)
         with self.room.changed:
             while meeting.running and meeting.error is None:
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s")
+                    self._give_up(meeting, CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s"))
             if meeting.error is not None:
                 raise CommError(str(meeting.error), meeting.error.ranks) from meeting.error.__cause__
+
+    def _give_up(self, meeting: Rendezvous, error: CommError) -> NoReturn:
+        """End a meeting for all its ranks: a late one must not read what this rank's program writes from now on."""
+        meeting.error = meeting.error or error
+        self.room.changed.notify_all()
+        raise error
 
     def _run_jobs(self, meeting: Rendezvous) -> None:
         while True:
@@ -145,6 +152,8 @@ class RendezvousHub:
 
     def _check(self, rank: int, meeting: Rendezvous) -> None:
         call = meeting.calls[rank]
+        if meeting.error is not None:
+            raise CommError(str(meeting.error), meeting.error.ranks)
         if self.room.failure is not None:
             who, error = self.room.failure
             if isinstance(error, CommError):
@@ -230,7 +239,7 @@ class LocalComm:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
         payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
-        return self._start("all_gather", label, _describe_tensor(tensor), payload, _plan_gather)
+        return self._start("all_gather", label, tensors.describe_run(tensor), payload, _plan_gather)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
@@ -238,20 +247,24 @@ class LocalComm:
         tensors.check_scatter(out, tensor, self.world_size, label=label)
         payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
         return self._start(
-            "reduce_scatter", label, f"{op} of {_describe_tensor(out)}", payload, partial(_plan_reduce_scatter, op=op)
+            "reduce_scatter",
+            label,
+            f"{op} of {tensors.describe_run(out)}",
+            payload,
+            partial(_plan_reduce_scatter, op=op),
         )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a tensor over all ranks, in place."""
         tensors.check_op(op, tensor.dtype, label=label)
-        detail = f"{op} of {_describe_tensor(tensor)}"
+        detail = f"{op} of {tensors.describe_run(tensor)}"
         whole = tensors.flatten_contiguous(tensor, label=label)
         return self._start("all_reduce", label, detail, whole, partial(_plan_all_reduce, op=op))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
         tensors.check_member(self, src, "source rank", label=label)
-        detail = f"{_describe_tensor(tensor)} from rank {src}"
+        detail = f"{tensors.describe_run(tensor)} from rank {src}"
         whole = tensors.flatten_contiguous(tensor, label=label)
         return self._start("broadcast", label, detail, whole, partial(_plan_broadcast, src=src))
 
@@ -288,10 +301,6 @@ class LocalComm:
         """Let a device finish: another rank's thread may use another stream."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:

@@ -87,7 +87,10 @@ class ProcessGroupComm:
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
         self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
-        return self._start(label, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), label=label))
+        call = tensors.describe_call("exchange", label)
+        return self._start(
+            label, call, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), call=call)
+        )
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
@@ -99,30 +102,34 @@ class ProcessGroupComm:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
         whole, part = tensors.as_bytes(out, label=label), tensors.as_bytes(tensor, label=label)
-        return self._start(label, lambda e, s: e.all_gather_into(s.write(whole), s.read(part), label=label))
+        call = tensors.describe_call("all_gather", label, tensors.describe_run(tensor))
+        return self._start(label, call, lambda e, s: e.all_gather_into(s.write(whole), s.read(part), call=call))
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
         tensors.check_op(op, tensor.dtype, label=label)
         tensors.check_scatter(out, tensor, self.world_size, label=label)
         part, whole = tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label)
-        return self._start(label, lambda e, s: e.reduce_scatter_into(s.write(part), s.read(whole), op, label=label))
+        call = tensors.describe_call("reduce_scatter", label, f"{op} of {tensors.describe_run(out)}")
+        return self._start(label, call, lambda e, s: e.reduce_scatter_into(s.write(part), s.read(whole), op, call=call))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a tensor over all ranks, in place."""
         tensors.check_op(op, tensor.dtype, label=label)
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start(label, lambda e, s: e.all_reduce(s.update(whole), op, label=label))
+        call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")
+        return self._start(label, call, lambda e, s: e.all_reduce(s.update(whole), op, call=call))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
         tensors.check_member(self, src, "source rank", label=label)
         whole = tensors.as_bytes(tensor, label=label)
-        return self._start(label, lambda e, s: e.broadcast(s.update(whole), src, label=label))
+        call = tensors.describe_call("broadcast", label, f"{tensors.describe_run(tensor)} from rank {src}")
+        return self._start(label, call, lambda e, s: e.broadcast(s.update(whole), src, call=call))
 
     def barrier(self, *, label: str) -> None:
         """Return when every rank has called it."""
-        self.all_gather_bytes(b"", label=label)
+        self._gather_bytes("barrier", b"", label)
 
     def subset(self, ranks: Sequence[int]) -> ProcessGroupComm:
         """Return the comm of some of these ranks; only they call it."""
@@ -138,46 +145,51 @@ class ProcessGroupComm:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
-        number = self._begin(label)
+        return self._gather_bytes("all_gather_bytes", data, label)
+
+    def _gather_bytes(self, kind: str, data: bytes, label: str) -> list[bytes]:
+        call = tensors.describe_call(kind, label)
+        number = self._begin(call)
         try:
-            return self._ready_engine().all_gather_bytes(data, label=label)
+            return self._ready_engine().all_gather_bytes(data, call=call)
         except TransportError as accident:
-            raise self._explain(accident, number, label) from accident
+            raise self._explain(accident, number, label, call) from accident
         finally:
             self._waits.end(number)
 
-    def _start(self, label: str, call: Callable[[Engine, Stage], Work]) -> Work:
-        number = self._begin(label)
+    def _start(self, label: str, call: str, run: Callable[[Engine, Stage], Work]) -> Work:
+        number = self._begin(call)
         try:
             engine = self._ready_engine()
             stage = Stage(engine.device)
-            work = call(engine, stage)
+            work = run(engine, stage)
         except TransportError as accident:
-            raise self._explain(accident, number, label) from accident
+            raise self._explain(accident, number, label, call) from accident
         finally:
             self._waits.end(number)
-        return PendingWork(partial(self._finish, work, stage, number, label))
+        return PendingWork(partial(self._finish, work, stage, number, label, call))
 
-    def _finish(self, work: Work, stage: Stage, number: int, label: str) -> None:
-        self._waits.begin(number, label)
+    def _finish(self, work: Work, stage: Stage, number: int, label: str, call: str) -> None:
+        self._waits.begin(number, call)
         try:
             work.wait()
         except TransportError as accident:
-            raise self._explain(accident, number, label) from accident
+            raise self._explain(accident, number, label, call) from accident
         finally:
             self._waits.end(number)
         stage.finish()
 
-    def _begin(self, label: str) -> int:
+    def _begin(self, call: str) -> int:
         """Number a call; after one that failed the ranks are out of step, and all further ones are refused."""
         if self._failure is not None:
             raise CommError(str(self._failure), self._failure.ranks)
         self._calls += 1
-        self._waits.begin(self._calls, label)
+        self._waits.begin(self._calls, call)
         return self._calls
 
-    def _explain(self, accident: TransportError, number: int, label: str) -> CommError:
-        error = self._board.explain(accident, number=number, label=label, grace=min(_FAULT_GRACE_SECONDS, self.timeout))
+    def _explain(self, accident: TransportError, number: int, label: str, call: str) -> CommError:
+        grace = min(_FAULT_GRACE_SECONDS, self.timeout)
+        error = self._board.explain(accident, number=number, label=label, call=call, grace=grace)
         self._failure = self._failure or error
         if self._engine is not None:
             self._engine.abort(str(error), error.ranks)

@@ -18,7 +18,10 @@ from shardwise.comm.protocol import ReduceOp, Work
 
 
 class Engine(Protocol):
-    """The operations of a `Comm` on checked, contiguous, flat tensors on one device; ranks are global ones."""
+    """The operations of a `Comm` on checked, contiguous, flat tensors on one device; ranks are global ones.
+
+    `call` says what is done: operation, label, reduction, sizes and dtype. Ranks for which it differs fail.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -30,27 +33,27 @@ class Engine(Protocol):
         """The ranks that the present wait is for."""
         ...
 
-    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Move byte views along edges between different ranks."""
         ...
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Fill `out` with all tensors in group order."""
         ...
 
-    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce run i into rank i's `out`."""
         ...
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce in place."""
         ...
 
-    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Overwrite with the tensor of `src`."""
         ...
 
-    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Return the bytes of all ranks in group order."""
         ...
 

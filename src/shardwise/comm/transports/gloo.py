@@ -29,6 +29,9 @@ from shardwise.comm.rank_text import name_ranks
 
 _SLOT = 256
 _SLOT_HEADER = struct.Struct("<qI")
+_HEAD_BYTES = 16  # what follows it may be read as any dtype
+_TAGS = 1 << 31
+_CALL_NUMBERS = 16  # few: gloo remembers every tag that was used
 _SMALL_REDUCTION_BYTES = 1 << 16
 _WINDOW = 4 << 20
 _WORKSPACE = 64 << 20  # bytes, for the windows of all ranks together
@@ -45,68 +48,66 @@ class GlooEngine:
         self._others = tuple(r for r in ranks if r != rank)
         self.awaited = self._others
         self._kept: Tensor | None = None
+        self._calls = 0
 
-    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Post every receive and every send at once; nothing is packed."""
-        works: list[tuple[int, dist.Work | None]] = []
-        peer = -1
-        try:
-            for peer, tensors in receives.items():
-                works += [(peer, dist.irecv(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
-            for peer, tensors in sends.items():
-                works += [(peer, dist.isend(t, peer, group=self._group, tag=k)) for k, t in enumerate(tensors)]
-        except RuntimeError as error:
-            raise to_transport_error(error, (peer,)) from error
-        return PendingWork(partial(self._wait, works))
+        return self._exchange(sends, receives, self._next_tag(call))
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Gather small tensors in one collective, large ones straight into their places."""
-        parts = out.view(len(self._ranks), -1)
+        tag, parts = self._next_tag(call), out.view(len(self._ranks), -1)
         if tensor.nbytes <= _SMALL_REDUCTION_BYTES:
-            self._native(all_gather_single(out, tensor, self._group))
+            as_bytes(out, label=call).view(len(self._ranks), -1).copy_(self._gather_small(tensor, tag, call))
             return CompletedWork()
         mine = parts[self._index]
         if mine.data_ptr() != tensor.data_ptr():
             mine.copy_(tensor)
-        sends = {r: [as_bytes(tensor, label=label)] for r in self._others}
-        receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-        return self.exchange(sends, receives, label=label)
+        sends = {r: [as_bytes(tensor, label=call)] for r in self._others}
+        receives = {r: [as_bytes(parts[i], label=call)] for i, r in enumerate(self._ranks) if r != self._rank}
+        return self._exchange(sends, receives, tag)
 
-    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Exchange the runs window by window and reduce them as they arrive."""
         runs = tensor.view(len(self._ranks), -1)
         cuts = [(out[at], [run[at] for run in runs]) for at in _window_slices(len(out), self._window_length(out))]
-        self._reduce(cuts, op, label)
+        self._reduce(cuts, op, self._next_tag(call))
         return CompletedWork()
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather the windows of large ones."""
+        tag = self._next_tag(call)
         if tensor.nbytes <= _SMALL_REDUCTION_BYTES:
-            parts = tensor.new_empty((len(self._ranks), tensor.numel()))
-            self.all_gather_into(as_bytes(parts, label=label), as_bytes(tensor, label=label), label=label).wait()
+            parts = self._gather_small(tensor, tag, call).contiguous().view(tensor.dtype)
             reduce_runs(tensor, list(parts), op)
             return CompletedWork()
         count = len(self._ranks)
         windows = _window_slices(len(tensor), self._window_length(tensor) * count)
         cut = [list(tensor[at].tensor_split(count)) for at in windows]
-        self._reduce([(runs[self._index], runs) for runs in cut], op, label, share=True)
+        self._reduce([(runs[self._index], runs) for runs in cut], op, tag, share=True)
         return CompletedWork()
 
-    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
-        """Broadcast as bytes, in gloo's own tree."""
-        work = dist.broadcast(as_bytes(tensor, label=label), src, group=self._group, async_op=True)
-        return PendingWork(partial(self._native, work))
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
+        """Pass the bytes down a tree of ranks.
 
-    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+        gloo's own broadcast goes on in the background after a time-out, with whatever the memory holds by then. A
+        message between two ranks ends with its connection.
+        """
+        tag, view = self._next_tag(call), [as_bytes(tensor, label=call)]
+        parent, children = _tree_neighbours(self._ranks.index(src), self._index, len(self._ranks))
+        if tensor.numel() and parent is not None:
+            self._exchange({}, {self._ranks[parent]: view}, tag).wait()
+        if tensor.numel():
+            self._exchange({self._ranks[child]: view for child in children}, {}, tag).wait()
+        return CompletedWork()
+
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Gather one fixed slot per rank and, only if some rank has more, the rest."""
-        check = zlib.crc32(label.encode())
+        check = self._next_tag(call)
         head = _SLOT_HEADER.pack(len(data), check) + data[: _SLOT - _SLOT_HEADER.size]
         slots = self._gather_slots(head, _SLOT)
         headers = [_SLOT_HEADER.unpack_from(slot) for slot in slots]
-        other = [r for r, (_, c) in zip(self._ranks, headers, strict=True) if c != check]
-        if other:
-            reason = f"{label!r}: the ranks made different calls: {name_ranks(other)} not in {label!r}"
-            raise TransportError(reason, other, exact=True)
+        self._check_calls([c for _, c in headers], check, call)
         sizes = [size for size, _ in headers]
         longest = max(sizes) - (_SLOT - _SLOT_HEADER.size)
         rest = self._gather_slots(data[_SLOT - _SLOT_HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
@@ -117,6 +118,43 @@ class GlooEngine:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _next_tag(self, call: str) -> int:
+        """The number under which the messages of a call travel: those of another call do not match.
+
+        It holds the place of the call among the last ones and a hash of what is called, so that ranks that make other
+        calls, or one call more, time out instead of taking each other's bytes; the faults they note name the calls.
+        """
+        self._calls = (self._calls + 1) % _CALL_NUMBERS
+        return zlib.crc32(f"{self._calls} {call}".encode()) % _TAGS
+
+    def _check_calls(self, checks: Sequence[int], own: int, call: str) -> None:
+        other = [r for r, check in zip(self._ranks, checks, strict=True) if check != own]
+        if other:
+            reason = f"the ranks made different calls: {name_ranks(other)} not in {call}, as {name_ranks([self._rank])}"
+            raise TransportError(reason, other, exact=True)
+
+    def _gather_small(self, tensor: Tensor, tag: int, call: str) -> Tensor:
+        """The bytes of every rank, one row each, through memory of our own: a call that fails leaves theirs alone."""
+        head = torch.frombuffer(bytearray(_SLOT_HEADER.pack(0, tag).ljust(_HEAD_BYTES, b"\0")), dtype=torch.uint8)
+        mine = torch.cat([head, as_bytes(tensor, label=call)])
+        rows = mine.new_empty((len(self._ranks), len(mine)))
+        self._native(all_gather_single(rows.view(-1), mine, self._group))
+        checks = [_SLOT_HEADER.unpack(row[: _SLOT_HEADER.size].numpy().tobytes())[1] for row in rows]
+        self._check_calls(checks, tag, call)
+        return rows[:, _HEAD_BYTES:]
+
+    def _exchange(self, sends: Edges, receives: Edges, tag: int) -> Work:
+        works: list[tuple[int, dist.Work | None]] = []
+        peer, group = -1, self._group
+        try:
+            for peer, tensors in receives.items():
+                works += [(peer, dist.irecv(t, peer, group, _message_tag(tag, k))) for k, t in enumerate(tensors)]
+            for peer, tensors in sends.items():
+                works += [(peer, dist.isend(t, peer, group, _message_tag(tag, k))) for k, t in enumerate(tensors)]
+        except RuntimeError as error:
+            raise to_transport_error(error, (peer,)) from error
+        return PendingWork(partial(self._wait, works))
 
     def _gather_slots(self, data: bytes, size: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
@@ -130,7 +168,7 @@ class GlooEngine:
         return max(1, min(_WINDOW, _WORKSPACE // (2 * len(self._ranks))) // tensor.element_size())
 
     def _reduce(
-        self, cuts: Sequence[tuple[Tensor, list[Tensor]]], op: ReduceOp, label: str, *, share: bool = False
+        self, cuts: Sequence[tuple[Tensor, list[Tensor]]], op: ReduceOp, tag: int, *, share: bool = False
     ) -> None:
         """For each window reduce this rank's run of every rank; run i of this rank goes to rank i.
 
@@ -140,14 +178,14 @@ class GlooEngine:
             return
         memory, rooms = self._rooms(cuts[0][0])  # no later window is longer than the first
         shared: list[Work] = []
-        started = self._start_window(cuts[0][1], rooms[0], label)
+        started = self._start_window(cuts[0][1], rooms[0], tag)
         for number, (out, runs) in enumerate(cuts, 1):
             parts, work = started
             if number < len(cuts):
-                started = self._start_window(cuts[number][1], rooms[number % 2], label)
+                started = self._start_window(cuts[number][1], rooms[number % 2], tag)
             work.wait()
             reduce_runs(out, parts, op)
-            shared += [self._share(runs, label)] if share else []
+            shared += [self._share(runs, tag)] if share else []
         for work in shared:
             work.wait()
         self._kept = memory  # after a failure it is dropped instead: something may still write to it
@@ -162,18 +200,18 @@ class GlooEngine:
         rows = [memory[i * size : (i + 1) * size].view(longest.dtype) for i in range(2 * others)]
         return memory, [rows[:others], rows[others:]]
 
-    def _start_window(self, runs: list[Tensor], room: list[Tensor], label: str) -> tuple[list[Tensor], Work]:
+    def _start_window(self, runs: list[Tensor], room: list[Tensor], tag: int) -> tuple[list[Tensor], Work]:
         """Start sending one window's runs; return every rank's run of this rank, in rank order, and the work."""
         mine, rows = runs[self._index], iter(room)
         parts = [mine if r == self._rank else next(rows)[: len(mine)] for r in self._ranks]
-        sends = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-        receives = {r: [as_bytes(parts[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-        return parts, self.exchange(sends, receives, label=label)
+        sends = {r: [as_bytes(runs[i], label="reduce")] for i, r in enumerate(self._ranks) if r != self._rank}
+        receives = {r: [as_bytes(parts[i], label="reduce")] for i, r in enumerate(self._ranks) if r != self._rank}
+        return parts, self._exchange(sends, receives, tag)
 
-    def _share(self, runs: list[Tensor], label: str) -> Work:
-        mine = [as_bytes(runs[self._index], label=label)]
-        receives = {r: [as_bytes(runs[i], label=label)] for i, r in enumerate(self._ranks) if r != self._rank}
-        return self.exchange(dict.fromkeys(self._others, mine), receives, label=label)
+    def _share(self, runs: list[Tensor], tag: int) -> Work:
+        mine = [as_bytes(runs[self._index], label="reduce")]
+        receives = {r: [as_bytes(runs[i], label="reduce")] for i, r in enumerate(self._ranks) if r != self._rank}
+        return self._exchange(dict.fromkeys(self._others, mine), receives, tag)
 
     def _wait(self, works: list[tuple[int, dist.Work | None]]) -> None:
         deadline = time.monotonic() + self._timeout
@@ -192,6 +230,23 @@ class GlooEngine:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise to_transport_error(error, self._others) from error
+
+
+def _message_tag(tag: int, number: int) -> int:
+    return (tag + number) % _TAGS
+
+
+def _tree_neighbours(root: int, place: int, count: int) -> tuple[int | None, list[int]]:
+    """From whom a place of a binomial tree receives, and to whom it sends, farthest first.
+
+    >>> [_tree_neighbours(0, place, 5) for place in range(5)]
+    [(None, [4, 2, 1]), (0, []), (0, [3]), (2, []), (0, [])]
+    """
+    own = (place - root) % count
+    step = own & -own if own else 1 << (count - 1).bit_length()
+    below = [own + (step >> i) for i in range(1, step.bit_length())]
+    parent = None if own == 0 else (own - step + root) % count
+    return parent, [(child + root) % count for child in below if child < count]
 
 
 def _time_left(deadline: float) -> timedelta:

@@ -1,11 +1,18 @@
 """Small messages between the ranks of one host: one stream socket for each pair of ranks.
 
 A message is a frame: kind, operation number, label, body. Sends never block; what the socket does not take is kept
-and sent while waiting. A socket that ends means that the rank's process ended, which is seen at once.
+and sent while waiting. A socket that ends means that the rank's process ended, which is seen at once. A child that
+the process forked keeps its sockets open, so the process itself is watched as well, where the system can do that.
+
+Connecting: every rank listens under a name that any process of the host can connect to. A peer proves that it is one
+by the listener's token, which the ranks exchanged over the group's own backend, and by its process number. All others
+are turned away, and none of them holds the set-up up.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 import secrets
 import select
 import socket
@@ -18,7 +25,8 @@ from enum import IntEnum
 
 _FRAME_HEADER = struct.Struct("<BQHI")
 _CREDENTIALS = struct.Struct("3i")
-_RANK_FIELD = struct.Struct("<i")
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
 _CHUNK = 1 << 18
 
 
@@ -45,9 +53,10 @@ class Frame:
 class PeerSockets:
     """The sockets from this rank to its peers."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]) -> None:
         self._sockets = dict(sockets)
         self._rank_of = {s.fileno(): rank for rank, s in self._sockets.items()}
+        self._process_of = {fd: rank for rank in sockets if (fd := _open_process(pids[rank])) is not None}
         self._input = {rank: bytearray() for rank in sockets}
         self._output: dict[int, deque[memoryview]] = {rank: deque() for rank in sockets}
         self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
@@ -56,6 +65,8 @@ class PeerSockets:
         for s in self._sockets.values():
             s.setblocking(False)
             self._poll.register(s, select.POLLIN)
+        for fd in self._process_of:
+            self._poll.register(fd, select.POLLIN)
 
     def send(self, rank: int, kind: FrameKind, number: int, label: str, body: bytes) -> None:
         """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
@@ -71,12 +82,22 @@ class PeerSockets:
     def receive(self, timeout: float) -> list[Frame]:
         """Wait until something can be read or written, and return the frames that are complete."""
         frames: list[Frame] = []
+        gone: list[int] = []
         for number, events in self._poll.poll(max(0.0, timeout) * 1000):
-            rank = self._rank_of[number]
+            if number in self._process_of:
+                gone.append(self._process_of[number])
+                continue
+            rank = self._rank_of.get(number)
+            if rank is None or rank in self.ended:
+                continue  # its socket ended while the earlier ones were read
             if events & select.POLLOUT:
                 self._flush(rank)
             if events & ~select.POLLOUT:
-                frames += self._read(rank)
+                frames += self._read(rank) or ()
+        for rank in gone:
+            while rank not in self.ended and (sent_before := self._read(rank)) is not None:
+                frames += sent_before
+            self._end(rank)
         return frames
 
     def close(self) -> None:
@@ -107,16 +128,17 @@ class PeerSockets:
         if rank not in self.ended:
             self._poll.modify(self._sockets[rank], select.POLLIN)
 
-    def _read(self, rank: int) -> list[Frame]:
+    def _read(self, rank: int) -> list[Frame] | None:
+        """The frames that some more bytes complete; None if there are no more bytes now."""
         try:
             count = self._sockets[rank].recv_into(self._arrived)
         except BlockingIOError:
-            return []
+            return None
         except OSError:
             count = 0
         if not count:
             self._end(rank)
-            return []
+            return None
         buffer = self._input[rank]
         buffer += self._arrived[:count]
         frames = []
@@ -130,6 +152,18 @@ class PeerSockets:
             self._output[rank].clear()
             self._poll.unregister(self._sockets[rank])
             self._sockets[rank].close()
+            for fd in [fd for fd, r in self._process_of.items() if r == rank]:
+                self._poll.unregister(fd)
+                os.close(fd)
+                del self._process_of[fd]
+
+
+def _open_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when a process ends; None where the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
@@ -152,32 +186,85 @@ class Listener:
 
     def __init__(self) -> None:
         self.name = f"shardwise-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + self.name)
         self._socket.listen(1024)
+        self._socket.setblocking(False)
 
-    def connect(self, rank: int, names: Mapping[int, str], pids: Mapping[int, int], timeout: float) -> PeerSockets:
-        """Connect to every lower rank and accept every higher one; refuse processes other than the announced ones."""
+    def connect(self, rank: int, doors: Mapping[int, Door], timeout: float) -> PeerSockets:
+        """Connect to every lower rank and accept every higher one; raises OSError if they are not there in time."""
         deadline = time.monotonic() + timeout
         sockets: dict[int, socket.socket] = {}
-        for lower in sorted(r for r in names if r < rank):
-            sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sockets[lower].connect("\0" + names[lower])
-            sockets[lower].sendall(_RANK_FIELD.pack(rank))
-        while len(sockets) < len(names) - 1:
-            self._socket.settimeout(max(0.01, deadline - time.monotonic()))
-            accepted, _ = self._socket.accept()
-            accepted.settimeout(timeout)
-            higher = _RANK_FIELD.unpack(accepted.recv(_RANK_FIELD.size, socket.MSG_WAITALL))[0]
-            if pids.get(higher) == _peer_pid(accepted):
-                sockets[higher] = accepted
-            else:
-                accepted.close()
-        return PeerSockets(sockets)
+        for lower in sorted(r for r in doors if r < rank):
+            sockets[lower] = _knock(doors[lower], rank, timeout)
+        higher = {r: door.pid for r, door in doors.items() if r > rank}
+        sockets |= self._accept(higher, deadline)
+        return PeerSockets(sockets, {r: door.pid for r, door in doors.items()})
+
+    def _accept(self, pids: Mapping[int, int], deadline: float) -> dict[int, socket.socket]:
+        """The sockets of these ranks; whoever else connects is turned away, or left unheard."""
+        accepted: dict[int, socket.socket] = {}
+        unknown: dict[int, socket.socket] = {}
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while len(accepted) < len(pids):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"{len(pids) - len(accepted)} ranks of this host did not connect in time")
+            for number, _ in poll.poll(left * 1000):
+                if number == self._socket.fileno():
+                    guest, _ = self._socket.accept()
+                    guest.setblocking(False)
+                    unknown[guest.fileno()] = guest
+                    poll.register(guest, select.POLLIN)
+                    continue
+                poll.unregister(number)
+                guest = unknown.pop(number)
+                rank = self._recognise(guest, pids)
+                if rank is None:
+                    guest.close()
+                else:
+                    accepted[rank] = guest
+        for guest in unknown.values():
+            guest.close()
+        return accepted
+
+    def _recognise(self, guest: socket.socket, pids: Mapping[int, int]) -> int | None:
+        """Which rank has connected; None for a stranger. A peer says who it is in one message."""
+        try:
+            said = guest.recv(_HELLO.size)
+        except OSError:
+            return None
+        if len(said) != _HELLO.size:
+            return None
+        rank, token = _HELLO.unpack(said)
+        known = hmac.compare_digest(token, self.token) and pids.get(rank) == _peer_pid(guest)
+        return int(rank) if known else None
 
     def close(self) -> None:
         """Stop listening."""
         self._socket.close()
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a peer must know to connect to a listener."""
+
+    name: str
+    token: bytes
+    pid: int
+
+
+def _knock(door: Door, rank: int, timeout: float) -> socket.socket:
+    """Connect to a listener and say who we are; refuse one that another process holds."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
+    connection.connect("\0" + door.name)
+    if _peer_pid(connection) != door.pid:
+        connection.close()
+        raise ConnectionRefusedError(f"the listener of process {door.pid} belongs to another process")
+    connection.sendall(_HELLO.pack(rank, door.token))
+    return connection
 
 
 def _peer_pid(connection: socket.socket) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from shardwise.comm.transports.links import Frame, FrameKind
 _BATCH_RANGES = 512
 _BATCH_BYTES = 1 << 30
 _PR_SET_PTRACER = 0x59616D61
+_SECRET_BYTES = 16
 
 MemoryRange = tuple[int, int]
 """An address and a number of bytes."""
@@ -40,11 +42,17 @@ def is_supported() -> bool:
     return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
 
 
-def allow_siblings() -> None:
-    """Let processes with our parent read our memory where the kernel's Yama module restricts it to descendants."""
+def allow_readers(pids: Sequence[int]) -> None:
+    """Let these processes read our memory where the kernel's Yama module restricts that to our ancestors.
+
+    Yama takes one process, which stands for its descendants as well: of one reader, the reader itself; of several, our
+    parent, which started them and us. Without readers, nobody is allowed any more. Orphans have no such parent.
+    """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    if scope.exists() and scope.read_text().strip() == "1":
-        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    if not scope.exists() or scope.read_text().strip() != "1":
+        return
+    allowed = 0 if not pids else pids[0] if len(pids) == 1 else os.getppid()
+    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(0 if allowed == 1 else allowed), 0, 0, 0)
 
 
 def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
@@ -90,6 +98,48 @@ if hasattr(_LIBC, "process_vm_readv"):
     _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
 
 
+class MemoryLease:
+    """A secret at a fixed address: while it is there, memory that this process has lent is as it was offered."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self._held = ctypes.create_string_buffer(self.secret, _SECRET_BYTES)
+        self.address = ctypes.addressof(self._held)
+
+    def end(self) -> None:
+        """Erase the secret: whoever has not read what was lent must not use it."""
+        ctypes.memset(self._held, 0, _SECRET_BYTES)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+@dataclass(frozen=True)
+class RemoteLease:
+    """Where another process keeps the secret of its lease."""
+
+    pid: int
+    address: int
+    secret: bytes
+
+    def is_valid(self) -> bool:
+        """Whether the secret is still there: reads it from the other process."""
+        seen = ctypes.create_string_buffer(_SECRET_BYTES)
+        try:
+            read_memory(self.pid, [(self.address, _SECRET_BYTES)], [(ctypes.addressof(seen), _SECRET_BYTES)])
+        except OSError:
+            return False
+        return seen.raw == self.secret
+
+
+class LeaseEndedError(Exception):
+    """A rank gave up while its memory was read: what was read may be anything."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has ended the lease of its memory")
+        self.rank = rank
+
+
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _INLINE = 1 << 14
@@ -109,22 +159,23 @@ def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
 class Offer:
     """A read message: ranges of another process, or bytes that came along."""
 
+    rank: int
     ranges: list[MemoryRange]
     data: memoryview | None
-    pid: int
+    lease: RemoteLease
 
     @classmethod
-    def of(cls, frame: Frame, pid: int) -> Offer:
+    def of(cls, frame: Frame, lease: RemoteLease) -> Offer:
         """Read an offer from its message."""
         (count,) = _COUNT.unpack_from(frame.body)
         ranges = [_RANGE.unpack_from(frame.body, _COUNT.size + i * _RANGE.size) for i in range(count)]
         data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is FrameKind.DATA else None
-        return cls(ranges, data, pid)
+        return cls(frame.rank, ranges, data, lease)
 
     def copy(self, targets: Sequence[MemoryRange]) -> None:
         """Copy the k-th range into the k-th target."""
         if self.data is None:
-            read_memory(self.pid, self.ranges, targets)
+            read_memory(self.lease.pid, self.ranges, targets)
             return
         at = 0
         for address, length in targets:
@@ -135,9 +186,14 @@ class Offer:
         """Copy some bytes of the only range, from byte `at` on."""
         address, length = target
         if self.data is None:
-            read_memory(self.pid, [(self.ranges[0][0] + at, length)], [target])
+            read_memory(self.lease.pid, [(self.ranges[0][0] + at, length)], [target])
         else:
             ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+
+    def confirm(self) -> None:
+        """Raise unless what was copied is what was offered; bytes that came along always are."""
+        if self.data is None and not self.lease.is_valid():
+            raise LeaseEndedError(self.rank)
 
 
 class HostOperation:
@@ -183,16 +239,17 @@ class CollectOperation(HostOperation):
 class CopyOperation(HostOperation):
     """Copies each rank's offer into the tensors that wait for it."""
 
-    def __init__(self, call: str, receives: Edges, pids: Mapping[int, int]) -> None:
+    def __init__(self, call: str, receives: Edges, leases: Mapping[int, RemoteLease]) -> None:
         super().__init__(call, receives)
-        self._receives, self._pids = receives, pids
+        self._receives, self._leases = receives, leases
 
     def take(self, frame: Frame) -> list[int]:
         """Copy into place."""
-        given = Offer.of(frame, self._pids[frame.rank])
+        given = Offer.of(frame, self._leases[frame.rank])
         targets = [(tensor.data_ptr(), len(tensor)) for tensor in self._receives[frame.rank]]
         _check_sizes(self.call, frame.rank, given.ranges, targets)
         given.copy(targets)
+        given.confirm()
         self.expected.discard(frame.rank)
         return [frame.rank] if given.data is None else []
 
@@ -200,15 +257,17 @@ class CopyOperation(HostOperation):
 class ReduceOperation(HostOperation):
     """Reduces one run of every rank, in rank order, when all have been offered; a block at a time stays in cache."""
 
-    def __init__(self, call: str, rank: int, pids: Mapping[int, int], out: Tensor, mine: Tensor, op: ReduceOp) -> None:
-        super().__init__(call, (r for r in pids if r != rank))
-        self._rank, self._pids, self._op = rank, pids, op
+    def __init__(
+        self, call: str, rank: int, leases: Mapping[int, RemoteLease], out: Tensor, mine: Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__(call, (r for r in leases if r != rank))
+        self._rank, self._leases, self._op = rank, leases, op
         self._out, self._mine = out, mine
         self._offers: dict[int, Offer] = {}
 
     def take(self, frame: Frame) -> list[int]:
         """Keep the offer; reduce after the last one."""
-        given = Offer.of(frame, self._pids[frame.rank])
+        given = Offer.of(frame, self._leases[frame.rank])
         _check_sizes(self.call, frame.rank, given.ranges, [(0, self._mine.nbytes)])
         self._offers[frame.rank] = given
         self.expected.discard(frame.rank)
@@ -218,11 +277,13 @@ class ReduceOperation(HostOperation):
         scratch = self._mine.new_empty((2, min(step, len(self._mine))))
         for at in range(0, len(self._mine), step):
             self._reduce_block(at, min(step, len(self._mine) - at), scratch)
+        for given in self._offers.values():
+            given.confirm()
         return [rank for rank, given in self._offers.items() if given.data is None]
 
     def _reduce_block(self, at: int, count: int, scratch: Tensor) -> None:
         total, other = scratch[0, :count], scratch[1, :count]
-        for i, rank in enumerate(self._pids):
+        for i, rank in enumerate(self._leases):
             into = other if i else total
             if rank == self._rank:
                 into.copy_(self._mine[at : at + count])
@@ -230,7 +291,7 @@ class ReduceOperation(HostOperation):
                 self._offers[rank].copy_part(at * into.element_size(), (into.data_ptr(), into.nbytes))
             if i:
                 accumulate_run(total, other, self._op)
-        finish_average(total, self._op, len(self._pids))
+        finish_average(total, self._op, len(self._leases))
         self._out[at : at + count].copy_(total)
 
 

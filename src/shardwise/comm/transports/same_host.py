@@ -2,29 +2,35 @@
 
 1. A sender sends the receiver the addresses of its bytes (RANGES), or the bytes themselves if they are few (DATA).
 2. The receiver copies them into place with one system call and confirms (TAKEN); the sender's memory is free then.
-3. Every call has a number and a label. An offer under another label means that the ranks made different calls.
+   Lent memory is a lease: a rank that gives up erases its secret before its program goes on, and a receiver reads the
+   secret after the bytes. If it is erased, what was read may be anything, and the receiver fails as well.
+3. Every call has a number and a description (operation, label, reduction, sizes, dtype). An offer under another
+   description means that the ranks made different calls.
 4. Whoever waits serves all started operations, so the order in which ranks wait does not matter. Nothing moves while
    no rank is inside a call.
-5. A rank that gives up sends its peers the reason (FAILED); a process that ends closes its sockets. Both end all waits.
+5. A rank that gives up sends its peers the reason (FAILED), which counts before the offers that it sent earlier; a
+   process that ends closes its sockets. Both end all waits.
 
 The ranks find out together whether all of them can read each other's memory, and connect if so:
 
-1. Each rank listens and sends the others, over the group's own backend: its host, process, listener, and the address
-   of a secret.
-2. If all are on one host, of one user, and none declines, they connect, and each reads the others' secrets.
-3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend.
+1. Each rank listens and sends the others, over the group's own backend: its host, process, listener with its token, and
+   the address of a secret.
+2. If all are on one host, of one user, and none declines, they allow each other to read their memory, connect, and each
+   reads the others' secrets.
+3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend, and the
+   log says why.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,23 +42,27 @@ from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
-from shardwise.comm.transports.links import Frame, FrameKind, Listener, PeerSockets
+from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
 from shardwise.comm.transports.remote_memory import (
     CollectOperation,
     CopyOperation,
     HostOperation,
+    LeaseEndedError,
+    MemoryLease,
     ReduceOperation,
+    RemoteLease,
     pack_offer,
 )
 
 _CONNECT_SECONDS = 10.0
-_SECRET_BYTES = 16
+_REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
+_log = logging.getLogger(__name__)
 
 
 class Gatherer(Protocol):
     """The means by which the ranks talk before they are connected."""
 
-    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Return the bytes of all ranks in group order."""
         ...
 
@@ -63,35 +73,38 @@ def connect_same_host(
     """Return an engine for ranks of one host, or None on every rank if some rank cannot or will not."""
     if len(ranks) == 1:
         return None
-    able = wanted and memory.is_supported()
-    listener = Listener() if able else None
-    secret = ctypes.create_string_buffer(secrets.token_bytes(_SECRET_BYTES), _SECRET_BYTES)
-    if able:
-        memory.allow_siblings()
-    card = _make_card(listener, secret) if listener is not None else {"host": None}
-    told = over.all_gather_bytes(json.dumps(card).encode(), label="connect ranks of one host")
-    cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-    hosts = {each["host"] for each in cards.values()}
-    links: PeerSockets | None = None
-    if listener is not None:
-        links = _connect(listener, rank, cards) if hosts == {card["host"]} else None
-        listener.close()
-    if len(hosts) > 1 or None in hosts:
-        return None
-    answers = over.all_gather_bytes(b"y" if links is not None else b"n", label="ranks of one host connected")
-    if links is None or b"n" in answers:
-        return None
-    return SameHostEngine(rank, ranks, links, {r: each["pid"] for r, each in cards.items()}, timeout)
+    lease = MemoryLease()
+    listener, card = _open_door(lease) if wanted and memory.is_supported() else (None, {"host": None})
+    try:
+        told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
+        cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
+        if listener is None or len({each["host"] for each in cards.values()}) > 1:
+            return None
+        return _connect(over, listener, rank, cards, lease, timeout)
+    finally:
+        if listener is not None:
+            listener.close()
 
 
-def _make_card(listener: Listener, secret: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
-    return {
-        "host": _host_identity(),
-        "pid": os.getpid(),
-        "listener": listener.name,
-        "secret": secret.raw.hex(),
-        "address": ctypes.addressof(secret),
-    }
+def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
+    """Listen, and write down what the others must know; without a listener if the system does not let us."""
+    try:
+        listener = Listener()
+        card = {
+            "host": _host_identity(),
+            "pid": os.getpid(),
+            "listener": listener.name,
+            "token": listener.token.hex(),
+            "lease": [lease.address, lease.secret.hex()],
+        }
+    except OSError as error:
+        _log_slower(error)
+        return None, {"host": None}
+    return listener, card
+
+
+def _log_slower(reason: object) -> None:
+    _log.warning("ranks of one host do not read each other's memory (%s): they use the group's sockets", reason)
 
 
 def _host_identity() -> str:
@@ -101,24 +114,30 @@ def _host_identity() -> str:
     return "/".join([socket.gethostname(), boot, str(os.getuid()), *spaces])
 
 
-def _connect(listener: Listener, rank: int, cards: dict[int, dict[str, Any]]) -> PeerSockets | None:
-    """Connect to all others and try to read their memory; None if anything of it is refused."""
+def _connect(
+    over: Gatherer, listener: Listener, rank: int, cards: Mapping[int, Any], lease: MemoryLease, timeout: float
+) -> SameHostEngine | None:
+    """Connect to all others and try to read their memory; None on every rank if anything of it is refused anywhere."""
+    leases = {
+        r: RemoteLease(card["pid"], card["lease"][0], bytes.fromhex(card["lease"][1])) for r, card in cards.items()
+    }
+    links: PeerSockets | None = None
     try:
-        names = {r: str(card["listener"]) for r, card in cards.items()}
-        links = listener.connect(rank, names, {r: int(card["pid"]) for r, card in cards.items()}, _CONNECT_SECONDS)
-        readable = all(_can_read(card) for r, card in cards.items() if r != rank)
-    except OSError:
-        return None
-    if not readable:
+        memory.allow_readers([each.pid for r, each in leases.items() if r != rank])
+        doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
+        links = listener.connect(rank, doors, min(_CONNECT_SECONDS, timeout / 2))
+    except OSError as error:
+        _log_slower(error)
+    connected = over.all_gather_bytes(b"y" if links is not None else b"n", call="ranks of one host connected")
+    readable = b"n" not in connected and all(each.is_valid() for r, each in leases.items() if r != rank)
+    answers = over.all_gather_bytes(b"y" if readable else b"n", call="ranks of one host can read")
+    if links is not None and b"n" not in answers:
+        return SameHostEngine(rank, links, leases, lease, timeout)
+    if links is not None:
         links.close()
-        return None
-    return links
-
-
-def _can_read(card: dict[str, Any]) -> bool:
-    seen = ctypes.create_string_buffer(_SECRET_BYTES)
-    memory.read_memory(card["pid"], [(card["address"], _SECRET_BYTES)], [(ctypes.addressof(seen), _SECRET_BYTES)])
-    return seen.raw.hex() == str(card["secret"])
+        _log_slower("a rank may not read the memory of another one")
+    memory.allow_readers([])
+    return None
 
 
 _SMALL_COLLECT_BYTES = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory
@@ -130,9 +149,11 @@ class SameHostEngine:
     device = torch.device("cpu")
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], links: PeerSockets, pids: Mapping[int, int], timeout: float
+        self, rank: int, links: PeerSockets, leases: Mapping[int, RemoteLease], own: MemoryLease, timeout: float
     ) -> None:
-        self._rank, self._ranks, self._links, self._pids, self._timeout = rank, ranks, links, pids, timeout
+        ranks = tuple(leases)
+        self._rank, self._ranks, self._links, self._timeout = rank, ranks, links, timeout
+        self._leases, self._own_lease = leases, own
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
         self.awaited: tuple[int, ...] = self._others
@@ -142,49 +163,51 @@ class SameHostEngine:
         self._early: dict[int, list[Frame]] = {}
         self._failure: TransportError | None = None
 
-    def exchange(self, sends: Edges, receives: Edges, *, label: str) -> Work:
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Offer what is sent; take what is received when it is offered."""
-        return self._start(CopyOperation(f"exchange {label!r}", receives, self._pids), sends)
+        return self._start(CopyOperation(call, receives, self._leases), sends)
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Every rank reads every other rank's tensor."""
         parts = out.view(len(self._ranks), -1)
         mine = parts[self._index]
         if mine.data_ptr() != tensor.data_ptr():
             mine.copy_(tensor)
-        return self._share(f"all_gather {label!r}", tensor, dict(zip(self._ranks, parts, strict=True)), label)
+        return self._share(call, tensor, dict(zip(self._ranks, parts, strict=True)))
 
-    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Every rank reads its run of all others, block by block in rank order, and reduces it."""
-        runs = list(tensor.view(len(self._ranks), -1))
-        return self._start_reduce(f"reduce_scatter {label!r}", out, runs, op, label)
+        return self._start_reduce(call, out, list(tensor.view(len(self._ranks), -1)), op)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, label: str) -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
-        call = f"all_reduce {label!r} of {tensor.nbytes} bytes"  # other sizes take other paths: they are other calls
         if tensor.nbytes * len(self._others) <= _SMALL_COLLECT_BYTES:
             self._reduce_small(call, tensor, op)
             return CompletedWork()
         runs = list(tensor.tensor_split(len(self._ranks)))
-        self._start_reduce(call, runs[self._index], runs, op, label).wait()
-        self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True)), label).wait()
+        self._start_reduce(call, runs[self._index], runs, op).wait()
+        self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True))).wait()
         return CompletedWork()
 
-    def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Every rank reads the source's tensor."""
-        view = [as_bytes(tensor, label=label)] if tensor.numel() else []
+        view = [as_bytes(tensor, label=call)] if tensor.numel() else []
         mine = self._rank == src
         receives = {} if mine or not view else {src: view}
         sends = dict.fromkeys(self._others, view) if mine and view else {}
-        return self._start(CopyOperation(f"broadcast {label!r} from rank {src}", receives, self._pids), sends)
+        return self._start(CopyOperation(call, receives, self._leases), sends)
 
-    def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Send the bytes along with the messages."""
-        taken = self._collect(f"all_gather_bytes {label!r}", data)
+        taken = self._collect(call, data)
         return [data if rank == self._rank else bytes(taken[rank]) for rank in self._ranks]
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """Notify all peers that this rank has stopped, and refuse further calls."""
+        """Notify all peers that this rank has stopped, and refuse further calls.
+
+        The lease ends first: afterwards the caller's program goes on and may write to what was lent.
+        """
+        self._own_lease.end()
         with self._lock:
             if self._failure is None:
                 self._failure = TransportError(reason, ranks, exact=True)
@@ -194,6 +217,7 @@ class SameHostEngine:
 
     def close(self) -> None:
         """Close the connections."""
+        self._own_lease.end()
         self._links.close()
 
     def _collect(self, call: str, data: bytes) -> Mapping[int, bytearray]:
@@ -219,20 +243,19 @@ class SameHostEngine:
         if total is not tensor:
             tensor.copy_(total)
 
-    def _share(self, call: str, mine: Tensor, parts: Mapping[int, Tensor], label: str) -> Work:
+    def _share(self, call: str, mine: Tensor, parts: Mapping[int, Tensor]) -> Work:
         """Send one tensor to all others and receive theirs into `parts`."""
-        edges = {r: [as_bytes(t, label=label)] for r, t in parts.items() if r != self._rank and t.numel()}
-        offered = [as_bytes(mine, label=label)]
+        edges = {r: [as_bytes(t, label=call)] for r, t in parts.items() if r != self._rank and t.numel()}
+        offered = [as_bytes(mine, label=call)]
         sends = dict.fromkeys(self._others, offered) if mine.numel() else {}
-        return self._start(CopyOperation(call, edges, self._pids), sends)
+        return self._start(CopyOperation(call, edges, self._leases), sends)
 
-    def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp, label: str) -> Work:
+    def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp) -> Work:
         if not any(run.numel() for run in runs):
-            return self._start(CopyOperation(call, {}, self._pids), {})
+            return self._start(CopyOperation(call, {}, self._leases), {})
         mine = runs[self._index]
-        sends = {r: [as_bytes(run, label=label)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
-        sources = {r: self._pids[r] for r in self._ranks}
-        return self._start(ReduceOperation(call, self._rank, sources, out, mine, op), sends)
+        sends = {r: [as_bytes(run, label=call)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
+        return self._start(ReduceOperation(call, self._rank, self._leases, out, mine, op), sends)
 
     def _start(self, operation: HostOperation, sends: Edges) -> Work:
         with self._lock:
@@ -255,6 +278,15 @@ class SameHostEngine:
         return self._started
 
     def _wait(self, operation: HostOperation) -> None:
+        try:
+            self._serve_until_done(operation)
+        except TransportError:
+            raise  # whoever called finds out the cause, and then aborts
+        except BaseException as error:  # Ctrl-C: the program may go on and write to what was lent
+            self.abort(f"{operation.call}: rank {self._rank} was ended by {type(error).__name__}", (self._rank,))
+            raise
+
+    def _serve_until_done(self, operation: HostOperation) -> None:
         deadline = time.monotonic() + self._timeout
         with self._lock:
             for frame in self._early.pop(operation.number, []):
@@ -268,18 +300,27 @@ class SameHostEngine:
                     raise TransportError("its process ended", sorted(missing & self._links.ended))
                 if left <= 0:
                     raise TransportError(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
-                for frame in self._links.receive(left):
-                    self._dispatch(frame)
+                self._serve(self._links.receive(left))
             self._open.pop(operation.number, None)
 
     def _unfinished(self, operation: HostOperation) -> bool:
         return bool(operation.awaited() or self._links.unsent(operation.sent_to))
 
-    def _dispatch(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.FAILED:
+    def _serve(self, frames: Sequence[Frame]) -> None:
+        """Use what arrived; that a rank gave up counts before the offers of its memory that it sent earlier."""
+        failed = [frame for frame in frames if frame.kind is FrameKind.FAILED]
+        for frame in failed:
             told = json.loads(frame.body)
             self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
-        elif frame.kind is FrameKind.TAKEN:
+        gave_up = {frame.rank for frame in failed}
+        for frame in frames:
+            if frame.kind is FrameKind.RANGES and frame.rank in gave_up:
+                self._raise_failure()
+            elif frame.kind is not FrameKind.FAILED:
+                self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.TAKEN:
             if frame.number in self._open:
                 self._open[frame.number].give_back(frame.rank)
         elif frame.number > self._started:
@@ -299,6 +340,10 @@ class SameHostEngine:
             )
         try:
             confirm = operation.take(frame)
+        except LeaseEndedError as error:
+            self._serve(self._links.receive(_REASON_SECONDS))
+            self._raise_failure()
+            raise TransportError("it gave up before all of its bytes were read", (error.rank,)) from error
         except OSError as error:
             raise TransportError(f"its memory cannot be read ({error.strerror or error})", (frame.rank,)) from error
         for rank in confirm:

@@ -1,0 +1,224 @@
+"""Late ranks, strangers, forked children, calls that differ: no rank takes bytes that were never sent to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
+from shardwise.comm.launch import _host_store
+from shardwise.comm.transports.links import FrameKind
+from shardwise.comm.transports.same_host import SameHostEngine
+from tests.ranks.world import Ranks, world_fixture
+
+TIMEOUT = 4.0
+LARGE = 1 << 18
+SENT, LATER = 7.0, -1.0
+world = world_fixture(2, timeout=TIMEOUT)
+both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
+
+
+def comm_for(shared: bool, timeout: float = TIMEOUT) -> ProcessGroupComm:
+    """Return a fresh comm, set up before anything goes wrong."""
+    dist.barrier()
+    comm = ProcessGroupComm(timeout=timeout, shared_memory=shared)
+    comm.barrier(label="set up")
+    assert isinstance(comm._engine, SameHostEngine) == shared
+    return comm
+
+
+def reduce_into(comm: ProcessGroupComm, mine: torch.Tensor, into: torch.Tensor) -> None:
+    comm.all_reduce(mine, "max", label="w").wait()
+    into.copy_(mine)
+
+
+MOVES: dict[str, Callable[[ProcessGroupComm, torch.Tensor, torch.Tensor], Any]] = {
+    "exchange": lambda comm, mine, into: comm.exchange(
+        {1: [mine]} if comm.rank == 0 else {}, {0: [into]} if comm.rank == 1 else {}, label="move w"
+    ).wait(),
+    "broadcast": lambda comm, mine, into: comm.broadcast(mine if comm.rank == 0 else into, 0, label="w").wait(),
+    "all_gather": lambda comm, mine, into: into.copy_(comm.all_gather(mine, label="w")[0]),
+    "all_reduce": lambda comm, mine, into: reduce_into(comm, mine, into),
+    "reduce_scatter": lambda comm, mine, into: comm.reduce_scatter_into(
+        into, mine.repeat(2) if comm.rank else torch.cat([mine, mine]), "max", label="w"
+    ).wait(),
+}
+
+
+def late_rank(name: str, shared: bool, count: int, silent: bool) -> str:
+    """Rank 0 gives up and writes to what it sent; rank 1 comes after that. How the call ended on this rank."""
+    comm = comm_for(shared)
+    mine, into = torch.full((count,), SENT if comm.rank == 0 else 0.0), torch.zeros(count)
+    if comm.rank == 0 and silent and isinstance(comm._engine, SameHostEngine):
+        links = comm._engine._links
+        send = links.send
+        links.send = lambda r, kind, *rest: None if kind is FrameKind.FAILED else send(r, kind, *rest)  # type: ignore[method-assign]
+    if comm.rank == 1:
+        time.sleep(TIMEOUT + 3)
+    try:
+        MOVES[name](comm, mine, into)
+    except CommError:
+        mine.fill_(LATER)
+        into.fill_(LATER)
+        if comm.rank == 0:
+            time.sleep(4)  # so that its memory can still be read
+        return "CommError"
+    return "right" if bool((into == SENT).all()) or comm.rank == 0 else f"read {sorted(set(into.tolist()))}"
+
+
+LATE = [("exchange", True), ("all_reduce", True), ("exchange", False), ("broadcast", False), ("all_gather", False)]
+
+
+@pytest.mark.parametrize(("name", "shared"), LATE)
+def test_a_late_rank_fails_or_gets_what_was_sent(world: Ranks, name: str, shared: bool) -> None:
+    first, late = world.run(late_rank, name, shared, 9 if name == "all_gather" else LARGE, False)
+    if not shared:
+        world.restart()
+    assert first == "CommError" and late in ("CommError", "right")
+
+
+@pytest.mark.parametrize("name", ["exchange", "broadcast", "reduce_scatter"])
+def test_a_late_rank_sees_that_the_lease_has_ended(world: Ranks, name: str) -> None:
+    """Though nothing says that rank 0 gave up: its offer is there, and its memory can be read."""
+    assert world.run(late_rank, name, True, LARGE, True) == ["CommError", "CommError"]
+
+
+CALLS: dict[str, Callable[[ProcessGroupComm, bool, int], Any]] = {
+    "reduction": lambda comm, odd, n: comm.all_reduce(torch.ones(n), "max" if odd else "sum", label="w"),
+    "dtype of a reduction": lambda comm, odd, n: comm.all_reduce(
+        torch.ones(n, dtype=torch.int32 if odd else torch.float32), label="w"
+    ),
+    "label": lambda comm, odd, n: comm.all_reduce(torch.ones(n), label="v" if odd else "w"),
+    "label of an exchange": lambda comm, odd, n: comm.exchange(
+        {1 - comm.rank: [torch.ones(n)]}, {1 - comm.rank: [torch.ones(n)]}, label="v" if odd else "w"
+    ),
+    "dtype of a gather": lambda comm, odd, n: comm.all_gather_into(
+        torch.ones(2 * n, dtype=torch.int32 if odd else torch.float32),
+        torch.ones(n, dtype=torch.int32 if odd else torch.float32),
+        label="w",
+    ),
+    "source of a broadcast": lambda comm, odd, n: comm.broadcast(torch.ones(n), int(odd), label="w"),
+    "reduction of a scatter": lambda comm, odd, n: comm.reduce_scatter_into(
+        torch.ones(n), torch.ones(2 * n), "min" if odd else "sum", label="w"
+    ),
+}
+
+
+def make_other_calls(name: str, shared: bool, count: int) -> str:
+    comm = comm_for(shared)
+    try:
+        CALLS[name](comm, comm.rank == 1, count).wait()
+        comm.barrier(label="after")
+    except CommError as error:
+        return f"{error} {error.ranks}"
+    return "done"
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "count"),
+    [
+        *((name, True, LARGE) for name in CALLS),
+        ("reduction", True, 9),
+        ("reduction", False, 9),
+        ("dtype of a reduction", False, LARGE),
+    ],
+)
+def test_calls_that_differ_fail_on_every_rank(world: Ranks, name: str, shared: bool, count: int) -> None:
+    texts = world.run(make_other_calls, name, shared, count)
+    if not shared:
+        world.restart()
+    for text in texts:
+        assert "the ranks made different calls" in text and "()" not in text, texts
+
+
+def meet_a_stranger(sent: bytes, stays: bool) -> list[float]:
+    """Set up a comm while something else connects to every listener first, and sends a few bytes."""
+    dist.barrier()
+    connect: Any = socket.socket.connect
+    strangers: list[socket.socket] = []
+
+    def after_a_stranger(self: socket.socket, address: Any) -> None:
+        if isinstance(address, str) and "shardwise" in address:
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connect(stranger, address)
+            stranger.sendall(sent)
+            strangers.append(stranger)
+            if not stays:
+                stranger.close()
+        connect(self, address)
+
+    socket.socket.connect = after_a_stranger  # type: ignore[method-assign, assignment]
+    try:
+        comm = comm_for(True, timeout=60)
+    finally:
+        socket.socket.connect = connect  # type: ignore[method-assign]
+    x = torch.full((LARGE,), float(comm.rank))
+    comm.all_reduce(x, label="after").wait()
+    return [x[0].item(), float(len(strangers))]
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\1\0\0\0" + bytes(16), bytes(400)], ids=["nothing", "2", "20", "400"])
+def test_a_stranger_does_not_hold_the_set_up_up(world: Ranks, sent: bytes, stays: bool) -> None:
+    assert world.run(meet_a_stranger, sent, stays) == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def set_up_where_nothing_may_listen() -> list[Any]:
+    dist.barrier()
+    bind: Any = socket.socket.bind
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if dist.get_rank() == 1 and isinstance(address, str):
+            raise PermissionError("no sockets here")
+        bind(self, address)
+
+    socket.socket.bind = refuse  # type: ignore[method-assign, assignment]
+    try:
+        comm = ProcessGroupComm(timeout=60)
+        x = torch.ones(LARGE)
+        comm.all_reduce(x, label="sum").wait()
+    finally:
+        socket.socket.bind = bind  # type: ignore[method-assign]
+    return [x[0].item(), type(comm._engine).__name__]
+
+
+def test_a_rank_that_may_not_listen_leads_to_the_slower_transport(world: Ranks) -> None:
+    assert world.run(set_up_where_nothing_may_listen) == [[2.0, "GlooEngine"]] * 2
+
+
+def die_with_a_living_child() -> str:
+    comm = comm_for(True, timeout=200)
+    if comm.rank == 1:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(torch.ones(LARGE), label="w").wait()
+    except CommError as error:
+        return str(error)
+    return "done"
+
+
+def test_a_killed_rank_whose_child_lives_is_seen() -> None:
+    """Long before the time-out of its comm: the limit of the call is shorter."""
+    with LocalWorld(2, timeout=TIMEOUT) as ranks:
+        survivor, killed = ranks.outcomes(die_with_a_living_child, limit=100)
+    assert "'w': rank 1 did not take part" in str(survivor.value)
+    assert "rank 1 ended with exit code -9" in str(killed.error)
+
+
+def test_the_store_of_a_launch_listens_on_loopback_alone() -> None:
+    """Any other address of this machine, also 127.0.0.2, is refused; a socket on all interfaces would take it."""
+    store = _host_store()
+    socket.create_connection(("127.0.0.1", store.port), 5).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port), 5)
