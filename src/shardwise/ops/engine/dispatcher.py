@@ -150,6 +150,8 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
 
 def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
     """For each tensor its first place in the call; None where no tensor appears twice."""
+    if len(tensors) == 1:
+        return None
     numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
     return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 

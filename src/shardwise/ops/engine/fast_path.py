@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autocast_device_types, is_any_autocast_enabled
+from shardwise._torch import autocast_device_types, is_any_autocast_enabled, make_wrapper_subclass
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.vary import vary_along
@@ -61,6 +61,8 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     """Run a function by its shortcut."""
     if shortcut.reshape:
         return _reshape_locals(shortcut.outputs[0], args[0])
+    if shortcut.direct:
+        return _run_direct(shortcut, func, args, kwargs)
     tensors = [value for value in args if isinstance(value, ShardedTensor)]
     if kwargs:
         tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
@@ -81,6 +83,28 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     for layout, value in zip(shortcut.outputs, result, strict=True):
         check_local_shape(func, layout, value, comm.rank)
     return shortcut.several([wrap(layout, (r,), comm) for layout, r in zip(shortcut.outputs, result, strict=True)])
+
+
+def _run_direct(
+    shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
+    comm: Any = None
+    local_args: list[Any] = []
+    for value in args:
+        if isinstance(value, ShardedTensor):
+            comm = value.comm
+            value = value.local_parts[0]
+        local_args.append(value)
+    local_kwargs = {}
+    for name, value in kwargs.items():
+        if isinstance(value, ShardedTensor):
+            comm = value.comm
+            value = value.local_parts[0]
+        local_kwargs[name] = value
+    result, layout = func(*local_args, **local_kwargs), shortcut.outputs[0]
+    if result.shape != shortcut.shapes.get(comm.rank):
+        shortcut.shapes[comm.rank] = check_local_shape(func, layout, result, comm.rank)
+    return wrap(layout, (result,), comm)
 
 
 def check_local_shape(func: Any, layout: Layout, result: Tensor, rank: int) -> tuple[int, ...]:
@@ -358,10 +382,9 @@ def call_fast_path(
     """
     if kwargs:
         return _call_with_key(func, types, args, kwargs, _shortcut_key(func, args, kwargs))
-    key: Any = [func, _is_grad_enabled(), _is_inference_mode_enabled()]
+    key: Any = [func, _is_grad_enabled() or 2 + _is_inference_mode_enabled()]  # not 1, which equals True
+    tensors: list[Any] = []
     local = []
-    comm: Any = None
-    seen: dict[int, int] = {}
     for value in args:
         kind = type(value)
         if kind is ShardedTensor or kind in derived_types:
@@ -369,30 +392,30 @@ def call_fast_path(
             if len(parts) != 1:
                 break
             held = parts[0]
-            key += (
-                id(value.sharding),
-                held.dtype,
-                held.device,
-                held.requires_grad,
-                seen.setdefault(id(value), len(seen)),
-            )
+            key += (id(value.sharding), held.dtype, held.requires_grad)
+            tensors.append(value)
             local.append(held)
-            comm = value.comm
         elif kind in _KEY_TYPES:
             key += (kind, value)
             local.append(value)
         else:
             break
     else:
+        count = len(tensors)
+        if count > 1 and (tensors[0] is tensors[1] or (count > 2 and len({*map(id, tensors)}) < count)):
+            key.append(_first_positions(tensors))
         if is_any_autocast_enabled():
             key.append(_autocast_state())
-        key = tuple(key)
+        key.append(held.device)  # of all: an operator takes tensors of one device, apart from numbers
+        key, comm = tuple(key), tensors[0].comm
         shortcut = _shortcuts.get(key)
         if shortcut is not None and shortcut.direct and not active_watchers[0]:
             result, layout = func(*local), shortcut.outputs[0]
             if result.shape != shortcut.shapes.get(comm.rank):
                 shortcut.shapes[comm.rank] = check_local_shape(func, layout, result, comm.rank)
-            return wrap(layout, (result,), comm)
+            made = make_wrapper_subclass(ShardedTensor, layout.shape, dtype=result.dtype, device=result.device)
+            made.sharding, made.local_parts, made.comm = layout, (result,), comm  # as `wrap` does, without a call
+            return made
         return _call_with_key(func, types, args, kwargs, key)
     return _call_with_key(func, types, args, kwargs, _shortcut_key(func, args, kwargs))
 
@@ -420,26 +443,48 @@ def _call_with_key(
     return run_shortcut(shortcut, func, args, kwargs)
 
 
+def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...]:
+    """For each tensor the first place where the same one is passed."""
+    ids = [*map(id, tensors)]
+    return tuple(map(ids.index, ids))
+
+
 def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A key of the function, torch's modes, the tensors and every other argument; None where there is no shortcut."""
-    parts: list[Any] = [func, _is_grad_enabled(), _is_inference_mode_enabled(), tuple(kwargs)]
-    seen: dict[int, int] = {}
+    parts: list[Any] = [func, _is_grad_enabled() or 2 + _is_inference_mode_enabled(), tuple(kwargs)]
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is ShardedTensor or kind in derived_types:
             if len(value.local_parts) != 1:
                 return None
-            held, same = value.local_parts[0], seen.setdefault(id(value), len(seen))
-            parts.append((id(value.sharding), held.dtype, held.device, held.requires_grad, same))
-        elif kind in _KEY_TYPES or kind is str:
-            parts.append((kind, value))
-        elif kind is tuple or kind is torch.Size or kind is list:
-            for number in value:
-                if type(number) is not int:
-                    return None
-            parts.append((kind, *value))
+            held = value.local_parts[0]
+            tensors.append(value)
+            parts.append((id(value.sharding), held.dtype, held.device, held.requires_grad))
         else:
-            return None
+            part = _argument_key(value)
+            if part is None:
+                return None
+            parts.append(part)
+    if len({*map(id, tensors)}) < len(tensors):
+        parts.append(_first_positions(tensors))
     if is_any_autocast_enabled():
         parts.append(_autocast_state())
     return tuple(parts)
+
+
+def _argument_key(value: Any) -> Any:
+    """What an argument that is not a tensor adds to a key; None where nothing may be remembered about it."""
+    kind = type(value)
+    if kind in _KEY_TYPES or kind is str or value is Ellipsis:
+        return kind, value
+    if kind is slice:
+        bounds = _argument_key((value.start, value.stop, value.step))
+        return None if bounds is None else (slice, bounds)
+    if kind is not tuple and kind is not list and kind is not torch.Size:
+        return None
+    for number in value:
+        if type(number) is not int:
+            parts = [_argument_key(v) for v in value]
+            return None if None in parts else (kind, *parts)
+    return kind, *value
