@@ -1,0 +1,159 @@
+"""What is remembered of a call? One that failed, or one with other data, must leave nothing wrong behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import Comm, LayoutError, Mesh, Replicate, Shard, run_local, sharding_rule
+from shardwise.ops import Steps, TensorMeta
+from shardwise.ops.engine import dispatcher, fast_path
+from shardwise.tensor import caches
+from tests.local.op_cases import lay_out
+
+PAIR = Mesh.of(tp=2)
+X = torch.arange(24, dtype=torch.float64).reshape(4, 6) - 7
+
+
+@torch.library.custom_op("shardwise_caches::positive", mutates_args=())
+def positive(x: Tensor) -> Tensor:
+    """Its shape depends on values, and no tag says so."""
+    return x[x > 0].clone()
+
+
+@torch.library.custom_op("shardwise_caches::plus", mutates_args=())
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@plus.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def everywhere(*args: Any) -> list[Any]:
+    return [([Replicate()], [Replicate() for _ in args])]
+
+
+def test_a_shape_that_a_rule_got_wrong_is_an_error_every_time() -> None:
+    def body(comm: Comm) -> None:
+        x = lay_out(X, PAIR, (Shard(0),))
+        for _ in range(3):
+            with pytest.raises(LayoutError, match="the rule is wrong"):
+                plus(x, x)
+
+    with sharding_rule(plus, lambda x, y: [([Shard(1)], [Shard(0), Shard(0)])]):
+        run_local(body, 2, timeout=60)
+
+
+def test_a_remembered_call_compares_shapes() -> None:
+    """An operator whose shapes depend on values without saying so: an error, never the shape of the first call."""
+
+    def body(comm: Comm) -> None:
+        assert tuple(positive(lay_out(X, PAIR, (Replicate(),))).shape) == (16,)
+        for _ in range(2):
+            with pytest.raises(LayoutError, match=r"returned \(24,\), where .* has \(\(16,\),\)|rule is wrong"):
+                positive(lay_out(X + 10, PAIR, (Replicate(),)))
+
+    with sharding_rule(positive, everywhere):
+        run_local(body, 2, timeout=60)
+
+
+def test_a_call_that_failed_leaves_nothing_behind() -> None:
+    """The rule, its local function, a finish and steps raise at the first call, and are asked again at the second."""
+    broken = [True]
+
+    def fail(*args: Any) -> Any:
+        if broken[0]:
+            raise RuntimeError("not yet")
+        return None
+
+    def rule(x: TensorMeta, y: TensorMeta) -> Any:
+        fail()
+        return everywhere(x, y)
+
+    def steps(x: Any, y: Any) -> Any:
+        fail()
+        return x + y
+
+    def body(comm: Comm) -> None:
+        x = lay_out(X, PAIR, (Shard(0),))
+        found: Any = plus(x, x)
+        assert torch.equal(found.full(), X + X)
+
+    for code in (rule, Steps(steps), lambda x, y: Steps(steps)):
+        broken[0] = True
+        with sharding_rule(plus, code):
+            before = len(dispatcher._decisions), len(fast_path._shortcuts)
+            with pytest.raises(RuntimeError, match="not yet"):
+                run_local(body, 2, timeout=60)
+            assert (len(dispatcher._decisions), len(fast_path._shortcuts)) == before
+            broken[0] = False
+            run_local(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)], ids=("plain first", "with gradients first"))
+def test_a_rule_sees_what_is_differentiated(order: tuple[bool, bool]) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def rule(x: TensorMeta, y: TensorMeta) -> list[Any]:
+        seen.append((x.requires_grad, y.requires_grad))
+        placement = Replicate() if x.requires_grad else Shard(0)
+        return [([placement], [placement, placement])]
+
+    def body(comm: Comm) -> None:
+        for _ in range(2):
+            for grad in order:
+                x = lay_out(X, PAIR, (Shard(0),)).requires_grad_(grad)
+                found: Any = torch.ops.shardwise_caches.plus(x, lay_out(X, PAIR, (Shard(0),)))
+                assert found.placements == ((Replicate(),) if grad else (Shard(0),))
+                with torch.no_grad():
+                    found = torch.ops.shardwise_caches.plus(x, lay_out(X, PAIR, (Shard(0),)))
+                assert found.placements == (Shard(0),)
+
+    with sharding_rule(plus, rule):
+        run_local(body, 2, timeout=60)
+    assert set(seen) == {(True, False), (False, False)}
+
+
+def test_slices_of_other_bounds_are_other_calls() -> None:
+    keys: list[Any] = [
+        slice(1, 3), slice(0, 3), slice(1, 3, 2), slice(None, 2), slice(-2, None), (slice(1, 2), 0), (0, slice(1, 2)),
+        (..., slice(1, 4)), (None, slice(0, 1)), (slice(None), 3), (slice(None), slice(3, 3)), 2, -1,
+    ]  # fmt: skip
+
+    def body(comm: Comm) -> None:
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(0, sizes=(3, 1))):
+            x: Any = lay_out(X, PAIR, (placement,))
+            for _ in range(2):
+                for key in keys:
+                    assert torch.equal(x[key].full(), X[key]), (placement, key)
+
+    caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
+
+
+def test_a_view_as_another_dtype_is_not_a_reshape() -> None:
+    def body(comm: Comm) -> None:
+        x: Any = lay_out(X, PAIR, (Shard(0),))
+        for _ in range(3):
+            assert x.view(torch.int64).dtype == torch.int64
+            assert x.view(24).dtype == torch.float64
+
+    caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
+
+
+def test_autocast_to_another_dtype_is_another_call() -> None:
+    def body(comm: Comm) -> None:
+        x: Any = lay_out(X.float()[:, :4], PAIR, (Shard(0),))
+        for dtype in (torch.bfloat16, torch.float16, None, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                assert (x @ x).dtype == (dtype or torch.float32)
+                assert torch.mm(x, x).dtype == (dtype or torch.float32)
+
+    caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
