@@ -37,6 +37,8 @@ def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Generato
     True
     """
     with torch.no_grad():
+        if isinstance(tensor, ShardedTensor):
+            return draw_uniform(tensor, a, b, generator=generator)
         return tensor.uniform_(a, b, generator=generator)
 
 
@@ -174,10 +176,15 @@ def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) 
 # What the in-place operators of these names do
 
 
+def _as_written(number: float) -> float:
+    """A number for messages, as the user wrote it: torch turns whole numbers that operators take into floats."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 def draw_uniform(
     tensor: ShardedTensor, from_: float = 0.0, to: float = 1.0, *, generator: Generator = None
 ) -> ShardedTensor:
-    fields = {"from": from_, "to": to}
+    fields = {"from": _as_written(from_), "to": _as_written(to)}
     return draw_into(
         tensor, lambda: uniform(from_, to, tensor.dtype), label="uniform_", fields=fields, generator=generator
     )
@@ -186,7 +193,7 @@ def draw_uniform(
 def draw_normal(
     tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, *, generator: Generator = None
 ) -> ShardedTensor:
-    fields = {"mean": mean, "std": std}
+    fields = {"mean": _as_written(mean), "std": _as_written(std)}
     return draw_into(
         tensor, lambda: normal(mean, std, tensor.dtype), label="normal_", fields=fields, generator=generator
     )
