@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from shardwise._torch import aten
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -81,6 +82,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.native_layer_norm.default: (t(4, 5, 6), [6], t(6), t(6), 1e-5),
     aten.rms_norm.default: (t(4, 5, 6), [6], t(6), 1e-5),
     aten._fused_rms_norm.default: (t(4, 5, 6), [6], t(6), 1e-5),
+    aten.rms_norm.default: (t(4, 5, 6), [6], t(6)),
     aten.native_group_norm.default: (t(4, 6, 5), t(6), t(6), 4, 6, 5, 2, 1e-5),
     aten.nll_loss_forward.default: (t(8, 6), ids(8, below=6), t(6), 2, -100),
     aten.nll_loss2d_forward.default: (t(4, 6, 5, 3), ids(4, 5, 3, below=6), t(6), 2, -100),

@@ -25,6 +25,13 @@ def test_the_pairs_are_the_supported_versions() -> None:
     assert {pair.python for pair in pairs} == named
 
 
+def test_the_page_has_a_row_for_each_pair() -> None:
+    rows = [line for line in matrix.PAGE.read_text().splitlines() if line.startswith("| 2.")]
+    assert [matrix._pair_of(row) for row in rows] == [Pair.parse(text) for text in PAIRS]
+    assert all(row.count("|") == len(CHECKS) + 3 for row in rows)
+    assert not any("**" in row for row in rows), "a check failed"
+
+
 def test_every_check_names_files_that_exist() -> None:
     words = [word for check in CHECKS for word in check.command if "/" in word or word.endswith(".md")]
     assert len(words) == 5
