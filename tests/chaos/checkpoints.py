@@ -151,6 +151,24 @@ def open_once(path: Path) -> float:
         return float(value)  # type: ignore[arg-type]  # it is a float
 
 
+def load_tensors(path: Path) -> float:
+    into = {"x": torch.zeros(6, 4), "y": torch.zeros(5)}
+    shardwise.load(into, path)
+    values = {*into["x"].flatten().tolist(), *into["y"].tolist()}
+    assert len(values) == 1, f"mixed: {values}"
+    return float(values.pop())
+
+
+def loads_of_tensors_beside_a_saver(folder: Path, count: int) -> Counter[str]:
+    """The same for a Hugging Face folder, which has no checksums to tell two saves apart."""
+    path = folder / "tensors" / "c"
+    shardwise.save_hf({"x": torch.ones(6, 4), "y": torch.ones(5)}, path)
+    with running_saver(path, "hf"):
+        seen = {load_tensors(path) for _ in range(count)}
+    shutil.rmtree(path.parent)
+    return Counter({"mixed": 0, "loads": count, "saves seen": len(seen)})
+
+
 def loads_beside_a_saver(folder: Path, count: int) -> Counter[str]:
     """Verified loads on one and two ranks, and opens, while a saver replaces the checkpoint; never two saves in one."""
     path = folder / "beside" / "c"
@@ -411,6 +429,7 @@ def main() -> None:
             ("kills, swapped names", lambda: kill_pairs(folder / "a", 1, True, given.pairs)),
             ("kills, two renames", lambda: kill_pairs(folder / "b", 1, False, given.pairs)),
             ("loads beside a saver", lambda: loads_beside_a_saver(folder, given.loads)),
+            ("loads beside a saver, hf", lambda: loads_of_tensors_beside_a_saver(folder, given.loads // 10)),
         ]
         for kind in FORMATS:
             parts.append((f"bit flips, {kind}", lambda kind=kind: bit_flips(folder, kind, given.flips)))  # type: ignore[misc]

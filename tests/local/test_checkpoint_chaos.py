@@ -21,6 +21,10 @@ def test_loads_beside_a_saver_never_mix_two_saves(tmp_path: Path) -> None:
     assert found["loads"] == 60 and found["saves seen"] > 1
 
 
+def test_loads_of_tensors_beside_a_saver(tmp_path: Path) -> None:
+    assert chaos.loads_of_tensors_beside_a_saver(tmp_path, 30)["saves seen"] > 1
+
+
 @pytest.mark.parametrize("format", chaos.FORMATS)
 def test_bit_flips_are_found(tmp_path: Path, format: str) -> None:
     found = chaos.bit_flips(tmp_path, format, 150)

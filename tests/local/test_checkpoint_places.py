@@ -13,7 +13,7 @@ import torch
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
-from shardwise.checkpoint import clean, leftovers, reshard
+from shardwise.checkpoint import clean, files, leftovers, reshard
 
 LIMIT = 1 << 20
 
@@ -85,6 +85,28 @@ def test_names_that_the_files_cannot_hold_are_told_to_every_rank(tmp_path: Path)
         with pytest.raises(CheckpointError, match="a tensor is called __metadata__, which safetensors reserves"):
             write({"__metadata__": torch.ones(2)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []
+
+
+def test_folders_above_a_new_checkpoint_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    plain = files.sync_folder
+
+    def sync(folder: Path) -> None:
+        synced.append(folder)
+        plain(folder)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    shardwise.save({"n": 1}, tmp_path / "a" / "b" / "c")
+    assert set(synced) == {tmp_path, tmp_path / "a"}, "each has a new folder in it"
+
+
+def test_a_replaced_folder_without_its_partner_is_not_brought_back(tmp_path: Path) -> None:
+    shardwise.save({"n": 1}, tmp_path / ".c.replaced-1")
+    with pytest.raises(CheckpointError, match=r"c: no such checkpoint; complete ones are left next to it: rename one of"):
+        shardwise.open(tmp_path / "c")
+    shardwise.save({"n": 2}, tmp_path / ".c.replaced-2")
+    shardwise.save({"n": 3}, tmp_path / ".c.saving-2")
+    assert shardwise.open(tmp_path / "c").values() == {"n": 3}
 
 
 def test_the_only_complete_checkpoint_is_no_leftover(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Is every layout written so that it reads back the same, and does every mistake point at its character?"""
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -313,3 +314,25 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_placements_print_as_they_are_read() -> None:
     text = "S(0) sizes(1,2), S(1) groups(), S(-1) block(3), S(2), R, P(sum), P(min)"
     assert ", ".join(map(format_placement, parse_placements(text))) == text
+
+
+LONG_TEXTS = [
+    "f32[8] " + "x" * 1_000_000,
+    "a" * 1_000_000 + "[4]",
+    "f32[" + "1," * 300_000 + "1]",
+    "f32[4] on " + ",".join(f"a{i}=1" for i in range(100_000)) + ": R",
+    "(" * 1_000_000,
+]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS, ids=[text[:12] for text in LONG_TEXTS])
+def test_a_text_of_a_megabyte_is_refused_soon(text: str) -> None:
+    started = time.process_time()
+    with pytest.raises(LayoutError):
+        parse_layout(text)
+    assert time.process_time() - started < 5
+
+
+def test_dims_and_axes_that_no_array_has() -> None:
+    with pytest.raises(LayoutError, match="a tensor of 60 dims on a mesh with 4 axes that do not shard it"):
+        parse_layout(f"f32[{','.join('1' * 60)}] on a=1,b=1,c=1,d=1: R, R, R, R")

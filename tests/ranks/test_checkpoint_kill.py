@@ -18,7 +18,7 @@ import torch
 
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
-from shardwise.checkpoint import clean, leftovers
+from shardwise.checkpoint import clean, folders, leftovers
 from shardwise.checkpoint.folders import recover_commit
 from tests.ranks.killing import die_before
 
@@ -59,7 +59,7 @@ def main(folder: str, mode: str, first: int, last: int) -> None:
         shutil.copytree(Path(folder) / "start", path.parent)
         child = os.fork()
         if child == 0:
-            die_before(k, OPERATIONS)
+            die_before(k, OPERATIONS, [(folders, "exchange_folders")])
             save(path, NEW, async_op=mode == "background")
             leftovers(path)  # waits until what was replaced is gone
             os._exit(0)

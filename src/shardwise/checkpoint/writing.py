@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checksums import BlockSums, split_into_blocks
+from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockSums, checksum, split_into_blocks
 from shardwise.checkpoint.files import PositionedFile
 from shardwise.checkpoint.formats.base import FilePlan, ItemSums, PlannedFile
 from shardwise.checkpoint.store import CARRIERS
@@ -72,6 +72,12 @@ class FileWriter:
     def add(self, values: Tensor) -> None:
         """Write the next item; each block is hashed right before it is copied."""
         position = self._file.items[len(self._sums)].begin
+        data = flat_bytes(values)
+        if data is not None and 0 < len(data) <= BLOCK_BYTES:  # most of a thousand small tensors
+            self._check()
+            self._output.write(position, data)
+            self._sums.append((checksum(data), zlib.crc32(data) if self._plan.crc else 0))
+            return
         sums, crc = BlockSums(), 0
         for part in iterate_host_bytes(values):
             self._check()

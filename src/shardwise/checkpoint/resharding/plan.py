@@ -140,13 +140,13 @@ def join_sums(
         for part, (text, crc) in zip(segment.ranges, results, strict=True):
             found.setdefault((segment.file, part.item), []).append((part.low, text, crc, part.high - part.low))
     return [
-        (file, [_join_ranges(sorted(found.get((number, item), ()))) for item in range(len(file.items))])
+        (file, [_join_ranges(sorted(found.get((number, item), ())), plan.crc) for item in range(len(file.items))])
         for number, file in enumerate(plan.all_files())
     ]
 
 
-def _join_ranges(ranges: Sequence[tuple[int, str, int, int]]) -> ItemSums:
-    crc = 0
-    for _, _, part, length in ranges:
+def _join_ranges(ranges: Sequence[tuple[int, str, int, int]], with_crc: bool) -> ItemSums:
+    crc = ranges[0][2] if ranges else 0
+    for _, _, part, length in ranges[1:] if with_crc else ():
         crc = combine_crc(crc, part, length)
     return "".join(text for _, text, _, _ in ranges), crc
