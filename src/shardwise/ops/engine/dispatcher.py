@@ -322,7 +322,7 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
 
 def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
     """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
-    given = all(type(t) is ShardedTensor or t.ndim == 0 for t in call.tensors) and not _is_data_dependent(call)
+    given = all(isinstance(t, ShardedTensor) or t.ndim == 0 for t in call.tensors) and not _is_data_dependent(call)
     turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
     wanted = list(zip(tensors, decision.inputs, strict=True))
     copied = gives_views(call.op) and any(t.sharding is not w for t, w in wanted)  # then the results are marked
