@@ -28,7 +28,7 @@ from tests.ranks.fidelity import (
 )
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 STRIPS = [([2 * rank, 0], [2, 3], rank) for rank in range(4)]
 TILES = [([0, 0], [4, 3], 2), ([4, 0], [4, 1], 0), ([4, 1], [4, 2], 0)]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.ranks.fidelity import Names, numbers, ours_of, same_errors, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 
 
 def rows(names: Names, values: torch.Tensor | None = None, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.ranks.fidelity import Names, both, numbers, same_errors, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 Program = Callable[[Names], Any]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.ranks.fidelity import Names, numbers, same_errors
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 Program = Callable[[Names], Any]
 
 

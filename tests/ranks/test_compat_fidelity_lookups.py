@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.ranks.fidelity import Names, locals_of, ours_of, same_errors, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 ROWS, COLUMNS = 10, 6
 SPECS: dict[str, Callable[[Names], Any]] = {
     "rows": lambda names: names.chunks(0),

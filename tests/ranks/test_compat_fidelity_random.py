@@ -13,7 +13,7 @@ import shardwise
 from tests.ranks.fidelity import Names, locals_of, numbers, ours_of, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 CASES: dict[str, Callable[[Names], Any]] = {
     "rows": lambda names: names.chunks(0),
     "columns": lambda names: names.chunks(1),

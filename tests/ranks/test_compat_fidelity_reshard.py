@@ -16,7 +16,7 @@ from shardwise.compat import install
 from tests.ranks.fidelity import Names, described, locals_of, numbers, ours_of, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 ORDERS = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.ranks.fidelity import Names, described, locals_of, numbers, ours_of, same_errors, same_values
 from tests.ranks.world import Ranks, world_fixture
 
-world = world_fixture(4)
+world = world_fixture(4, shared=True)
 Program = Callable[[Names], Any]
 
 

@@ -1,7 +1,8 @@
 """One persistent world of spawned gloo ranks per test file.
 
 A test file says `world = world_fixture(3)` and its tests take `world`; functions given to `world.run` are defined at
-the top of that file, so that the ranks can import them.
+the top of that file, so that the ranks can import them. Files whose tests leave no trace in the ranks may share one
+world (`shared=True`): starting one costs more than most files.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Ranks:
         self._world.close()
 
 
-def world_fixture(nprocs: int, timeout: float = 60.0) -> Any:
+def world_fixture(nprocs: int, timeout: float = 60.0, *, shared: bool = False) -> Any:
     """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""
 
     @pytest.fixture(scope="module")
@@ -43,4 +44,8 @@ def world_fixture(nprocs: int, timeout: float = 60.0) -> Any:
         with LocalWorld(nprocs, timeout=timeout) as running:
             yield Ranks(running)
 
-    return world
+    @pytest.fixture(scope="module", name="world")
+    def one_of_all(shared_worlds: Callable[[int, float], LocalWorld]) -> Ranks:
+        return Ranks(shared_worlds(nprocs, timeout))
+
+    return one_of_all if shared else world

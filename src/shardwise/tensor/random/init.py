@@ -176,7 +176,7 @@ def _init_kaiming_uniform(types: Types, args: Args, kwargs: Kwargs, comm: Comm) 
 # What the in-place operators of these names do
 
 
-def _as_written(number: float) -> float:
+def _as_written(number: Any) -> Any:
     """A number for messages, as the user wrote it: torch turns whole numbers that operators take into floats."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
