@@ -121,6 +121,7 @@ below_autograd: type[AbstractContextManager[None]] = _private("_C._AutoDispatchB
 is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
 autocast_device_types: tuple[str, ...] = tuple(_private("_C._autocast_supported_devices")())
 
+_top_saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 _included_keys = _private("_C._dispatch_tls_local_include_set")
 _excluded_keys = _private("_C._dispatch_tls_local_exclude_set")
 _ForceDispatchKeyGuard = _private("_C._ForceDispatchKeyGuard")
@@ -213,6 +214,11 @@ def is_composite(op: Any) -> bool:
     (True, False)
     """
     return isinstance(op, OpOverload) and bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether tensors that are saved for the backward pass go through hooks, as in checkpointed code, both times."""
+    return _top_saved_tensors_hooks(True) is not None
 
 
 def is_in_backward() -> bool:

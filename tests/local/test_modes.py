@@ -287,6 +287,7 @@ TAPED: dict[str, Callable[..., Any]] = {
     "mlp": lambda x, w: F.linear(F.gelu(F.linear(x, w)), w),
     "norm": lambda x, w: F.layer_norm(x * w, (4,)) @ w,
     "softmax": lambda x, w: (x @ w).softmax(-1) * x,
+    "glu": lambda x, w: F.glu(x * w, 1) + F.normalize(x, dim=1)[:, :2],
 }
 
 

@@ -176,6 +176,13 @@ def test_a_backward_pass_is_noticed() -> None:
     assert (_torch.is_in_backward(), inside) == (False, [True])
 
 
+def test_hooks_on_saved_tensors_are_noticed() -> None:
+    assert not _torch.has_saved_tensors_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert _torch.has_saved_tensors_hooks()
+    assert not _torch.has_saved_tensors_hooks()
+
+
 def test_operator_names_are_those_of_aten() -> None:
     names = list(_torch.operator_names())
     assert {"add", "_foreach_add", "native_layer_norm"} <= set(names)

@@ -23,7 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autocast_device_types, is_any_autocast_enabled, make_wrapper_subclass
+from shardwise._torch import (
+    autocast_device_types,
+    has_saved_tensors_hooks,
+    is_any_autocast_enabled,
+    make_wrapper_subclass,
+)
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.vary import vary_along
@@ -42,7 +47,8 @@ class Shortcut:
     `direct`: nothing moves, nothing varies, nothing is written to, and there is one output. `reshape`: the local tensor
     takes the shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it
     has it. `writes`: the first argument is written to and returned. The layouts of the inputs are kept alive, since
-    keys hold their identities. `shapes`: the local shape of the first output on ranks that have run the shortcut.
+    keys hold their identities. `compared`: of several operators; other tensors are saved for the backward pass than by
+    these. `shapes`: the local shape of the first output on ranks that have run the shortcut.
     """
 
     outputs: tuple[Layout, ...]
@@ -54,6 +60,7 @@ class Shortcut:
     moves: tuple[Layout | None, ...] = ()
     label: str = ""
     writes: bool = False
+    compared: bool = False
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -61,7 +68,7 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     """Run a function by its shortcut."""
     if shortcut.reshape:
         return _reshape_locals(shortcut.outputs[0], args[0])
-    if shortcut.direct:
+    if shortcut.direct or (shortcut.compared and shortcut.several is None):
         return _run_direct(shortcut, func, args, kwargs)
     tensors = [value for value in args if isinstance(value, ShardedTensor)]
     if kwargs:
@@ -303,7 +310,9 @@ def _find_shortcut_of_several(
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
     keep, layouts = tuple(t.sharding for t in tensors), tuple(o.sharding for o in outputs)
-    made = Shortcut(layouts, several, vary, several is None, keep)
+    made = Shortcut(layouts, several, vary, False, keep, compared=True)
+    if has_saved_tensors_hooks():
+        return UNKNOWN  # the comparison would be seen by the hooks
     verdict = _gives_the_same(made, func, args, kwargs, outputs)
     return UNKNOWN if verdict is None else (made if verdict else None)
 
@@ -431,8 +440,8 @@ def _call_with_key(
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
         return call_function(func, types, args, kwargs)
     shortcut = _shortcuts.get(key, UNKNOWN)
-    if shortcut is None:
-        return call_function(func, types, args, kwargs)
+    if shortcut is None or (shortcut is not UNKNOWN and shortcut.compared and has_saved_tensors_hooks()):
+        return call_function(func, types, args, kwargs)  # checkpointed code saves the same at both times
     if shortcut is UNKNOWN:
         if len(_shortcuts) > _MAX_SHORTCUTS:
             _shortcuts.clear()
