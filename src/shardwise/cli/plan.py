@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shorten_title
 from shardwise.geometry import LayoutError, TensorType, parse_layout
-from shardwise.geometry.mesh import IntArray
 from shardwise.transfer import Topology, Transfer, plan_transfer
 from shardwise.transfer.report import format_bytes
-from shardwise.transfer.transfer import edge_bytes
 from shardwise.view import Line, draw_table, line, print_lines
 
 SHOWN_EDGES = 16
@@ -23,9 +20,16 @@ TargetText = Annotated[str, typer.Argument(metavar="DST", help="The target layou
 RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
 Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum bytes a rank has in flight, such as 64MB.")]
 
+AllEdges = Annotated[bool, typer.Option("--edges", help="List every edge in the JSON, also of very large plans.")]
+
 
 def plan(
-    src: SourceText, dst: TargetText, ranks_per_host: RanksPerHost = 8, buffer: Buffer = None, as_json: AsJson = False
+    src: SourceText,
+    dst: TargetText,
+    ranks_per_host: RanksPerHost = 8,
+    buffer: Buffer = None,
+    as_json: AsJson = False,
+    edges: AllEdges = False,
 ) -> None:
     """Print who sends how much to whom to turn one layout into another. Nothing is sent.
 
@@ -39,7 +43,7 @@ def plan(
     topology = Topology(ranks_per_host=ranks_per_host)
     transfer = plan_between(source, target, topology, None if buffer is None else parse_bytes(buffer))
     if as_json:
-        print_json(plan_to_json(source, target, transfer, topology))
+        print_json(plan_to_json(source, target, transfer, topology, edges or None))
     else:
         print_lines(plan_lines(source, target, transfer, topology), sys.stdout)
 
@@ -103,33 +107,23 @@ def _estimate(transfer: Transfer, topology: Topology) -> str:
 
 def _edge_lines(transfer: Transfer) -> list[Line]:
     """The first edges as a table: source rank, destination rank, bytes."""
-    sources, targets, nbytes = _edges(transfer)
-    if len(nbytes) == 0:
+    edges, count = transfer.first_edges(SHOWN_EDGES)
+    if not edges:
         return []
-    shown = zip(*(column[:SHOWN_EDGES].tolist() for column in (sources, targets, nbytes)), strict=True)
-    rows = [(str(s), str(d), format_bytes(n)) for s, d, n in shown]
-    table = draw_table(("from", "to", "bytes"), rows, ranks=sources[:SHOWN_EDGES].tolist())
-    hidden = len(nbytes) - SHOWN_EDGES
+    rows = [(str(s), str(d), format_bytes(n)) for s, d, n in edges]
+    table = draw_table(("from", "to", "bytes"), rows, ranks=[source for source, _, _ in edges])
+    hidden = count - len(edges)
     return [line(), *table, *([line(f"and {hidden} more edges")] if hidden > 0 else [])]
 
 
-def _edges(transfer: Transfer) -> tuple[IntArray, IntArray, IntArray]:
-    """The bytes between each two ranks over all steps, as columns: millions of edges are not worth a dictionary."""
-    columns = [edge_bytes(step.routes, transfer.itemsize) for step in transfer.steps]
-    sources, targets, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    width = int(targets.max(initial=0)) + 1
-    edges, index = np.unique(sources * width + targets, return_inverse=True)
-    totals = np.zeros(len(edges), np.int64)
-    np.add.at(totals, index, nbytes)
-    return edges // width, edges % width, totals
-
-
-def plan_to_json(source: TensorType, target: TensorType, transfer: Transfer, topology: Topology) -> dict[str, Any]:
+def plan_to_json(
+    source: TensorType, target: TensorType, transfer: Transfer, topology: Topology, edges: bool | None = None
+) -> dict[str, Any]:
     """The transfer as plain data, with the figures that the table shows."""
     return {
         "from": str(source),
         "to": str(target),
-        **transfer.to_json(),
+        **transfer.to_json(edges=edges),
         "busiest_sender": transfer.busiest_sender,
         "busiest_receiver": transfer.busiest_receiver,
         "estimate_seconds": transfer.estimate(topology),

@@ -14,6 +14,7 @@ import numpy as np
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.routes import Routes, Step
+from shardwise.transfer.totals import StepOutline, StepTotals, count_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Col
     if sum(len(step.routes) for step in steps) == 0:
         return None
     if len(steps) == 2:
-        return _recognise_all_reduce(src, dst, steps[0])
+        return _recognise_all_reduce(src, dst)
     groups = _connected_groups(steps[0].routes)
     if steps[0].op is not None and src.pending is not None and dst.pending is None:
         return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
@@ -50,11 +51,75 @@ def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Col
     return Collective(kind, groups) if not kinds and kind is not None else None
 
 
+def recognise_from_totals(
+    src: Layout, dst: Layout, outlines: Sequence[StepOutline], totals: Sequence[StepTotals]
+) -> Collective | None:
+    """The same for steps whose moves are not listed, which have sources without replicas."""
+    if not any(total.boxes_out.any() for total in totals):
+        return None
+    if len(outlines) == 2:
+        return _recognise_all_reduce(src, dst)
+    outline, total = outlines[0], totals[0]
+    groups = _groups_of_cells(outline)
+    if outline.op is not None and src.pending is not None and dst.pending is None:
+        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
+    if outline.op is not None:
+        return None
+    held, wanted = (_held_by_rank(layout, len(total.sent)) for layout in (src, dst))
+    kinds = {_kind_from_totals(np.array(group), held, wanted, total, dst) for group in groups}
+    kind = kinds.pop()
+    return Collective(kind, groups) if not kinds and kind is not None else None
+
+
+def _groups_of_cells(outline: StepOutline) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks that exchange: ranks whose pieces lie between the same cuts that both layouts have."""
+    src, dst = outline.src.table, outline.dst.table
+    used = np.flatnonzero((outline.target_addends[src.addends] >= 0) & (src.sizes > 0).all(axis=1))
+    reached = np.flatnonzero((outline.term_counts[dst.addends] > 0) & (dst.sizes > 0).all(axis=1))
+    region = np.zeros(len(used) + len(reached), np.int64)
+    for d in range(outline.src.ndim):
+        begins = [src.offsets[used, d], dst.offsets[reached, d]]
+        common = np.intersect1d(*begins)
+        region = region * (len(common) + 1) + np.searchsorted(common, np.concatenate(begins), side="right")
+    ranks, index = np.unique(np.concatenate([src.ranks[used], dst.ranks[reached]]), return_inverse=True)
+    regions = np.unique(region, return_inverse=True)[1].reshape(-1) + len(ranks)
+    label = _spread_labels(index.reshape(-1), regions, len(ranks) + int(regions.max()) + 1)[: len(ranks)]
+    return tuple(group for group in _split_by_label(ranks, label) if len(group) > 1)
+
+
+def _kind_from_totals(group: IntArray, held: IntArray, wanted: IntArray, total: StepTotals, dst: Layout) -> str | None:
+    senders, receivers = group[total.sent[group] > 0], group[total.received[group] > 0]
+    replicas = count_replicas(dst)  # of two, one may always be where the source is
+    once = replicas == 1 or (replicas == 2 and total.sent[group].sum() == total.copied[group].sum())
+    if len(senders) == 1 and len(receivers) > 1:
+        whole = (total.received[receivers] == held[senders[0]]).all()
+        return "broadcast" if whole else "scatter" if once else None
+    if len(receivers) == 1 and len(senders) > 1:
+        return "gather"
+    if (wanted[group] == held[group].sum()).all():
+        return "all_gather"
+    alone = total.boxes_out[group].max() == 1 and total.boxes_in[group].max() == 1
+    if alone and (total.sent[senders] == held[senders]).all():
+        return "permute"
+    return "all_to_all" if len(senders) > 1 and once else None
+
+
+def _held_by_rank(layout: Layout, width: int) -> IntArray:
+    held = np.zeros(width, np.int64)
+    np.add.at(held, layout.table.ranks, layout.table.sizes.prod(axis=1))
+    return held
+
+
 def _connected_groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks connected by edges, by spreading the smallest label until nothing changes."""
+    """The sets of ranks connected by edges."""
     ranks, index = np.unique(np.concatenate([routes.src_ranks, routes.dst_ranks]), return_inverse=True)
     a, b = index.reshape(-1)[: len(routes)], index.reshape(-1)[len(routes) :]
-    label = np.arange(len(ranks))
+    return _split_by_label(ranks, _spread_labels(a, b, len(ranks)))
+
+
+def _spread_labels(a: IntArray, b: IntArray, count: int) -> IntArray:
+    """A label for each of `count` nodes, equal for those that edges connect: the smallest spreads until it rests."""
+    label = np.arange(count)
     while True:
         low = np.minimum(label[a], label[b])
         new = label.copy()
@@ -62,8 +127,11 @@ def _connected_groups(routes: Routes) -> tuple[tuple[int, ...], ...]:
         np.minimum.at(new, b, low)
         new = new[new]
         if np.array_equal(new, label):
-            break
+            return label
         label = new
+
+
+def _split_by_label(ranks: IntArray, label: IntArray) -> tuple[tuple[int, ...], ...]:
     order = np.argsort(label, kind="stable")
     edges = np.flatnonzero(np.diff(label[order])) + 1
     return tuple(tuple(part.tolist()) for part in np.split(ranks[order], edges))
@@ -79,7 +147,7 @@ def _has_same_boxes(src: Layout, dst: Layout) -> bool:
     return all(np.array_equal(x[first], y[second]) for x, y in columns)
 
 
-def _recognise_all_reduce(src: Layout, dst: Layout, first: Step) -> Collective | None:
+def _recognise_all_reduce(src: Layout, dst: Layout) -> Collective | None:
     """Reduce, then hand out: an all-reduce if all ranks keep their boxes and no source is replicated."""
     if dst.pending is not None or src.cells is None or src.cells.replicas > 1 or not _has_same_boxes(src, dst):
         return None

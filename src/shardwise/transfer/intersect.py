@@ -36,6 +36,16 @@ class Overlaps:
         return Overlaps(self.cells[order], self.boxes[order], self.starts[order], self.sizes[order])
 
 
+def concatenate_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
+    """Both lists, one after the other."""
+    return Overlaps(
+        np.concatenate([a.boxes, b.boxes]),
+        np.concatenate([a.cells, b.cells]),
+        np.concatenate([a.starts, b.starts]),
+        np.concatenate([a.sizes, b.sizes]),
+    )
+
+
 def expand_runs(counts: Sequence[IntArray]) -> tuple[IntArray, list[IntArray]]:
     """Multiply out per-item runs: item i becomes prod_d counts[d][i] rows; returns the item and the digits of each row.
 
@@ -76,6 +86,20 @@ def overlaps_with_cells(offsets: IntArray, sizes: IntArray, cells: Cells) -> Ove
         starts[:, d] = begin
         np.subtract(end, begin, out=lengths[:, d])
     return Overlaps(boxes, flat, starts, lengths)
+
+
+def run_lengths(offsets: IntArray, sizes: IntArray, cells: Cells) -> IntArray:
+    """How many cells each box meets, without listing them.
+
+    >>> from shardwise.geometry.cells import cuts_from_sizes
+    >>> halves = Cells((cuts_from_sizes((2, 2)), cuts_from_sizes((3,))), np.zeros((2, 1, 1, 1), np.int64), None)
+    >>> run_lengths(np.array([[0, 0], [2, 1]]), np.array([[4, 3], [1, 1]]), halves).tolist()
+    [2, 1]
+    """
+    total = np.ones(len(offsets), np.int64)
+    for d, cut in enumerate(cells.dims):
+        total *= _dim_runs(offsets[:, d], sizes[:, d], cut)[1]
+    return total
 
 
 def _dim_runs(offsets: IntArray, sizes: IntArray, cut: DimCuts) -> tuple[IntArray, IntArray, IntArray]:

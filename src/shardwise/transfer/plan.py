@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.serialize import layout_from_json
-from shardwise.transfer.steps import PlanOptions, plan_steps
+from shardwise.transfer.steps import PlanOptions
 from shardwise.transfer.topology import Topology
 from shardwise.transfer.transfer import Transfer
 
@@ -38,7 +38,10 @@ def plan_transfer(
     """
     _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
     options = PlanOptions(itemsize, topology, max_buffer_bytes)
-    return Transfer(src, dst, options, rank, plan_steps(src, dst, options, rank))
+    transfer = Transfer(src, dst, options, rank)
+    if transfer.is_listed:
+        assert transfer.steps  # what cannot be planned is refused here
+    return transfer
 
 
 def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
@@ -61,7 +64,8 @@ def transfer_from_json(data: dict[str, Any]) -> Transfer:
         max_buffer_bytes=data["max_buffer_bytes"],
         rank=data["rank"],
     )
-    edges = {(s, d): n for s, d, n in data["bytes_by_edge"]}
-    if edges != dict(transfer.bytes_by_edge):
+    listed = data["bytes_by_edge"]
+    same = int(data["moved_bytes"]) == transfer.moved_bytes
+    if not same or (listed is not None and {(s, d): n for s, d, n in listed} != dict(transfer.bytes_by_edge)):
         raise LayoutError("this JSON describes a transfer with other routes than this version of shardwise plans")
     return transfer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.transfer.steps import unreached_rows
+
 if TYPE_CHECKING:
-    from shardwise.transfer.routes import Step
     from shardwise.transfer.transfer import Transfer
 
 SHOWN_EDGES = 16
@@ -52,19 +53,20 @@ def _busiest_text(entry: tuple[int, int] | None) -> str:
 
 
 def _edge_lines(transfer: Transfer, width: int) -> list[str]:
-    edges = list(transfer.bytes_by_edge.items())
-    lines = [f"{f'{s} -> {d}':<{width}}  {format_bytes(n)}" for (s, d), n in edges[:SHOWN_EDGES]]
-    hidden = len(edges) - SHOWN_EDGES
+    edges, count = transfer.first_edges(SHOWN_EDGES)
+    lines = [f"{f'{s} -> {d}':<{width}}  {format_bytes(n)}" for s, d, n in edges]
+    hidden = count - len(edges)
     return lines if hidden <= 0 else [*lines, f"and {hidden} more edges"]
 
 
 def describe_transfer(transfer: Transfer) -> str:
     """What happens, step by step, in plain words."""
-    if transfer.moved_bytes == 0 and not any(len(step.fills) for step in transfer.steps):
+    fills = [len(unreached_rows(outline, transfer.rank)) for outline in transfer.outlines]
+    if transfer.moved_bytes == 0 and not any(fills):
         return (
             f"Nothing is sent: every rank has what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
         )
-    lines = [_describe_step(transfer, step) for step in transfer.steps]
+    lines = [_describe_step(transfer, number, filled) for number, filled in enumerate(fills)]
     if len(lines) > 1:
         lines = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
     if transfer.collective is not None:
@@ -75,17 +77,17 @@ def describe_transfer(transfer: Transfer) -> str:
     return "\n".join(lines)
 
 
-def _describe_step(transfer: Transfer, step: Step) -> str:
-    routes = step.routes
-    sent = format_bytes(int(routes.elements().sum()) * transfer.itemsize)
-    senders, receivers = len(set(routes.src_ranks.tolist())), len(set(routes.dst_ranks.tolist()))
-    text = f"{senders} ranks send {sent} in {len(routes)} boxes to {receivers} ranks"
-    if step.op is not None and step.src.pending is not None:
-        text += f", which combine what arrives by {step.op}"
-    if step.scale != (1, 1):
-        text += f" and multiply it by {step.scale[0]}/{step.scale[1]}"
-    if len(step.fills):
-        text += f"; {len(step.fills)} pieces are filled with the identity of {step.op}"
-    if step.rounds > 1:
-        text += f", in {step.rounds} rounds"
+def _describe_step(transfer: Transfer, number: int, filled: int) -> str:
+    outline, total, rounds = transfer.outlines[number], transfer.totals[number], transfer.rounds_of(number)
+    sent = format_bytes(int(total.sent.sum()) * transfer.itemsize)
+    senders, receivers = int((total.sent > 0).sum()), int((total.received > 0).sum())
+    text = f"{senders} ranks send {sent} in {int(total.boxes_out.sum())} boxes to {receivers} ranks"
+    if outline.op is not None and outline.src.pending is not None:
+        text += f", which combine what arrives by {outline.op}"
+    if outline.scale != (1, 1):
+        text += f" and multiply it by {outline.scale[0]}/{outline.scale[1]}"
+    if filled:
+        text += f"; {filled} pieces are filled with the identity of {outline.op}"
+    if rounds > 1:
+        text += f", in {rounds} rounds"
     return text + "."

@@ -20,9 +20,9 @@ One exchange turns one layout into another, or two where a pending reduction goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,15 @@ import numpy.typing as npt
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import bounds, chunk_sizes
-from shardwise.geometry.specs import EnumerableSpec
+from shardwise.geometry.specs import EnumerableSpec, GridSpec
 from shardwise.transfer.choose import choose_senders, index_owners
-from shardwise.transfer.intersect import Overlaps, overlaps_with_cells, overlaps_with_layout
+from shardwise.transfer.intersect import (
+    Overlaps,
+    concatenate_overlaps,
+    expand_runs,
+    overlaps_with_cells,
+    overlaps_with_layout,
+)
 from shardwise.transfer.routes import (
     BufferTooSmallError,
     Routes,
@@ -43,6 +49,7 @@ from shardwise.transfer.routes import (
     split_in_rounds,
 )
 from shardwise.transfer.topology import Topology
+from shardwise.transfer.totals import StepOutline, count_addends, overlapping_pairs
 
 
 @dataclass(frozen=True)
@@ -54,31 +61,24 @@ class PlanOptions:
     max_buffer_bytes: int | None = None
 
 
-def plan_step(
-    src: Layout,
-    dst: Layout,
-    terms: Sequence[Sequence[int]],
-    op: str | None,
-    scale: tuple[int, int],
-    options: PlanOptions,
-    rank: int | None,
-) -> Step:
+def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> Step:
     """The step from one layout to another; with `rank`, only this rank's part of it."""
+    src, dst, terms = outline.src, outline.dst, outline.terms
     only = rank if rank is not None and _can_plan_alone(src, dst, options) else None
-    overlaps = _demands(src, dst, only)
-    moves = _build_moves(src, dst, overlaps, terms, options)
+    overlaps = _demands(outline, only)
+    moves = _build_moves(outline, overlaps, options, only)
     local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
     if rank is not None:
         mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
     routes, copies = _sort_by_edge(moves, mine & ~local), _sort_by_edge(moves, mine & local)
     if options.max_buffer_bytes is not None:
         degree = degree_bound(src, dst, max(map(len, terms))) or _max_degree(
-            moves if rank is None else _build_moves(src, dst, _demands(src, dst, None), terms, options)
+            moves if rank is None else _build_moves(outline, _demands(outline, None), options)
         )
         routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
-    fills = _unreached_rows(dst, terms, rank)
+    fills = unreached_rows(outline, rank)
     rounds = int(routes.rounds.max(initial=-1)) + 1
-    return Step(src, dst, routes, copies, fills, op, scale, rounds)
+    return Step(src, dst, routes, copies, fills, outline.op, outline.scale, rounds)
 
 
 def _can_plan_alone(src: Layout, dst: Layout, options: PlanOptions) -> bool:
@@ -93,12 +93,15 @@ def _can_plan_alone(src: Layout, dst: Layout, options: PlanOptions) -> bool:
     return len(np.unique(sets)) == sets.size
 
 
-def _demands(src: Layout, dst: Layout, rank: int | None) -> Overlaps:
+def _demands(outline: StepOutline, rank: int | None) -> Overlaps:
     """Which destination rows need which source cells; with `rank`, those that bear on this rank's part."""
+    src, dst = outline.src, outline.dst
+    reached = np.flatnonzero(outline.term_counts[dst.table.addends] > 0)
     if rank is None:
         if src.cells is None and dst.cells is not None:
             return _rows_of_cells(_source_overlaps(src, dst, None), dst)
-        return overlaps_with_layout(dst.table.offsets, dst.table.sizes, src)
+        found = overlaps_with_layout(dst.table.offsets[reached], dst.table.sizes[reached], src)
+        return Overlaps(reached[found.boxes], found.cells, found.starts, found.sizes)
     assert src.cells is not None and dst.cells is not None
     rows = dst.rows_of(rank)
     needed = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells).cells
@@ -141,38 +144,55 @@ def _rows_of_cells(overlaps: Overlaps, dst: Layout) -> Overlaps:
 
 def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
     """Both lists, each (row, cell) pair once, in canonical order."""
-    rows, cells = np.concatenate([a.boxes, b.boxes]), np.concatenate([a.cells, b.cells])
-    _, first = np.unique(np.stack([rows, cells], axis=1), axis=0, return_index=True)
-    return Overlaps(
-        rows[first],
-        cells[first],
-        np.concatenate([a.starts, b.starts])[first],
-        np.concatenate([a.sizes, b.sizes])[first],
-    )
+    both = concatenate_overlaps(a, b)
+    return both.take(np.unique(np.stack([both.boxes, both.cells], axis=1), axis=0, return_index=True)[1])
 
 
-def _build_moves(
-    src: Layout, dst: Layout, overlaps: Overlaps, terms: Sequence[Sequence[int]], options: PlanOptions
-) -> Routes:
-    """One move for each demand and term, local ones included, in order of destination rows."""
-    addends = 1 if src.cells is None else src.cells.addends
-    counts = np.array([len(t) for t in terms], np.int64)
-    table = np.zeros((len(terms), int(counts.max(initial=1))), np.int64)
-    for j, listed in enumerate(terms):
-        table[j, : len(listed)] = listed
-    if (counts == 1).all() and len(terms) == 1:
-        term = constant_column(int(table[0, 0]), len(overlaps.boxes))
+def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions, only: int | None = None) -> Routes:
+    """One move for each demand and term, local ones included, in order of destination rows; with `only`, a rank's."""
+    src, dst = outline.src, outline.dst
+    if only is not None and count_addends(src) > 1 and src.cells is not None and src.cells.replicas == 1:
+        overlaps, term = _expand_terms_of_rank(outline, overlaps, only)
     else:
-        target = dst.table.addends[overlaps.boxes]
-        items = np.repeat(np.arange(len(target)), counts[target])
-        position = np.arange(len(items)) - np.repeat(np.cumsum(counts[target]) - counts[target], counts[target])
-        overlaps, term = overlaps.take(items), table[target[items], position]
+        overlaps, term = _expand_terms(outline, overlaps)
     dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
     weights = box_volumes(overlaps.sizes) * options.itemsize
-    src_rows = choose_senders(index_owners(src), overlaps.cells * addends + term, dst_ranks, weights, options.topology)
+    sources = overlaps.cells * count_addends(src) + term
+    src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology)
     src_ranks = np.take(src.table.ranks, src_rows)
     round_zero = constant_column(0, len(src_rows))
     return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)
+
+
+def _expand_terms(outline: StepOutline, overlaps: Overlaps) -> tuple[Overlaps, IntArray]:
+    """Each demand once for each source addend that it is made of, and the addends."""
+    counts = outline.term_counts
+    if len(counts) == 1 and counts[0] == 1:
+        return overlaps, constant_column(outline.terms[0][0], len(overlaps.boxes))
+    table = np.zeros((len(counts), int(counts.max(initial=1))), np.int64)
+    for target, listed in enumerate(outline.terms):
+        table[target, : len(listed)] = listed
+    targets = outline.dst.table.addends[overlaps.boxes]
+    items, (position,) = expand_runs([counts[targets]])
+    return overlaps.take(items), table[targets[items], position]
+
+
+def _expand_terms_of_rank(outline: StepOutline, overlaps: Overlaps, rank: int) -> tuple[Overlaps, IntArray]:
+    """The same for one rank of a source without replicas: what it needs, and of the rest only addends that it holds."""
+    src, dst = outline.src.table, outline.dst.table
+    needed = dst.ranks[overlaps.boxes] == rank
+    own, own_terms = _expand_terms(outline, overlaps.take(np.flatnonzero(needed)))
+    others = overlaps.take(np.flatnonzero(~needed))
+    rows = outline.src.rows_of(rank)
+    rows = rows[np.argsort(src.cells[rows], kind="stable")]
+    low = np.searchsorted(src.cells[rows], others.cells, side="left")
+    items, (turn,) = expand_runs([np.searchsorted(src.cells[rows], others.cells, side="right") - low])
+    terms = src.addends[rows[low[items] + turn]]
+    meant = np.flatnonzero(outline.target_addends[terms] == dst.addends[others.boxes[items]])
+    both = concatenate_overlaps(own, others.take(items[meant]))
+    terms = np.concatenate([own_terms, terms[meant]])
+    order = np.lexsort((terms, both.cells, both.boxes))
+    return both.take(order), terms[order]
 
 
 def _sort_by_edge(moves: Routes, chosen: npt.NDArray[np.bool_]) -> Routes:
@@ -191,13 +211,13 @@ def _max_degree(moves: Routes) -> int:
     return int(np.unique(edges, return_counts=True)[1].max())
 
 
-def _unreached_rows(dst: Layout, terms: Sequence[Sequence[int]], rank: int | None) -> IntArray:
+def unreached_rows(outline: StepOutline, rank: int | None) -> IntArray:
     """The destination rows that no term reaches."""
-    empty = np.array([not t for t in terms])
+    empty, table = outline.term_counts == 0, outline.dst.table
     if not empty.any():
         return np.zeros(0, np.int64)
-    rows = np.flatnonzero(empty[dst.table.addends])
-    return rows if rank is None else rows[dst.table.ranks[rows] == rank]
+    rows = np.flatnonzero(empty[table.addends])
+    return rows if rank is None else rows[table.ranks[rows] == rank]
 
 
 def has_replicas(layout: Layout) -> bool:
@@ -212,12 +232,18 @@ def overlap_regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
 
 
 def reduction_layout(src: Layout, dst: Layout) -> Layout:
-    """The layout in which each region is on the ranks that reduce it."""
+    """The layout in which each region is on the ranks that reduce it: a grid where the regions make one."""
     found, first = overlap_regions(src, dst)
+    reducers = [
+        _reducers(src, dst, cell, int(dst.table.cells[first[box]]))
+        for cell, box in zip(found.cells.tolist(), found.boxes.tolist(), strict=True)
+    ]
+    grid = _grid_of_regions(found.starts, found.sizes, reducers)
+    if grid is not None:
+        return grid.layout(src.shape)
     offsets, sizes, ranks = [], [], []
-    for row, start, size in zip(range(len(found.boxes)), found.starts, found.sizes, strict=True):
-        reducers = _reducers(src, dst, int(found.cells[row]), int(dst.table.cells[first[found.boxes[row]]]))
-        for rank, begin, extent in _split_region(start, size, reducers):
+    for start, size, members in zip(found.starts, found.sizes, reducers, strict=True):
+        for rank, begin, extent in _split_region(start, size, members):
             offsets.append(begin)
             sizes.append(extent)
             ranks.append(rank)
@@ -227,6 +253,32 @@ def reduction_layout(src: Layout, dst: Layout) -> Layout:
         np.array(sizes, np.int64).reshape(columns),
         np.array(ranks, np.int64),
     ).layout(src.shape)
+
+
+def _grid_of_regions(starts: IntArray, sizes: IntArray, reducers: Sequence[IntArray]) -> GridSpec | None:
+    """The regions, each cut for its reducers, as a grid; None if they are cut in different numbers or dims."""
+    count = len(reducers[0]) if reducers else 0
+    if not count or starts.shape[1] == 0 or any(len(members) != count for members in reducers):
+        return None
+    at = [np.unique(starts[:, d], return_index=True) for d in range(starts.shape[1])]
+    dims = {_split_dim(size, count) for size in np.unique(sizes, axis=0)}
+    if math.prod(len(begins) for begins, _ in at) != len(starts) or len(dims) > 1:
+        return None
+    (dim,) = dims
+    splits = [sizes[rows, d].tolist() for d, (_, rows) in enumerate(at)]
+    cut = [chunk_sizes(length, count) for length in splits[dim]]
+    if min(map(min, cut)) == 0:
+        return None
+    order = np.lexsort(starts.T[::-1])
+    owners = np.array(reducers)[order].reshape(*(len(begins) for begins, _ in at), count)
+    splits[dim] = [length for part in cut for length in part]
+    return GridSpec(splits, np.moveaxis(owners, -1, dim + 1).reshape([len(split) for split in splits]))
+
+
+def _split_dim(size: IntArray, count: int) -> int:
+    """The dim along which a region is cut for so many ranks: the first that is long enough, else the longest."""
+    long_enough = np.flatnonzero(size >= count)
+    return int(long_enough[0]) if len(long_enough) else int(size.argmax())
 
 
 def _holders(layout: Layout, cell: int, addend: int | None) -> IntArray:
@@ -244,12 +296,11 @@ def _reducers(src: Layout, dst: Layout, src_cell: int, dst_cell: int) -> IntArra
 
 
 def _split_region(start: IntArray, size: IntArray, ranks: IntArray) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Cut a region in even parts along the first dim that is long enough, else along the longest."""
+    """Cut a region in even parts."""
     if len(size) == 0 or len(ranks) == 1:
         yield int(ranks[0]), start.tolist(), size.tolist()
         return
-    long_enough = np.flatnonzero(size >= len(ranks))
-    dim = int(long_enough[0]) if len(long_enough) else int(size.argmax())
+    dim = _split_dim(size, len(ranks))
     cuts = chunk_sizes(int(size[dim]), len(ranks))
     for rank, offset, length in zip(ranks.tolist(), bounds(cuts), cuts, strict=False):
         if length:
@@ -265,40 +316,45 @@ def reduction_lower_bound(src: Layout, dst: Layout) -> int:
     For each element: one message less than it has addends, and one for each rank that needs the result, less one if
     such a rank holds an addend.
     """
-    found, first = overlap_regions(src, dst)
-    addends = 1 if src.cells is None else src.cells.addends
-    total = 0
-    for row, size in zip(range(len(found.boxes)), found.sizes, strict=True):
-        needing = _holders(dst, int(dst.table.cells[first[found.boxes[row]]]), 0)
-        meets = len(np.intersect1d(_holders(src, int(found.cells[row]), None), needing)) > 0
-        total += int(size.prod()) * (addends - 1 + len(needing) - meets)
-    return total
+    needing = dst.table.take(np.flatnonzero(dst.table.addends == 0))
+    volumes, addends = box_volumes(needing.sizes), count_addends(src)
+    _, first = np.unique(needing.cells, return_index=True)
+    total = int(volumes[first].sum()) * (addends - 1) + int(volumes.sum())
+    return total - _elements_that_meet(src, dst)
 
 
-def plan_steps(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
-    """The steps from `src` to `dst`; with `rank`, only this rank's part of them."""
+def _elements_that_meet(src: Layout, dst: Layout) -> int:
+    """The elements of which a rank that needs the result holds an addend, each once."""
+    every = StepOutline(src, dst, [range(count_addends(src))], None, (1, 1))
+    width = int(src.table.cells.max(initial=0)) + 1
+    met: dict[int, int] = {}
+    for a, b, volumes in overlapping_pairs(every, src.table.ranks, dst.table.ranks):
+        regions = dst.table.cells[b] * width + src.table.cells[a]
+        met.update(zip(regions.tolist(), volumes.tolist(), strict=True))
+    return sum(met.values())
+
+
+def outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
+    """What the steps from `src` to `dst` do."""
     if src.pending is None:
-        return (_plan_first_addend(src, dst, options, rank),)
+        return (_outline_first_addend(src, dst),)
     if dst.pending is not None and dst.pending.op == src.pending.op:
-        return (_plan_addend_by_addend(src, dst, options, rank),)
-    everything = [list(range(_count_addends(src)))]
+        return (_outline_addend_by_addend(src, dst),)
+    everything, op = [range(count_addends(src))], src.pending.op
     scale = (1, src.pending.divisor)
     if dst.pending is None and not has_replicas(dst):
-        return (plan_step(src, dst, everything, src.pending.op, scale, options, rank),)
-    middle, op = reduction_layout(src, dst), src.pending.op
-    return _plan_all(
-        lambda: plan_step(src, middle, everything, op, scale, options, rank),
-        lambda: _plan_first_addend(middle, dst, options, rank),
-    )
+        return (StepOutline(src, dst, everything, op, scale),)
+    middle = reduction_layout(src, dst)
+    return StepOutline(src, middle, everything, op, scale), _outline_first_addend(middle, dst)
 
 
-def _plan_all(*plans: Callable[[], Step]) -> tuple[Step, ...]:
-    """All steps; if the buffer limit is too small for some, the error of the one that needs most."""
+def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
+    """The steps with their moves (with `rank`, its part); of several limits that are too small, the largest is told."""
     steps: list[Step] = []
     refused: list[BufferTooSmallError] = []
-    for plan in plans:
+    for outline in outlines:
         try:
-            steps.append(plan())
+            steps.append(plan_step(outline, options, rank))
         except BufferTooSmallError as error:
             refused.append(error)
     if refused:
@@ -306,23 +362,19 @@ def _plan_all(*plans: Callable[[], Step]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _count_addends(layout: Layout) -> int:
-    return 1 if layout.cells is None else layout.cells.addends
-
-
-def _plan_first_addend(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> Step:
+def _outline_first_addend(src: Layout, dst: Layout) -> StepOutline:
     """The value goes to the destination's first addend; the others are filled with the identity."""
-    terms = [[0]] + [[] for _ in range(_count_addends(dst) - 1)]
+    terms = [[0]] + [[] for _ in range(count_addends(dst) - 1)]
     op = None if dst.pending is None else dst.pending.op
     scale = (1 if dst.pending is None else dst.pending.divisor, 1)
-    return plan_step(src, dst, terms, op, scale, options, rank)
+    return StepOutline(src, dst, terms, op, scale)
 
 
-def _plan_addend_by_addend(src: Layout, dst: Layout, options: PlanOptions, rank: int | None) -> Step:
+def _outline_addend_by_addend(src: Layout, dst: Layout) -> StepOutline:
     """Source addend i becomes part of destination addend i, counted round."""
     assert src.pending is not None and dst.pending is not None
-    count = _count_addends(dst)
-    terms = [list(range(j, _count_addends(src), count)) for j in range(count)]
-    common = gcd(dst.pending.divisor, src.pending.divisor)
+    count = count_addends(dst)
+    terms = [range(j, count_addends(src), count) for j in range(count)]
+    common = math.gcd(dst.pending.divisor, src.pending.divisor)
     scale = (dst.pending.divisor // common, src.pending.divisor // common)
-    return plan_step(src, dst, terms, src.pending.op, scale, options, rank)
+    return StepOutline(src, dst, terms, src.pending.op, scale)

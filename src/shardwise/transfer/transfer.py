@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,21 @@ import numpy as np
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
-from shardwise.transfer.collectives import Collective, recognise_collective
+from shardwise.transfer.collectives import Collective, recognise_collective, recognise_from_totals
 from shardwise.transfer.report import describe_transfer, format_transfer_table
 from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.steps import PlanOptions, plan_steps, reduction_lower_bound
+from shardwise.transfer.steps import PlanOptions, outline_steps, plan_steps, reduction_lower_bound
 from shardwise.transfer.topology import Topology
+from shardwise.transfer.totals import (
+    StepOutline,
+    StepTotals,
+    count_boxes,
+    has_step_totals,
+    total_step,
+    total_within_hosts,
+)
+
+LISTED_BOXES = 1 << 18  # more moves than these are not listed to make a plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +35,39 @@ class Transfer:
 
     `steps` are executed one after the other; all but the last end in a layout in between. With `rank`, the plan
     holds only the part of that rank, and all figures speak of that part.
+
+    Between regular layouts of many ranks the moves are too many to list (`is_listed`): the figures are computed from
+    the pieces, and `steps` and `bytes_by_edge` are listed only when they are used. A rank's own part is always listed.
     """
 
     src: Layout
     dst: Layout
     options: PlanOptions
     rank: int | None
-    steps: tuple[Step, ...]
+
+    @cached_property
+    def outlines(self) -> tuple[StepOutline, ...]:
+        """What each step does."""
+        return outline_steps(self.src, self.dst)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Each step with all its moves."""
+        return plan_steps(self.outlines, self.options, self.rank)
+
+    @cached_property
+    def is_listed(self) -> bool:
+        """Whether the moves were listed to make the plan."""
+        if self.rank is not None or self.max_buffer_bytes is not None or self.src.cells is None:
+            return True
+        if self.dst.cells is None or len(self.src.table) * len(self.dst.table) <= LISTED_BOXES:
+            return True
+        return not all(map(has_step_totals, self.outlines)) or sum(map(count_boxes, self.outlines)) <= LISTED_BOXES
+
+    @cached_property
+    def totals(self) -> tuple[StepTotals, ...]:
+        """What each step moves, by rank."""
+        return tuple(map(total_routes, self.steps)) if self.is_listed else tuple(map(total_step, self.outlines))
 
     @property
     def itemsize(self) -> int:
@@ -45,7 +81,11 @@ class Transfer:
     @property
     def rounds(self) -> int:
         """The number of exchanges, over all steps."""
-        return sum(step.rounds for step in self.steps)
+        return sum(self.rounds_of(number) for number in range(len(self.outlines)))
+
+    def rounds_of(self, number: int) -> int:
+        """The number of exchanges of one step."""
+        return self.steps[number].rounds if self.is_listed else int(self.totals[number].boxes_out.any())
 
     @cached_property
     def bytes_by_edge(self) -> Mapping[tuple[int, int], int]:
@@ -57,25 +97,44 @@ class Transfer:
                 edges[edge] = edges.get(edge, 0) + amount
         return edges
 
+    def first_edges(self, count: int) -> tuple[list[tuple[int, int, int]], int]:
+        """The first edges as (source, destination, bytes), and how many edges there are.
+
+        Where they are not listed, the number of boxes is given, which is larger if ranks hold several pieces.
+        """
+        if self.is_listed:
+            columns = _merge_edges(self.steps, self.itemsize)
+            return list(zip(*(column[:count].tolist() for column in columns), strict=True)), len(columns[0])
+        shown: list[tuple[int, int, int]] = []
+        for rank in self.sent_bytes:
+            if len(shown) >= count:
+                break
+            part = Transfer(self.src, self.dst, self.options, rank)
+            edges = zip(*(column.tolist() for column in _merge_edges(part.steps, self.itemsize)), strict=True)
+            shown += [edge for edge in edges if edge[0] == rank]
+        return shown[:count], sum(int(total.boxes_out.sum()) for total in self.totals)
+
     @cached_property
     def moved_bytes(self) -> int:
         """The bytes that leave a rank, in all."""
-        return sum(int(step.routes.elements().sum()) for step in self.steps) * self.itemsize
+        return sum(int(total.sent.sum()) for total in self.totals) * self.itemsize
 
     @cached_property
     def copied_bytes(self) -> int:
         """The bytes that are copied within ranks."""
-        return sum(int(step.copies.elements().sum()) for step in self.steps) * self.itemsize
+        return sum(int(total.copied.sum()) for total in self.totals) * self.itemsize
 
     @cached_property
     def lower_bound_bytes(self) -> int:
         """The fewest bytes that any plan between these layouts moves.
 
-        Without pending reductions: what each rank needs and does not hold. See `reduce.py` for pending ones. Between
-        two layouts with the same kind of reduction pending, addends keep their numbers.
+        Without pending reductions: what each rank needs and does not hold. Between two layouts with the same kind of
+        reduction pending, addends keep their numbers.
         """
-        if len(self.steps) == 1 and (self.src.pending is None or self.dst.pending is not None):
-            return self.moved_bytes if self.rank is not None else _needed_elements(self.steps[0]) * self.itemsize
+        if len(self.outlines) == 1 and (self.src.pending is None or self.dst.pending is not None):
+            if self.rank is not None or not self.is_listed:
+                return self.moved_bytes  # a source that is not replicated leaves no choice
+            return _needed_elements(self.steps[0]) * self.itemsize
         return reduction_lower_bound(self.src, self.dst) * self.itemsize
 
     @cached_property
@@ -89,15 +148,12 @@ class Transfer:
         return self._by_rank(1)
 
     def _by_rank(self, side: int) -> Mapping[int, int]:
-        totals: dict[int, int] = {}
-        for step in self.steps:
-            ranks = step.routes.dst_ranks if side else step.routes.src_ranks
-            distinct, index = np.unique(ranks, return_inverse=True)
-            sums = np.zeros(len(distinct), np.int64)
-            np.add.at(sums, index.reshape(-1), step.routes.elements() * self.itemsize)
-            for rank, amount in zip(distinct.tolist(), sums.tolist(), strict=True):
-                totals[rank] = totals.get(rank, 0) + amount
-        return dict(sorted(totals.items()))
+        totals = [total.received if side else total.sent for total in self.totals]
+        amounts = np.zeros(max(map(len, totals)), np.int64)
+        for total in totals:
+            amounts[: len(total)] += total * self.itemsize
+        ranks = np.flatnonzero(amounts)
+        return dict(zip(ranks.tolist(), amounts[ranks].tolist(), strict=True))
 
     @property
     def busiest_sender(self) -> tuple[int, int] | None:
@@ -112,34 +168,42 @@ class Transfer:
     @cached_property
     def collective(self) -> Collective | None:
         """The collective that this transfer is, or None if it is not a known one."""
-        return recognise_collective(self.src, self.dst, self.steps) if self.rank is None else None
+        if self.rank is not None:
+            return None
+        if self.is_listed:
+            return recognise_collective(self.src, self.dst, self.steps)
+        return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
 
     def estimate(self, topology: Topology) -> float:
         """Seconds by an alpha-beta model: in each step the busiest port, within or between hosts, sets the time."""
-        return sum(_step_seconds(step, self.itemsize, topology) for step in self.steps)
+        if self.is_listed:
+            return sum(_step_seconds(step, self.itemsize, topology) for step in self.steps)
+        return sum(
+            _seconds_from_totals(outline, total, self.itemsize, topology)
+            for outline, total in zip(self.outlines, self.totals, strict=True)
+        )
 
     def inverse(self) -> Transfer:
         """The transfer back, from the destination to the source, with the same options."""
-        return Transfer(
-            self.dst, self.src, self.options, self.rank, plan_steps(self.dst, self.src, self.options, self.rank)
-        )
+        return Transfer(self.dst, self.src, self.options, self.rank)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Transfer):
             return NotImplemented
-        return (
-            (self.src, self.dst, self.options, self.rank) == (other.src, other.dst, other.options, other.rank)
-            and len(self.steps) == len(other.steps)
-            and all(a.same_as(b) for a, b in zip(self.steps, other.steps, strict=True))
-        )
+        if (self.src, self.dst, self.options, self.rank) != (other.src, other.dst, other.options, other.rank):
+            return False
+        return not self.is_listed or all(a.same_as(b) for a, b in zip(self.steps, other.steps, strict=True))
 
     def __hash__(self) -> int:
         return hash((self.src, self.dst, self.options, self.rank))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: the arguments, from which `transfer_from_json` plans again, and the figures."""
+    def to_json(self, *, edges: bool | None = None) -> dict[str, Any]:
+        """Plain data: the arguments, from which `transfer_from_json` plans again, and the figures.
+
+        `edges` says whether the bytes of each edge are part of it; by default they are, if the moves were listed.
+        """
         topology = None if self.options.topology is None else self.options.topology.to_json()
-        edges = [[s, d, n] for (s, d), n in self.bytes_by_edge.items()]
+        listed = edges if edges is not None else self.is_listed
         return {
             "src": layout_to_json(self.src),
             "dst": layout_to_json(self.dst),
@@ -152,7 +216,7 @@ class Transfer:
             "copied_bytes": self.copied_bytes,
             "rounds": self.rounds,
             "collective": None if self.collective is None else self.collective.to_json(),
-            "bytes_by_edge": edges,
+            "bytes_by_edge": [[s, d, n] for (s, d), n in self.bytes_by_edge.items()] if listed else None,
         }
 
     def explain(self) -> str:
@@ -166,6 +230,30 @@ class Transfer:
         part = "" if self.rank is None else f", rank={self.rank}"
         figures = f"shape={self.src.shape}, moved_bytes={self.moved_bytes}{part}"
         return f"Transfer({self.src.spec!r} -> {self.dst.spec!r}, {figures})"
+
+
+def total_routes(step: Step) -> StepTotals:
+    """The totals of a step whose moves are listed."""
+    routes, copies = step.routes, step.copies
+    columns = (routes.src_ranks, routes.dst_ranks, copies.dst_ranks)
+    width = 1 + max(int(ranks.max(initial=0)) for ranks in columns)
+    amounts = (routes.elements(), routes.elements(), copies.elements())
+    sent, received, copied = (np.zeros(width, np.int64) for _ in columns)
+    for total, ranks, elements in zip((sent, received, copied), columns, amounts, strict=True):
+        np.add.at(total, ranks, elements)
+    boxes_out, boxes_in = (np.bincount(ranks, minlength=width) for ranks in columns[:2])
+    return StepTotals(sent, received, copied, boxes_out, boxes_in)
+
+
+def _merge_edges(steps: Sequence[Step], itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The bytes between each two ranks over all steps, as columns: millions of edges are not worth a dictionary."""
+    columns = [edge_bytes(step.routes, itemsize) for step in steps]
+    sources, targets, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    width = int(targets.max(initial=0)) + 1
+    edges, index = np.unique(sources * width + targets, return_inverse=True)
+    totals = np.zeros(len(edges), np.int64)
+    np.add.at(totals, index.reshape(-1), nbytes)
+    return edges // width, edges % width, totals
 
 
 def edge_bytes(routes: Routes, itemsize: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -203,4 +291,21 @@ def _step_seconds(step: Step, itemsize: int, topology: Topology) -> float:
                 for m, b in zip(messages.tolist(), totals.tolist(), strict=True)
             ]
             worst = max(worst, max(times, default=0.0))
+    return worst
+
+
+def _seconds_from_totals(outline: StepOutline, total: StepTotals, itemsize: int, topology: Topology) -> float:
+    """The same without listed edges; a rank sends one message for each box, at most one to each rank."""
+    near = total_within_hosts(outline, total, topology)
+    worst = 0.0
+    for peers, all_boxes, near_boxes, elements, near_elements in (
+        (outline.dst.ranks, total.boxes_out, near.boxes_out, total.sent, near.sent),
+        (outline.src.ranks, total.boxes_in, near.boxes_in, total.received, near.received),
+    ):
+        for link, boxes, amount in (
+            (topology.within, near_boxes, near_elements),
+            (topology.between, all_boxes - near_boxes, elements - near_elements),
+        ):
+            times = np.minimum(boxes, len(peers)) * link.latency + amount * itemsize / link.bandwidth
+            worst = max(worst, float(times.max(initial=0.0)))
     return worst
