@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -101,6 +102,8 @@ def mesh_cells(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]
 
 def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[DimCuts, IntArray]:
     """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
+    if len(axes) == 1 and placements[axes[0]] == Shard(cast(Shard, placements[axes[0]]).dim):
+        return _cut_evenly(length, mesh.shape[axes[0]])
     parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
     for axis in axes:
         placement = placements[axis]
@@ -120,6 +123,15 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + len(axes))
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
+
+
+def _cut_evenly(length: int, count: int) -> tuple[DimCuts, IntArray]:
+    """The same for a plain split along one axis, by arithmetic: a dim over thousands of ranks is an ordinary one."""
+    coordinates = np.arange(count)
+    step = -(-length // count)
+    starts = np.minimum(coordinates * step, length)
+    lengths = np.minimum(step, length - starts)
+    return DimCuts(freeze_array(starts), freeze_array(lengths), freeze_array(np.zeros(count))), coordinates[:, None]
 
 
 def _mesh_owners(
