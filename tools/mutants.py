@@ -82,7 +82,7 @@ def mutations(path: str, source: bytes) -> list[Mutation]:
     """All mutations of a file, in order.
 
     >>> [m.text for m in mutations("a.py", b"if a < 1 and not b:\\n    c = a + 2\\n")]
-    ['not (a < 1 and not b)', 'or', '<=', '2', 'b', '-', '3']
+    ['not (a < 1 and not b)', '<=', '2', 'or', 'b', '-', '3']
     """
     starts = [0]
     for line in source.splitlines(keepends=True):
