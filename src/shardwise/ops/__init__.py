@@ -20,6 +20,7 @@ from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     matmul,
     minmax,
     norm,
+    recurrent,
     reduction,
     sampling,
     scan,

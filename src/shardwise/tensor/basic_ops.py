@@ -26,12 +26,19 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedT
     if not isinstance(target, ShardedTensor):
         raise UnsupportedOpError("a plain tensor cannot take the values of a ShardedTensor; use source.full()")
     if tuple(source.shape) != tuple(target.shape):
-        raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
+        source = _broadcast_source(source, tuple(target.shape))
     check_writable(target)
     held = _align_values(source, target)
     for local, values in zip(target.local_parts, held, strict=True):
         local.copy_(values)
     return target
+
+
+def _broadcast_source(source: Tensor, shape: tuple[int, ...]) -> Tensor:
+    own = tuple(source.shape)
+    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"copy_ needs equal shapes, or one that broadcasts, got {shape} and {own}")
+    return source.expand(shape)
 
 
 def _align_values(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:

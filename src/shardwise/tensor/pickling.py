@@ -4,7 +4,8 @@ A pickled tensor is one rank's part: its layout, its local tensors, and which ra
 by the same rank of a world of the same size, on the default process group or that of `load_with_process_group`. Reading
 it elsewhere would produce the wrong shards, so it is an error, which names the fix: a checkpoint, which reshards.
 
-`torch.load` reads it with `weights_only=False`: a pickled layout is more than weights.
+The layout is written as plain data, so that `torch.load` reads it with `weights_only=True`, its default. A layout by a
+spec of a user's own class is written as that object and needs `weights_only=False`.
 
 torch.distributed.checkpoint (DCP) asks a tensor for the boxes that this rank writes and reads, and for a box's tensor.
 It calls methods of the tensor, so its modules are loaded by then and are not imported here.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
-from shardwise.geometry import Layout
+from shardwise.geometry import ChunkSpec, EnumerableSpec, GridSpec, Layout, MeshSpec, layout_from_json, layout_to_json
 from shardwise.tensor.comms import loading_group
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from shardwise.tensor.sharded_tensor import ShardedTensor
 
+PLAIN_SPECS = (ChunkSpec, EnumerableSpec, GridSpec, MeshSpec)
 _DCP = "torch.distributed.checkpoint"
 _PICKLE_HINT = (
     "; a pickled ShardedTensor is read by the rank that wrote it in a world of the same size. To change either, "
@@ -78,7 +80,7 @@ class SavedTensor:
     `extra` is what a subclass of ShardedTensor adds.
     """
 
-    layout: Layout
+    layout: Layout | dict[str, Any]
     locals: tuple[Tensor, ...]
     anchor: Tensor | None
     sample: Tensor
@@ -90,7 +92,7 @@ class SavedTensor:
 def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
     """Say how pickle writes a tensor: for `__reduce_ex__`."""
     saved = SavedTensor(
-        layout=tensor.sharding,
+        layout=layout_to_json(tensor.sharding) if type(tensor.sharding.spec) in PLAIN_SPECS else tensor.sharding,
         locals=tensor.local_parts,
         anchor=tensor._anchor,
         sample=torch.empty(0, dtype=tensor.dtype, device=tensor.device),
@@ -104,10 +106,11 @@ def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
 def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
     """Make the tensor that `reduce` wrote, on the process group of the moment."""
     comm = comm_to_load_on(cls, saved.group)
+    layout = layout_from_json(saved.layout) if isinstance(saved.layout, dict) else saved.layout
     tensor: ShardedTensor = make_wrapper_subclass(
-        cls, saved.layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
+        cls, layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
-    tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = saved.layout, saved.locals, saved.anchor, comm
+    tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = layout, saved.locals, saved.anchor, comm
     return _finish_rebuild(tensor, saved.extra, saved.is_parameter)
 
 

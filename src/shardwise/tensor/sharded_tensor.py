@@ -267,9 +267,13 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     ) -> Tensor | None:
         """The whole tensor on rank `dst` (a global rank), exact in every dtype; `out` is filled if it is passed.
 
+        With a ShardedTensor in second place it is torch's `gather(dim, index)`.
+
         Other ranks get None; where gradients are recorded they get a tensor without elements that is on the tape, so
         that every rank can call backward.
         """
+        if isinstance(out, ShardedTensor):
+            return torch.gather(self, dst, out)
         if enforce_dtype:
             warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
         problem = self._gather_problem(dst, out)
@@ -370,6 +374,28 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     def __hash__(self) -> int:
         return id(self)
 
+    def __format__(self, format_spec: str) -> str:
+        """One element in the format of its value, as `f"{loss:.4f}"`; every rank asks. Without a format, the repr."""
+        if format_spec and self.ndim == 0:
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)
+
+    def tolist(self) -> Any:
+        """The values as nested lists; every rank must have all of them."""
+        return self._whole_local("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array that shares this rank's memory; every rank must have all of them."""
+        return self._whole_local("numpy").numpy(force=force)
+
+    def _whole_local(self, name: str) -> Tensor:
+        if self.sharding != replicated_layout(tuple(self.shape), self.comm.ranks):
+            raise RuntimeError(
+                f"{name} of a ShardedTensor needs all values on every rank, and this is {self.sharding!r}; use "
+                "full(), or redistribute it to Replicate()"
+            )
+        return self.local_parts[0]
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # data is never printed
         grad = ", requires_grad=True" if self.requires_grad else ""
         held = ", ".join(str(tuple(t.shape)) for t in self.local_parts) or "nothing"
@@ -402,3 +428,9 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return pickling.find_chunk_tensor(self, index)
+
+
+# What torch.load makes of a file with weights_only=True: the tensor, from plain data and tensors.
+torch.serialization.add_safe_globals(
+    [ShardedTensor, pickling.rebuild, pickling.SavedTensor, pickling.ProcessGroupState]
+)

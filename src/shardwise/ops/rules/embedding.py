@@ -9,12 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten
-from shardwise.geometry import Partial, Replicate, Shard
+from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.mixed import register_plain_maker
-from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.rules.index import check_range, find_local_entries
+from shardwise.ops.engine.two_step import find_runs, redistribute_to
+from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 SUM, MEAN, MAX = 0, 1, 2
 
@@ -59,6 +65,32 @@ def _look_up_local_rows(
 def _ensure_row(weight: Tensor) -> Tensor:
     """The table, with a row of zeros if it has none, so that it can be looked up in."""
     return weight if weight.shape[0] else torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
+
+
+def _scale_long_rows(weight: ShardedTensor, ids: ShardedTensor, max_norm: float, norm_type: float) -> ShardedTensor:
+    """Scale the rows that are looked up and are longer than `max_norm`, in place; each rank those it has."""
+    spec = mesh_view(weight.sharding)
+    if spec is None or weight.sharding.pending is not None:
+        raise UnsupportedOpError(
+            f"embedding_renorm_ of {format_layout_text(weight.sharding)}: redistribute the table to Shard or Replicate"
+        )
+    check_writable(weight)
+    whole = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)
+    held = redistribute_to(ids, whole.layout(tuple(ids.shape)), "embedding_renorm")
+    rows = held.local_parts[0].unique()
+    index = wrap(whole.layout(tuple(rows.shape)), (rows,), weight.comm)
+    with torch.no_grad():
+        picked: Any = aten.index_select.default(weight.detach(), 0, index)
+        norms = redistribute_to(picked.norm(norm_type, 1), whole.layout(tuple(rows.shape)), "embedding_renorm")
+        length = norms.local_parts[0]
+        scale = torch.where(length > max_norm, max_norm / (length + 1e-7), 1.0)
+        here, at = locate_in_runs(find_runs(weight.sharding, weight.comm.rank, 0), rows)
+        local = weight.local_parts[0].detach()
+        local[at[here]] = local[at[here]] * scale[here].unsqueeze(1)
+    return weight
+
+
+register_sharding(aten.embedding_renorm_.default, Steps(_scale_long_rows))
 
 
 @register_sharding([aten._embedding_bag.default, aten._embedding_bag_forward_only.default])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import aten
+from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
@@ -25,7 +26,7 @@ from shardwise.ops.engine.two_step import redistribute_to, resolve_partial
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.creation import empty_like, rand_like, randn_like
-from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.inplace import draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
@@ -101,6 +102,16 @@ def _make_new(op: Any, tensor: ShardedTensor, size: Sequence[int], *rest: Any, *
 
 for _op in (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default):
     register_sharding(_op, Steps(partial(_make_new, _op)))
+
+
+@register_function(Tensor.new)
+def _new_like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """`x.new(size)`, by which torch's distributions make what they draw into; other forms are left to torch."""
+    tensor, *sizes = args
+    numbers = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
+    if kwargs or not sizes or not all(isinstance(n, int) for n in numbers):
+        return NotImplemented
+    return tensor.new_empty(numbers)
 
 
 def draw_noise_like(tensor: ShardedTensor, probability: float, dtype: torch.dtype) -> ShardedTensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 
 
@@ -135,3 +135,19 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
         for p, m in zip(strategy.inputs, metas, strict=True)
     )
     return Strategy(strategy.outputs, inputs)
+
+
+def _add_products(x: Any, one: Any, other: Any, *, beta: complex = 1, alpha: complex = 1) -> Any:
+    """The sum of the products of all pairs of matrices, added to a tensor; one that is not added is not looked at."""
+    total = aten.bmm.default(one, other).sum(0)
+    scaled = total if alpha == 1 else total * alpha
+    return scaled if beta == 0 else (x if beta == 1 else x * beta) + scaled
+
+
+register_sharding(aten.addbmm.default, Steps(_add_products))
+
+
+@register_sharding(aten._pdist_forward.default)
+def pair_distances(x: TensorMeta, p: float = 2) -> list[Strategy]:
+    """Every row meets every other: they are wanted whole."""
+    return [Strategy((Replicate(),), (Replicate(),))]

@@ -131,6 +131,10 @@ def any_along(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[An
     return reduction_strategies(x, dim, keepdim, Partial("max"))
 
 
+register_sharding(aten._is_all_true.default, Steps(aten.all.default))
+register_sharding(aten._is_any_true.default, Steps(aten.any.default))
+
+
 # In two steps: one row for each rank, then the same reduction of the rows
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import is_in_one_run
+from shardwise.ops.engine.two_step import is_in_one_run, resolve_partial
 from shardwise.ops.engine.view_sharding import Level, NoViewError, dim_patterns, express_shard, split_axes
 from shardwise.ops.rules.index import sum_kind, zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
@@ -193,6 +193,20 @@ def split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Strate
     if _is_split(x, at) and sum(_split_sizes(size, x.shape[at])) == x.shape[at]:
         return Steps(_split_split_dim)
     return renumber_dims(x, [None if d == at else d for d in range(x.ndim)])
+
+
+@register_sharding([aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default])
+def unsafe_split(x: TensorMeta, size: int | Sequence[int], dim: int = 0) -> list[Strategy] | Steps:
+    """Parts that may be written to: nothing is pending, and each has memory of its own where a sharded dim is split."""
+    found = split(x, size, dim)
+    if isinstance(found, Steps):
+        return Steps(_split_and_copy)
+    return [s for s in found if not isinstance(s.inputs[0], Partial)]
+
+
+def _split_and_copy(tensor: ShardedTensor, size: int | Sequence[int], dim: int = 0) -> list[ShardedTensor]:
+    whole = resolve_partial(tensor, "split")
+    return [part.clone() for part in _split_split_dim(whole, size, dim)]
 
 
 def _split_sizes(size: int | Sequence[int], length: int) -> Sequence[int]:

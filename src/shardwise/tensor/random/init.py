@@ -131,6 +131,17 @@ def kaiming_uniform_(
     return uniform_(tensor, -bound, bound, generator)
 
 
+def sparse_(tensor: Tensor, sparsity: float, std: float = 0.01, generator: Generator = None) -> Tensor:
+    """Fill a matrix with normal random numbers and a share of each column with zeros, in place."""
+    if tensor.ndim != 2:
+        raise ValueError(f"sparse_ fills tensors of 2 dims, got {tensor.ndim}")
+    zeros = math.ceil(sparsity * tensor.shape[0])
+    with torch.no_grad():
+        normal_(tensor, 0.0, std, generator)
+        places = torch.rand_like(tensor, dtype=torch.float64).argsort(0).argsort(0)
+        return tensor.masked_fill_(places < zeros, 0)
+
+
 def kaiming_normal_(
     tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Generator = None
 ) -> Tensor:
