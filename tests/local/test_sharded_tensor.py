@@ -375,7 +375,8 @@ def test_copy_between_layouts_and_from_a_plain_tensor() -> None:
     for i, (name, layout) in enumerate(MATRIX.items()):
         for j in (2 * i, 2 * i + 1):
             assert_holds(layout, [held[j] for held, _ in results], values((5, 7), torch.float32), f"copy_ to {name}")
-    assert {wrong for _, wrong in results} == {"ValueError: copy_ needs equal shapes, or one that broadcasts, got (5, 7) and (7, 5)"}
+    expected = "ValueError: copy_ needs equal shapes, or one that broadcasts, got (5, 7) and (7, 5)"
+    assert {wrong for _, wrong in results} == {expected}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.complex64], ids=str)

@@ -110,6 +110,8 @@ def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], 
 
 
 def _check_ndim(shard: Shard, size: torch.Size) -> None:
+    if not isinstance(shard, Shard):
+        raise TypeError(f"local_shards is a list of Shard, found {type(shard).__name__} in it")
     if len(shard.metadata.shard_offsets) != len(size):
         raise ValueError(
             f"Rank of tensor is {len(size)}, but shards rank is {len(shard.metadata.shard_offsets)}: "

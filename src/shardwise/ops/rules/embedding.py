@@ -77,7 +77,7 @@ def _scale_long_rows(weight: ShardedTensor, ids: ShardedTensor, max_norm: float,
     check_writable(weight)
     whole = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)
     held = redistribute_to(ids, whole.layout(tuple(ids.shape)), "embedding_renorm")
-    rows = held.local_parts[0].unique()
+    rows: Tensor = held.local_parts[0].unique()  # type: ignore[no-untyped-call]  # untyped in torch
     index = wrap(whole.layout(tuple(rows.shape)), (rows,), weight.comm)
     with torch.no_grad():
         picked: Any = aten.index_select.default(weight.detach(), 0, index)

@@ -12,6 +12,7 @@ Norms of a list of tensors, which gradient clipping needs, take one exchange of 
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -126,12 +127,21 @@ def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None
         and lists == 2
         and all(_have_same_layouts(*pair) for pair in zip(*args[:2], strict=True))
     )
-    linear = name in LINEAR or together or (name in LINEAR_IN_FIRST and lists == 1)
+    scaled = name in LINEAR_IN_FIRST and lists == 1 and _scales_addends(name, args[1:])
+    linear = name in LINEAR or together or scaled
     if pending and not (linear and all(_is_sum(t) for t in pending)):
         raise UnsupportedOpError(
             f"{op} on a tensor with a pending {pending[0].sharding.pending}: redistribute it to Shard or "
             "Replicate first"
         )
+
+
+def _scales_addends(name: str, factors: Sequence[Any]) -> bool:
+    """Whether addends may be scaled one by one: by numbers that make neither zeros nor infinities of them."""
+    given = [n for value in factors for n in (value if isinstance(value, list | tuple) else [value])]
+    if any(isinstance(n, Tensor) for n in given):
+        return "mul" in name
+    return all(isinstance(n, int | float | complex) and cmath.isfinite(n) and n != 0 for n in given)
 
 
 def _have_same_layouts(one: Any, other: Any) -> bool:
