@@ -27,6 +27,7 @@ from shardwise import (
     shard,
 )
 from shardwise.checkpoint import load, save
+from shardwise.compat._shard.sharded_tensor import init_from_local_shards
 from shardwise.tensor import ShardedTensor
 
 ROWS = "on tp=2: S(0)"
@@ -53,6 +54,22 @@ def given(odd: bool, mistake: Any, right: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "a text for local shards": (
+        lambda odd: init_from_local_shards(given(odd, "no list", []), 8, 4),
+        "TypeError: rank 1: local_shards is a list of Shards, got str",
+    ),
+    "tensors for local shards": (
+        lambda odd: init_from_local_shards(given(odd, [torch.zeros(8, 4)], []), 8, 4),
+        "TypeError: rank 1: local_shards is a list of Shards, got one of Tensor",
+    ),
+    "nothing for local shards": (
+        lambda odd: init_from_local_shards(given(odd, None, []), 8, 4),
+        "TypeError: rank 1: local_shards is a list of Shards, got NoneType",
+    ),
+    "a text for a length": (
+        lambda odd: init_from_local_shards([], given(odd, "eight", 8), 4),
+        "rank 1: ",
+    ),
     "a text for a local tensor": (
         lambda odd: from_local(given(odd, "no tensor", torch.zeros(4, 4)), parse_spec(ROWS), (8, 4)),
         "rank 1: from_local takes a tensor or a list of tensors, got str",

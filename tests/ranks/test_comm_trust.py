@@ -17,6 +17,8 @@ from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
 from shardwise.comm.launch import _host_store
 from shardwise.comm.transports.links import FrameKind
 from shardwise.comm.transports.same_host import SameHostEngine
+from shardwise.geometry import ChunkSpec
+from shardwise.tensor import shard
 from tests.ranks.world import Ranks, world_fixture
 
 TIMEOUT = 4.0
@@ -137,6 +139,29 @@ def test_calls_that_differ_fail_on_every_rank(world: Ranks, name: str, shared: b
         world.restart()
     for text in texts:
         assert "the ranks made different calls" in text and "()" not in text, texts
+
+
+def drop_a_handle(shared: bool) -> str:
+    """Rank 0 drops a move of several rounds after the first of them, and goes on."""
+    comm = comm_for(shared)
+    x = shard(torch.arange(4096.0).reshape(64, 64), ChunkSpec(0, 2), None, comm=comm)
+    handle = x.redistribute(ChunkSpec(1, 2), async_op=True, max_buffer_bytes=2000)
+    try:
+        if comm.rank == 1:
+            handle.wait()
+        comm.all_reduce(torch.ones(LARGE), label="after").wait()
+    except CommError as error:
+        return f"{error} {error.ranks}"
+    return "done"
+
+
+@both_transports
+def test_a_handle_that_was_dropped_is_named_by_rank_and_call(world: Ranks, shared: bool) -> None:
+    texts = world.run(drop_a_handle, shared)
+    if not shared:
+        world.restart()
+    for text in texts:
+        assert "exchange 'redistribute'" in text and "rank 0 " in text and "all_reduce 'after'" in text, texts
 
 
 def meet_a_stranger(sent: bytes, stays: bool) -> list[float]:

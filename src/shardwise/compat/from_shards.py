@@ -100,6 +100,7 @@ def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], 
     """What this rank knows, or what is wrong with it."""
     try:
         size = flatten_size([0 if dim is None else dim for dim in global_size])
+        _check_shard_types(local_shards)
         if not local_shards:
             return bytes([_NOTHING])
         for shard in local_shards:
@@ -107,6 +108,14 @@ def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], 
         return pack_metadata(metadata_from_local_shards(local_shards, size, comm.rank, comm.process_group))
     except (ValueError, TypeError, RuntimeError) as error:
         return bytes([_PROBLEM]) + f"{type(error).__name__}\n{error}".encode()
+
+
+def _check_shard_types(local_shards: object) -> None:
+    if isinstance(local_shards, str | bytes) or not isinstance(local_shards, Sequence):
+        raise TypeError(f"local_shards is a list of Shards, got {type(local_shards).__name__}")
+    wrong = [s for s in local_shards if not (hasattr(s, "tensor") and hasattr(s, "metadata"))]
+    if wrong:
+        raise TypeError(f"local_shards is a list of Shards, got one of {type(wrong[0]).__name__}")
 
 
 def _check_ndim(shard: Shard, size: torch.Size) -> None:
