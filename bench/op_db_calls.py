@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bench.op_samples import AUXILIARY, _quietly, _Seeded, _usable, backward
+from bench.op_samples import AUXILIARY, _is_usable, _RandomOpDetector, _run_quietly, backward
 from shardwise import Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
 from shardwise.comm import Comm
 from shardwise.testing.fuzz.compare import difference
@@ -68,12 +68,12 @@ def calls(op: Any, samples: int) -> Iterator[tuple[Call, Answer]]:
         if dtype not in op.supported_dtypes("cpu"):
             continue
         gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        drawn = _quietly(partial(_samples, op, dtype, gradients, samples))
-        for number, arguments in enumerate(filter(_usable, drawn or ())):
+        drawn = _run_quietly(partial(_samples, op, dtype, gradients, samples))
+        for number, arguments in enumerate(filter(_is_usable, drawn or ())):
             for form, function in forms.items():
                 taped = gradients and form == CALL
                 call = Call(name_of(op), dtype, number, form, function, arguments, taped, op.name in AUXILIARY)
-                wanted = _quietly(partial(_expected, call)) if function is not None else None
+                wanted = _run_quietly(partial(_expected, call)) if function is not None else None
                 if wanted is not None:
                     yield call, wanted
 
@@ -108,7 +108,7 @@ def _described(layout: str, shape: tuple[int, ...], call: Call) -> str:
 
 
 def _expected(call: Call) -> Answer | None:
-    with _Seeded() as seeded:
+    with _RandomOpDetector() as seeded:
         answer(call, lambda tensor: tensor, lambda value: value)
     return None if seeded.seen else answer(call, lambda tensor: tensor, lambda value: value)
 
