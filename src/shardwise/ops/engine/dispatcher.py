@@ -35,7 +35,7 @@ from shardwise.ops.engine.choose import (
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
-from shardwise.ops.engine.irregular import compute_on_pieces
+from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, needs_one_mesh
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
@@ -104,7 +104,7 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     call = split_call(op, args, kwargs)
     written = sorted(_written_indices(call))
     tensors = describe_on_one_mesh(convert_plain_tensors(call), written)
-    irregular = any(mesh_view(t.sharding) is None for t in tensors)
+    irregular = any(is_in_pieces(t) for t in tensors)
     if unknown and not irregular and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
     for index in written:

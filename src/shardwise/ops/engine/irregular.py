@@ -70,9 +70,9 @@ def compute_on_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor], writ
     reduced = reduce_pieces(call, tensors)
     if reduced is not NotImplemented:
         return reduced
-    lead = tensors[written[0]] if written else max(tensors, key=lambda t: (t.numel(), mesh_view(t.sharding) is None))
+    lead = tensors[written[0]] if written else max(tensors, key=lambda t: (t.numel(), is_in_pieces(t)))
     shape = _broadcast_shape(call, tensors, lead)
-    if mesh_view(lead.sharding) is not None:
+    if not is_in_pieces(lead):
         args, kwargs = call.fill_slots([_place_on_mesh(t, lead, str(call.op)) for t in tensors])
         return call.op(*args, **kwargs)
     layout = _prepend_dims(lead.sharding, len(shape))
@@ -88,6 +88,17 @@ def compute_on_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor], writ
     return _wrap_pieces(call, layout, results, lead)
 
 
+def is_in_pieces(tensor: ShardedTensor) -> bool:
+    """Whether a tensor is computed piece by piece: its layout has no mesh, or names none and leaves out some ranks.
+
+    All ranks of the comm take part in its operators, also those that have nothing of it.
+    """
+    layout = tensor.sharding
+    if mesh_view(layout) is None:
+        return True
+    return not isinstance(layout.spec, MeshSpec) and len(layout.ranks) < len(tensor.comm.ranks)
+
+
 def _broadcast_shape(call: OperatorCall, tensors: Sequence[ShardedTensor], lead: ShardedTensor) -> tuple[int, ...]:
     """The shape of the results; refused unless it is the lead's, with dims of length 1 in front."""
     if is_pointwise(call.op):
@@ -95,7 +106,7 @@ def _broadcast_shape(call: OperatorCall, tensors: Sequence[ShardedTensor], lead:
         own = tuple(lead.shape)
         if shape == (1,) * (len(shape) - len(own)) + own:
             return shape
-    odd = next(t for t in tensors if mesh_view(t.sharding) is None)
+    odd = next(t for t in tensors if is_in_pieces(t))
     raise UnsupportedOpError(
         f"{call.op} of {', '.join(format_layout_text(t.sharding) for t in tensors)}: tensors in irregular pieces "
         f"({odd.sharding.spec!r}) support pointwise operators whose result has the shape of the largest tensor, copies "
@@ -105,7 +116,7 @@ def _broadcast_shape(call: OperatorCall, tensors: Sequence[ShardedTensor], lead:
 
 def _place_on_mesh(tensor: ShardedTensor, lead: ShardedTensor, name: str) -> ShardedTensor:
     """A tensor in irregular pieces on the mesh of the lead: cut as the lead, or whole where it broadcasts."""
-    if mesh_view(tensor.sharding) is not None:
+    if not is_in_pieces(tensor):
         return tensor
     spec = mesh_view(lead.sharding)
     assert spec is not None
