@@ -97,7 +97,9 @@ def _pools(
         sets, label = np.unique(members, axis=0, return_inverse=True)
         return label.reshape(-1)[which.reshape(-1)], sets
     hosts = topology.host_of(dst_ranks)
-    pairs, which = np.unique(np.stack([which.reshape(-1), hosts], axis=1), axis=0, return_inverse=True)
+    width = int(hosts.max(initial=0)) + 1
+    keys, which = np.unique(which.reshape(-1) * width + hosts, return_inverse=True)
+    pairs = np.stack([keys // width, keys % width], axis=1)
     members = members[pairs[:, 0]]
     near = (members >= 0) & (
         topology.host_of(np.maximum(members, 0).reshape(-1)).reshape(members.shape) == pairs[:, 1:]

@@ -167,18 +167,19 @@ def _collective_kind(step: Step, group: tuple[int, ...]) -> str | None:
     """The pattern of one group."""
     routes = step.routes.take(np.flatnonzero(np.isin(step.routes.src_ranks, group)))
     senders, receivers = np.unique(routes.src_ranks), np.unique(routes.dst_ranks)
-    matrix = _edge_matrix(routes, group)
     if len(senders) == 1 and len(receivers) > 1:
         return _one_sender_kind(step, routes, int(senders[0]), receivers)
     if len(receivers) == 1 and len(senders) > 1:
         return "gather"
     held = np.array([_held_elements(step.src, rank) for rank in group])
-    off_diagonal = ~np.eye(len(group), dtype=bool)
     wanted = np.array([_held_elements(step.dst, rank) for rank in group])
-    if (matrix == held[:, None])[off_diagonal].all() and (wanted == held.sum()).all():
+    sources, targets, amounts = _group_edges(routes, group)
+    every = len(amounts) == int((held > 0).sum()) * (len(group) - 1) and (amounts == held[sources]).all()
+    if every and (wanted == held.sum()).all():
         return "all_gather"
-    sent = matrix.sum(axis=1)
-    if (matrix > 0).sum(axis=1).max() == 1 and (matrix > 0).sum(axis=0).max() == 1 and (sent == held)[sent > 0].all():
+    sent = np.zeros_like(held)
+    np.add.at(sent, sources, amounts)
+    if np.bincount(sources).max() == 1 and np.bincount(targets).max() == 1 and (sent == held)[sent > 0].all():
         return "permute"
     if len(senders) > 1 and (sent <= held).all() and _is_sent_once(routes):
         return "all_to_all"
@@ -198,12 +199,14 @@ def _held_elements(layout: Layout, rank: int) -> int:
     return int(layout.table.sizes[layout.rows_of(rank)].prod(axis=1).sum())
 
 
-def _edge_matrix(routes: Routes, group: tuple[int, ...]) -> IntArray:
+def _group_edges(routes: Routes, group: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
+    """The edges of a group: the places of source and destination in it, and the elements."""
     members = np.array(group)
-    matrix = np.zeros((len(group), len(group)), np.int64)
-    index = (np.searchsorted(members, routes.src_ranks), np.searchsorted(members, routes.dst_ranks))
-    np.add.at(matrix, index, routes.elements())
-    return matrix
+    sources, targets = np.searchsorted(members, routes.src_ranks), np.searchsorted(members, routes.dst_ranks)
+    edges, index = np.unique(sources * len(group) + targets, return_inverse=True)
+    amounts = np.zeros(len(edges), np.int64)
+    np.add.at(amounts, index.reshape(-1), routes.elements())
+    return edges // len(group), edges % len(group), amounts
 
 
 def _is_sent_once(routes: Routes) -> bool:

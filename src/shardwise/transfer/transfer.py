@@ -200,10 +200,11 @@ class Transfer:
     def to_json(self, *, edges: bool | None = None) -> dict[str, Any]:
         """Plain data: the arguments, from which `transfer_from_json` plans again, and the figures.
 
-        `edges` says whether the bytes of each edge are part of it; by default they are, if the moves were listed.
+        `edges` says whether the bytes of each edge are part of it; by default they are, if they are not too many.
         """
         topology = None if self.options.topology is None else self.options.topology.to_json()
-        listed = edges if edges is not None else self.is_listed
+        few = self.is_listed and sum(len(step.routes) for step in self.steps) <= LISTED_BOXES
+        listed = few if edges is None else edges
         return {
             "src": layout_to_json(self.src),
             "dst": layout_to_json(self.dst),
