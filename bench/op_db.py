@@ -13,8 +13,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -253,21 +254,35 @@ def batches(step: int) -> Iterator[list[int]]:
         yield numbers[start : start + BATCH]
 
 
+def _try_batches(
+    listed: Sequence[Sequence[int]], *, samples: int, dtensor: bool
+) -> tuple[list[Ending], list[Ending]]:
+    """How calls of these operators end: ours, and DTensor's in a world of its own."""
+    mine: list[Ending] = []
+    others: list[Ending] = []
+    with LocalWorld(RANKS, timeout=15.0) as world:
+        for batch in listed:
+            mine += ours(list(batch), samples)
+            others += theirs(world, list(batch), samples) if dtensor else []
+            print(f"{batch[-1] + 1} of {len(operators())} operators", file=sys.stderr, flush=True)
+    return mine, others
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.op_db", description=__doc__)
     parser.add_argument("path", type=Path, nargs="?", help="the page to write; printed if it is left out")
     parser.add_argument("--samples", type=int, default=3, help="samples of each; with 1, few run in place")
     parser.add_argument("--step", type=int, default=1, help="every how many-th operator")
+    parser.add_argument("--jobs", type=int, default=1, help="how many batches run at once")
     parser.add_argument("--no-dtensor", action="store_true", help="ours only")
     parser.add_argument("--failures", type=Path, help="a file for the wrong and unclear calls of ours, a line each")
     chosen = parser.parse_args(arguments)
-    mine: list[Ending] = []
-    others: list[Ending] = []
-    with LocalWorld(RANKS, timeout=15.0) as world:
-        for batch in batches(chosen.step):
-            mine += ours(batch, chosen.samples)
-            others += [] if chosen.no_dtensor else theirs(world, batch, chosen.samples)
-            print(f"{batch[-1] + 1} of {len(operators())} operators", file=sys.stderr, flush=True)
+    listed = list(batches(chosen.step))
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        run = partial(_try_batches, samples=chosen.samples, dtensor=not chosen.no_dtensor)
+        pairs = list(pool.map(run, [listed[job :: chosen.jobs] for job in range(chosen.jobs)]))
+    mine = [ending for found, _ in pairs for ending in found]
+    others = [ending for _, found in pairs for ending in found]
     text = page(mine, others, chosen.samples)
     chosen.path.write_text(text) if chosen.path else print(text)
     if chosen.failures is not None:
