@@ -4,7 +4,7 @@
 2. `custom_sharding_spec_op(spec_class, func)`: for tensors laid out by that class of spec or by one derived from it.
 3. `sharded_op_impl(func)`: a default, which the two above override.
 
-`shardwise.tensor.overrides` has the table, keyed by the functions and classes themselves: two classes of one name do
+`shardwise.tensor.dispatch` has the table, keyed by the functions and classes themselves: two classes of one name do
 not collide. Registering a function again replaces the earlier implementation.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.tensor.comms import GroupOrComm, comm_of, same_group
-from shardwise.tensor.overrides import DEFAULT, EVERY, Override, find_override, set_override
-from shardwise.tensor.overrides import overrides_scope as custom_ops_scope
+from shardwise.tensor.dispatch import DEFAULT, EVERY, Override, find_override, set_override
+from shardwise.tensor.dispatch import overrides_scope as custom_ops_scope
 
 Op: TypeAlias = Callable[..., Any]
 Impl: TypeAlias = Override

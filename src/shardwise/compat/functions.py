@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from shardwise.compat.custom_ops import check_op_arguments
 from shardwise.compat.groups import OutsideComm
 from shardwise.embedding.local_batch import plain_as_local_batch
-from shardwise.tensor.dispatch import sharded_leaves
-from shardwise.tensor.overrides import override_for
+from shardwise.tensor.dispatch import override_for, sharded_leaves
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Meaning: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -18,8 +18,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.execute import execute
-from shardwise.tensor.move_observers import notify_watchers
-from shardwise.tensor.parts import plan_for_rank
+from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import rescale
 
 

@@ -1,6 +1,7 @@
 """Which code answers a torch function that receives a ShardedTensor?
 
-1. A user's own: `custom_sharded_op_impl`, then `custom_sharding_spec_op` of the tensor's spec.
+1. A user's own override: for every sharded tensor, for tensors laid out by a class of spec (or one derived from it), or
+   as a default. `shardwise.compat.custom_ops` has the decorators that register them.
 2. The table of functions below. It is for functions that are not operators: those of `torch.nn.init`,
    `torch.autograd.grad`, functions that read plain tensors in a way of their own. One that returns NotImplemented
    leaves the call to torch.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,7 +35,45 @@ from shardwise._torch import (
 )
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.overrides import override_for
+from shardwise.tensor import caches
+
+Override: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+EVERY, DEFAULT = "every spec", "no other override"  # the two keys that are not classes of specs
+
+_overrides: dict[Callable[..., Any], dict[object, Override]] = {}
+
+
+def set_override(func: Callable[..., Any], scope: object, override: Override) -> None:
+    """Register an override of a torch function for EVERY tensor, for a class of specs, or as DEFAULT."""
+    _overrides.setdefault(func, {})[scope] = override
+    caches.invalidate_caches()
+
+
+def find_override(func: Callable[..., Any], *scopes: object) -> Override | None:
+    """Return the override of a torch function for the first of these scopes that has one, or None."""
+    known = _overrides.get(func)
+    return None if known is None else next((known[scope] for scope in scopes if scope in known), None)
+
+
+def override_for(func: Callable[..., Any], spec: object) -> Override | None:
+    """Return the override of a torch function that counts for tensors of a spec: the nearest class of it, bases too."""
+    return None if func not in _overrides else find_override(func, EVERY, *type(spec).__mro__, DEFAULT)
+
+
+@contextmanager
+def overrides_scope() -> Iterator[None]:
+    """Undo at the end of a `with` block all registrations made inside it.
+
+    The table belongs to the process: around `run_local`, not inside it.
+    """
+    before = {func: dict(known) for func, known in _overrides.items()}
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+        caches.invalidate_caches()
+
 
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)

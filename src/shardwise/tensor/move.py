@@ -31,8 +31,7 @@ from shardwise.geometry import (
 )
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.execute import RunningTransfers, TransferJob
-from shardwise.tensor.move_observers import notify_watchers
-from shardwise.tensor.parts import plan_for_rank
+from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import check_reducible
 
 DEFAULT_BUFFER_BYTES = 1 << 30

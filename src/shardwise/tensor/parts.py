@@ -1,8 +1,11 @@
-"""What does one rank do in one step of a transfer? Worked out once and kept, since plans are used again and again."""
+"""What does one rank do in one step of a transfer? Worked out once and kept, since plans are used again and again.
+
+`watch_moves` is for whoever wants to know of every move before it is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -12,6 +15,20 @@ import torch
 
 from shardwise.geometry import Box, Layout
 from shardwise.transfer import Copy, Move, Step, Transfer, plan_transfer
+
+_move_watchers: list[Callable[[Transfer, str], None]] = []
+
+
+def watch_moves(watcher: Callable[[Transfer, str], None]) -> None:
+    """Have `watcher(plan, label)` called before each move; it may raise to forbid it."""
+    _move_watchers.append(watcher)
+
+
+def notify_watchers(plan: Transfer, label: str) -> None:
+    """Say that a move is about to be made."""
+    for watcher in _move_watchers:
+        watcher(plan, label)
+
 
 REDUCED_BY_COMM = (torch.float32, torch.float64, torch.int32, torch.int64)
 COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank

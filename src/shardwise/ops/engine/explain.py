@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.geometry import Layout, format_rule
-from shardwise.tensor.move_observers import watch_moves
+from shardwise.tensor.parts import watch_moves
 from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
 
