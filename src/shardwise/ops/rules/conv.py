@@ -61,7 +61,8 @@ def _register_pool(op: Any, dims: int, *, linear: bool, outputs: int = 1) -> Non
 
     @register_sharding(op)
     def rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Strategy]:
-        pending = [p for p in pending_kinds(x) if linear and p.op in ("sum", "avg")]
+        exact = linear and (x.dtype.is_floating_point or x.dtype.is_complex)  # means of integers are rounded
+        pending = [p for p in pending_kinds(x) if exact and p.op in ("sum", "avg")]
         ways: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim - dims)), *pending]
         return [Strategy((way,) * outputs, (way,), local) for way in ways]
 

@@ -63,7 +63,12 @@ IMAGES = {  # how many of the last dims are the image's
     aten.adaptive_max_pool3d.default: 3,
 }
 FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
-ALONG_DIM = (aten.index_reduce.default, aten.index_fill.int_Scalar, aten.index_copy.default)
+ALONG_DIM = (
+    aten.index_reduce.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_copy.default,
+)
 REPLICATED_ONLY_OPS = (  # positions in the result depend on all values, or dims have no order to keep
     aten.linalg_lstsq.default,
     aten._linalg_solve_ex.default,
