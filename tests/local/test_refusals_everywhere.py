@@ -199,10 +199,7 @@ ABSENT = {
 }
 
 
-OUTSIDE = pytest.mark.xfail(reason="a rank outside of a mesh refuses by itself", strict=False)
-
-
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=OUTSIDE) if "of three" in n else n for n in ABSENT])
+@pytest.mark.parametrize("layout", ABSENT)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_where_a_rank_has_nothing(name: str, layout: str) -> None:
     """Also what was computed has nothing there, and the rank goes on with the others."""

@@ -37,6 +37,7 @@ from shardwise.ops.engine.fallbacks import fall_back, find_fallback
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, needs_one_mesh
+from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, split_call, written_slots
@@ -96,6 +97,10 @@ _MAX_DECISIONS = 16384
 def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors."""
     rule = find_rule(op)
+    given = list(sharded_leaves(args, kwargs))
+    refuse_unknown_shapes(op, given)
+    if is_outside(op, given) and not (rule is None and is_composite(op)):
+        return compute_outside(call_op, op, args, kwargs)
     if isinstance(rule, Steps):
         return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
     unknown = rule is None and not is_pointwise(op)
@@ -296,10 +301,6 @@ def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tu
 def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
     name = str(call.op)
     aligned = _align_all(tensors, decision.inputs, name)
-    if not aligned[0].local_parts and comm.rank not in decision.mesh.ranks:
-        raise UnsupportedOpError(
-            f"{name}: rank {comm.rank} is not in the mesh {decision.mesh}; compute on the mesh's ranks"
-        )
     values = [
         vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
         for t, axes in zip(aligned, decision.vary, strict=True)

@@ -48,6 +48,12 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
     return made
 
 
+def copy_mesh_note(source: ShardedTensor, target: ShardedTensor) -> None:
+    """Let a tensor take the mesh of those it is computed with, if another one does."""
+    if _ANY_MESH in source.__dict__:
+        target.__dict__[_ANY_MESH] = True
+
+
 def _mesh_of(tensor: ShardedTensor) -> Mesh:
     view = mesh_view(tensor.sharding)
     return view.mesh if view is not None else Mesh(("all",), tensor.comm.ranks)
