@@ -31,6 +31,7 @@ from shardwise import (
     run_local,
     shard,
 )
+from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import R, assert_ends_alike, assert_same, check_or_refuse, ends, forget, lay, numbers
 
 # Layouts of an 8x4 tensor over 2 ranks in which ranks differ: lengths, runs, or whether there is anything.
@@ -208,6 +209,59 @@ def test_where_a_rank_has_nothing(name: str, layout: str) -> None:
     check_or_refuse(PROGRAMS[name], [ABSENT[layout]], (tall(1),), (tall(2),), world=3, atol=1e-9)
 
 
+INSIDE = ("a mesh of two of three", "replicas on two of three")
+
+
+@pytest.mark.parametrize("layout", INSIDE)
+def test_a_rank_outside_of_the_mesh_goes_on_without_data(layout: str) -> None:
+    """The same program text on every rank: layouts, dtypes and gradients are known also where there is no data."""
+
+    def body(comm: Comm) -> tuple[Any, ...]:
+        x = lay(tall(1).requires_grad_(), ABSENT[layout])
+        hidden = torch.cat([x, x * 2]).softmax(0)
+        out: Any = (hidden @ hidden.t()).sum(0).float()
+        out.full().sum().backward()
+        assert x.grad is not None
+        return out.sharding, out.dtype, out.shape, out.requires_grad, x.grad.sharding, len(out.local_parts)
+
+    forget()
+    found = run_local(body, 3, timeout=20)
+    assert len({known[:-1] for known in found}) == 1
+    assert [known[-1] for known in found] == [int(rank in found[0][0].ranks) for rank in range(3)]
+
+
+@pytest.mark.parametrize("layout", INSIDE)
+def test_shapes_that_depend_on_values_are_refused_on_every_rank(layout: str) -> None:
+    """Also where a rank outside of the mesh does not call it: the layout alone decides."""
+
+    def body(comm: Comm, everywhere: bool) -> str:
+        x = lay(tall(1), ABSENT[layout])
+        if everywhere or x.local_parts:
+            with pytest.raises(UnsupportedOpError, match="depends on values") as caught:
+                x.nonzero()
+            return str(caught.value)
+        return ""
+
+    assert len(set(run_local(body, 3, True, timeout=20))) == 1
+    assert len(set(run_local(body, 3, False, timeout=20)) - {""}) == 1
+
+
+def _local_list(tensor: Any) -> list[float]:
+    values: list[float] = tensor.local_tensor().tolist()
+    return values
+
+
+def test_ranks_outside_of_the_mesh_need_not_compute() -> None:
+    """A program for the mesh's ranks alone, which needs no moves."""
+
+    def body(comm: Comm) -> list[float] | None:
+        x = lay(tall(1), ABSENT["replicas on two of three"])
+        return None if comm.rank == 0 else _local_list((x @ x.t()).softmax(0).sum(0))
+
+    nothing, *found = run_local(body, 3, timeout=20)
+    assert nothing is None and found[0] == found[1] == pytest.approx([1.0] * 8)
+
+
 COMPLEX: dict[str, Callable[[Any], Any]] = {
     "logcumsumexp": lambda x: x.logcumsumexp(0),
     "logcumsumexp of columns": lambda x: x.logcumsumexp(1),
@@ -281,6 +335,22 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }
 
 
+CUT_INDEX = (("gather too large", "empty column"), ("index_add too large", "empty column"))
+
+
+@pytest.mark.parametrize(("name", "layout"), CUT_INDEX)
+def test_a_mistake_in_a_cut_index(name: str, layout: str) -> None:
+    """The rank that has the wrong entry raises; the other is told so at the next exchange, and does not wait."""
+
+    def body(comm: Comm) -> Any:
+        return WRONG[name](lay(tall(1), UNLIKE[layout])).full()
+
+    forget()
+    first, second = ends(body, 2)
+    assert not first.startswith(("done", "left waiting")), first
+    assert second.startswith("left waiting") and "rank 0 did not take part" in second, second
+
+
 @pytest.mark.parametrize("layout", (*UNLIKE, "replicated"))
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_found_on_every_rank(name: str, layout: str) -> None:
@@ -289,8 +359,8 @@ def test_a_mistake_is_found_on_every_rank(name: str, layout: str) -> None:
     def body(comm: Comm) -> Any:
         return WRONG[name](lay(tall(1), {**UNLIKE, "replicated": R}[layout]))
 
-    if (name, layout) in (("gather too large", "empty column"), ("index_add too large", "empty column")):
-        pytest.xfail("the index is cut, and only one rank has the wrong entry")
+    if (name, layout) in CUT_INDEX:
+        pytest.skip("the index is cut: test_a_mistake_in_a_cut_index")
     forget()
     found = ends(body, 2)
     assert not any(end == "done" or end.startswith("left waiting") for end in found), "\n".join(found)

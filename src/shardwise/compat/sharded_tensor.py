@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise._torch import pytree
+from shardwise._torch import _remote_device, pytree
 from shardwise.comm import Comm
 from shardwise.compat import rrefs, state_dict
 from shardwise.compat.from_shards import (
@@ -30,15 +30,17 @@ from shardwise.compat.from_shards import (
 from shardwise.compat.functions import call_torch_meaning
 from shardwise.compat.groups import OutsideComm, resolve_group
 from shardwise.compat.metadata import check_gather_output, flatten_size, rank_of
-from shardwise.compat.specs import ChunkShardingSpec, PlacementShardingSpec
+from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
 from shardwise.geometry import Layout, MeshSpec, ShardingSpec
 from shardwise.geometry import Shard as Split
+from shardwise.geometry.layout import rebuild_layout
 from shardwise.tensor import pickling
 from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.shards import (
     Shard,
     ShardedTensorMetadata,
+    ShardMetadata,
     TensorProperties,
     describe_layout,
     make_local_shards,
@@ -354,6 +356,10 @@ class TorchShardedTensor(TorchShardedTensorBase):
 PlacementShardingSpec.tensor_type = TorchShardedTensor
 # Programs print and compare the names of classes.
 TorchShardedTensor.__name__, TorchShardedTensorBase.__name__ = "ShardedTensor", "ShardedTensorBase"
+# What torch.load makes of a file with weights_only=True: the tensor, and its spec in torch's form.
+torch.serialization.add_safe_globals(
+    [TorchShardedTensor, ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, _remote_device, rebuild_layout]
+)
 
 
 # By the identity of layouts, which equal ones of other specs do not share; each is kept alive beside its answer.

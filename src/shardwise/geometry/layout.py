@@ -293,11 +293,12 @@ class Layout:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.spec, self.shape)
+        return rebuild_layout, (self.spec, self.shape)
 
     def __repr__(self) -> str:
         return f"Layout(shape={self.shape}, spec={self.spec!r})"
 
 
-def _rebuild(spec: ShardingSpec, shape: tuple[int, ...]) -> Layout:
+def rebuild_layout(spec: ShardingSpec, shape: tuple[int, ...]) -> Layout:
+    """Make the layout that pickle wrote."""
     return spec.layout(shape)

@@ -23,6 +23,7 @@ from shardwise._torch import aten, pytree
 from shardwise.comm import Comm, Work
 from shardwise.geometry import MeshSpec
 from shardwise.ops.engine.fast_path import note_special
+from shardwise.ops.engine.irregular import is_in_pieces
 from shardwise.ops.engine.mixed import copy_mesh_note
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.move import format_layout_text
@@ -97,10 +98,10 @@ class _LeaveMesh(torch.autograd.Function):
 
 
 def is_outside(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
-    """Whether this rank takes part in an operator without data."""
+    """Whether this rank takes part in an operator without data; tensors in pieces are computed by all ranks anyway."""
     if op in _ASK_ALL_RANKS or torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
         return False
-    return any(_leaves_out_this_rank(t) for t in tensors)
+    return any(map(_leaves_out_this_rank, tensors)) and not any(map(is_in_pieces, tensors))
 
 
 def _leaves_out_this_rank(tensor: ShardedTensor) -> bool:

@@ -97,6 +97,9 @@ def new_layout(tensor: ShardedTensor, size: Sequence[int]) -> Layout:
 def _make_new(op: Any, tensor: ShardedTensor, size: Sequence[int], *rest: Any, **options: Any) -> ShardedTensor:
     """Make the local part by the operator itself, with the local size."""
     layout, comm = new_layout(tensor, tuple(size)), tensor.comm
+    if not tensor.local_parts:
+        sample = op(torch.empty(0, dtype=tensor.dtype, device=tensor.device), (0,), *rest, **options)
+        return wrap(layout, (), comm, dtype=sample.dtype, device=sample.device)
     return wrap(layout, (op(tensor.local_parts[0], layout.local_shapes(comm.rank)[0], *rest, **options),), comm)
 
 

@@ -125,6 +125,8 @@ def _is_pending(strategy: Strategy) -> bool:
 def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object = None) -> ShardedTensor:
     """The tensor in another shape, in place; local tensors have strides of their own."""
     layout = _cached_view_layout(tensor.sharding, tuple(size))
+    if not tensor.local_parts:
+        return wrap(layout, (), tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor)
     local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
     return wrap(layout, (local,), tensor.comm)
 
