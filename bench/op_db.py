@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from bench.op_db_calls import (
     RANKS,
+    WITHOUT_SUMS,
     Answer,
     Call,
     Place,
@@ -189,7 +190,7 @@ def _dtensors(layout: str) -> Place:
     rank = mesh.get_local_rank()
 
     def place(tensor: Tensor) -> Tensor:
-        pending = layout == "P" and tensor.dtype != torch.bool
+        pending = layout == "P" and tensor.dtype not in WITHOUT_SUMS
         whole = tensor.ndim == 0 or layout in ("R", "P")
         dim = 0 if layout == "S(0)" else tensor.ndim - 1
         placement = Partial() if pending else Replicate() if whole else Shard(dim)
@@ -254,9 +255,7 @@ def batches(step: int) -> Iterator[list[int]]:
         yield numbers[start : start + BATCH]
 
 
-def _try_batches(
-    listed: Sequence[Sequence[int]], *, samples: int, dtensor: bool
-) -> tuple[list[Ending], list[Ending]]:
+def _try_batches(listed: Sequence[Sequence[int]], *, samples: int, dtensor: bool) -> tuple[list[Ending], list[Ending]]:
     """How calls of these operators end: ours, and DTensor's in a world of its own."""
     mine: list[Ending] = []
     others: list[Ending] = []

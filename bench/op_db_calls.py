@@ -24,6 +24,7 @@ from shardwise.testing.fuzz.compare import difference
 RANKS = 2
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "uneven")  # R first: what splits nothing counts as R
+WITHOUT_SUMS = (torch.bool, torch.uint16, torch.uint32, torch.uint64)  # torch does not add them, or not all of them
 FURTHER = 8  # samples looked at beyond those that are used
 CALL, IN_PLACE, OUT = "call", "in place", "out="
 NEAR = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 5e-2}
@@ -175,7 +176,7 @@ def sharded(layout: str, comm: Comm) -> Place:
     mesh = Mesh.of(tp=RANKS)
 
     def place(tensor: Tensor) -> ShardedTensor:
-        if layout == "P" and tensor.dtype != torch.bool:
+        if layout == "P" and tensor.dtype not in WITHOUT_SUMS:
             return from_local(addend(tensor, comm.rank), MeshSpec(mesh, [Partial("sum")]), tuple(tensor.shape))
         dim = 0 if layout in ("S(0)", "uneven") else tensor.ndim - 1
         if tensor.ndim == 0 or layout in ("R", "P"):

@@ -34,7 +34,13 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex12
 WAYS = ("first dim", "last dim", "mixed")
 LARGEST = 20_000
 # Of several results torch passes back the gradient of the first alone.
-AUXILIARY = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
+AUXILIARY = (
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+)
 NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
 
 

@@ -91,6 +91,11 @@ class TransferJob:
     device: torch.device
 
 
+def resolve_lazy(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors with lazy conjugations and negations carried out, as gradients of complex functions have them."""
+    return tuple(t.resolve_conj().resolve_neg() for t in tensors)
+
+
 class RunningTransfers:
     """Running transfers; the jobs of a batch share exchanges, and batches follow each other.
 
@@ -123,7 +128,7 @@ def execute(
     transfer: Transfer, sources: Sequence[Tensor], comm: Comm, dtype: torch.dtype, label: str
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
-    job = TransferJob(transfer, tuple(sources), dtype, sources[0].device if sources else comm.device)
+    job = TransferJob(transfer, resolve_lazy(sources), dtype, sources[0].device if sources else comm.device)
     if (kind := find_whole_collective(transfer, comm.ranks, dtype)) is not None:
         target, work = _start_reduction(job, comm, kind, label)
         work.wait()

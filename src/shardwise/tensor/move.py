@@ -30,7 +30,7 @@ from shardwise.geometry import (
     parse_placements,
 )
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
-from shardwise.tensor.execute import RunningTransfers, TransferJob
+from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import check_reducible
 
@@ -186,7 +186,7 @@ def start_moves(
         limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
         plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm.rank)
         notify_watchers(plan, label)
-        job = TransferJob(plan, tuple(t.detach() for t in one.local_parts), one.dtype, one.device)
+        job = TransferJob(plan, resolve_lazy([t.detach() for t in one.local_parts]), one.dtype, one.device)
         size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize
         if not batches or size > room:
             batches.append([])

@@ -143,16 +143,12 @@ def _flatten_arguments(values: Any) -> Iterator[Any]:
 def _line_up_inputs(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
     """Line placements up with tensors: by argument position, or directly when there is one for each tensor."""
     flat = list(_flatten_arguments(list(inputs)))
-    if len(inputs) != len(arguments) and len([p for p in flat if p is not None]) == tensors:
+    if not _is_by_argument(inputs, arguments) and len([p for p in flat if p is not None]) == tensors:
         yield from (to_native_placement(p) for p in flat if p is not None)
         return
     padded = [*inputs, *([None] * (len(arguments) - len(inputs)))]
     for placement, argument in zip(padded, arguments, strict=False):
-        slots = [
-            leaf
-            for leaf in _flatten_arguments(argument if isinstance(argument, list | tuple) else [argument])
-            if isinstance(leaf, Slot)
-        ]
+        slots = _find_slots(argument)
         listed = (
             list(_flatten_arguments(placement)) if isinstance(placement, list | tuple) else [placement] * len(slots)
         )
@@ -160,3 +156,14 @@ def _line_up_inputs(inputs: Sequence[Any], arguments: Sequence[Any], tensors: in
             raise LayoutError(f"a rule returns {len(listed)} placements for an argument with {len(slots)} tensors")
         for one in listed:
             yield to_native_placement(one) or Replicate()
+
+
+def _is_by_argument(inputs: Sequence[Any], arguments: Sequence[Any]) -> bool:
+    """Whether there is one entry for each argument: then those without tensors have none."""
+    if len(inputs) != len(arguments):
+        return False
+    return all(p is None or _find_slots(a) for p, a in zip(inputs, arguments, strict=True))
+
+
+def _find_slots(argument: Any) -> list[Slot]:
+    return [leaf for leaf in _flatten_arguments([argument]) if isinstance(leaf, Slot)]

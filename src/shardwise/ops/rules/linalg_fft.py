@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Placement, Replicate, Shard
-from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.pointwise import pointwise_strategies
 
@@ -64,7 +64,6 @@ IMAGES = {  # how many of the last dims are the image's
 }
 FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 ALONG_DIM = (
-    aten.index_reduce.default,
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
     aten.index_copy.default,
@@ -97,7 +96,6 @@ POINTWISE = (  # without torch's tag
     aten.polar.default,
     aten.floor_divide.default,
     aten.floor_divide_.Tensor,
-    torch.ops.prims.where.default,
 )
 
 
@@ -192,6 +190,11 @@ def pointwise_rule_of_untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
     return pointwise_strategies(_tensor_metas((*args, *kwargs.values())))
 
 
+# Decompositions of torch use these, which have no gradient of their own.
+register_sharding(torch.ops.prims.where.default, Steps(aten.where.self))
+register_sharding(torch.ops.prims.convert_element_type.default, Steps(lambda x, dtype: x.to(dtype)))
+
+
 @register_sharding(list(ALONG_DIM))
 def along_dim_rule(
     x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta | float | None = None, *rest: Any, **options: Any
@@ -204,6 +207,21 @@ def along_dim_rule(
             others = (Shard(own),) if len(metas) > 2 and metas[2].ndim == x.ndim else (Replicate(),) * (len(metas) - 2)
             found.append(Strategy((Shard(own),), (Shard(own), Replicate(), *others)))
     return found
+
+
+@register_sharding(aten.index_reduce.default)
+def index_reduce(
+    x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, *rest: Any, **options: Any
+) -> list[Strategy]:
+    found = along_dim_rule(x, dim, index, source)
+    return [Strategy(s.outputs, s.inputs, _index_reduce_part) for s in found]
+
+
+def _index_reduce_part(view: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    """The local part; rows of one element as a vector, since torch fails on them for products in low precision."""
+    if x.ndim < 2 or x.numel() != x.shape[dim]:
+        return aten.index_reduce.default(x, dim, index, source, *rest, **kwargs)
+    return aten.index_reduce.default(x.flatten(), 0, index, source.flatten(), *rest, **kwargs).reshape(x.shape)
 
 
 @register_sharding(aten.grid_sampler_2d.default)

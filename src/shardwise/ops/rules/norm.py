@@ -60,7 +60,15 @@ def _layer_norm_over_ranks(x: Any, shape: Sequence[int], weight: Any, bias: Any,
     out = (wide - average) * scale
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
-    return out.to(x.dtype), average, scale
+    kept = _statistics_dtype(x, weight, bias)
+    return out.to(x.dtype), average.to(kept), scale.to(kept)
+
+
+def _statistics_dtype(x: Any, *others: Any) -> torch.dtype:
+    """The dtype of a mean that torch returns: on CPUs that of the tensors, where all have the same one."""
+    same = all(t is None or t.dtype == x.dtype for t in others)
+    dtype: torch.dtype = x.dtype if same and x.device.type == "cpu" else accumulation_dtype(x.dtype)
+    return dtype
 
 
 def _to_wide_dtype(x: Any, name: str) -> ShardedTensor:
