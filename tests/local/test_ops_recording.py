@@ -12,7 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Comm, Mesh, Partial, Replicate, Shard, run_local, sharding_rule
+from shardwise import (
+    Comm,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Replicate,
+    Shard,
+    plain_as_replicated,
+    run_local,
+    shard,
+    sharding_rule,
+)
 from shardwise.ops import Steps, Strategy
 from shardwise.tensor import dispatch
 from tests.local.op_cases import lay_out
@@ -136,3 +147,65 @@ def test_a_user_replaces_what_is_built_in() -> None:
     with sharding_rule(torch.ops.aten._softmax.default, lambda x, dim, half: [([Replicate()], [Replicate()])]):
         assert run_local(body, 2)[0] == "(Replicate(),)"
     assert run_local(body, 2)[0] == "(Shard(0),)"
+
+
+def clone_clamp_and_square(x: Any) -> Any:
+    """A function written in Python, as many of `torch.nn.functional` are: it calls methods of the tensor."""
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(clone_clamp_and_square, (x,), x)
+    copy = x.clone()
+    with torch.no_grad():
+        copy.clamp_(min=-0.5)
+    return copy.to(torch.float32).to(torch.float64) ** 2
+
+
+def scale_by_plain(x: Any, scale: Tensor) -> Any:
+    if torch.overrides.has_torch_function_variadic(x, scale):
+        return torch.overrides.handle_torch_function(scale_by_plain, (x, scale), x, scale)
+    return x * (scale.sin() + 1)
+
+
+def test_methods_inside_of_functions_written_in_python_are_recorded() -> None:
+    leaf = X.clone().requires_grad_()
+    clone_clamp_and_square(leaf).sum().backward()
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        found = []
+        for placement in (Shard(0), Replicate()):
+            x = shard(X, MeshSpec(PAIR, (placement,))).requires_grad_()
+            clone_clamp_and_square(x).sum().backward()
+            found.append(x.grad.full())
+        return found[0], found[1]
+
+    for rows, copies in run_local(body, 2):
+        torch.testing.assert_close(rows, leaf.grad)
+        torch.testing.assert_close(copies, leaf.grad)
+
+
+def test_losses_of_torch_pass_gradients_to_every_argument() -> None:
+    inputs = [X.abs() + 0.5, X.cos(), X.abs() + 0.1]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    torch.nn.functional.gaussian_nll_loss(*leaves).backward()
+
+    def body(comm: Comm) -> list[Tensor]:
+        tensors = [shard(t, MeshSpec(PAIR, (Shard(0),))).requires_grad_() for t in inputs]
+        torch.nn.functional.gaussian_nll_loss(*tensors).backward()
+        return [t.grad.full() for t in tensors]
+
+    for grads in run_local(body, 2):
+        for found, leaf in zip(grads, leaves, strict=True):
+            torch.testing.assert_close(found, leaf.grad)
+
+
+def test_plain_arguments_of_functions_written_in_python_keep_their_tape() -> None:
+    def body(comm: Comm) -> Tensor:
+        scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        x = shard(X, MeshSpec(PAIR, (Replicate(),)))
+        with plain_as_replicated():
+            scale_by_plain(x, scale).sum().backward()
+        assert scale.grad is not None
+        return scale.grad
+
+    want = torch.tensor(0.3, dtype=torch.float64).cos() * X.sum()
+    for grad in run_local(body, 2):
+        torch.testing.assert_close(grad, want)

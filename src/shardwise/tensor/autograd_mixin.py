@@ -19,6 +19,7 @@ from shardwise._torch import DisableTorchFunctionSubclass, autograd_on_locals, c
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
+from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text, replicated_layout
 
 
@@ -293,6 +294,7 @@ class AutogradMixin(AttributesMixin):
         """The same values off the tape; the local tensors share their memory."""
         return self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
 
+    @on_local_tensors
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
         """A copy; differentiable, inside torch's own functions too, which run below autograd."""
         with autograd_on_locals(current_dispatch_keys()):

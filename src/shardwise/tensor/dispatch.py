@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor import caches
 
+M = TypeVar("M", bound=Callable[..., Any])
 Override: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 EVERY, DEFAULT = "every spec", "no other override"  # the two keys that are not classes of specs
 
@@ -209,10 +211,39 @@ def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """Let torch break a function of ShardedTensors down into operators, each of which comes to `call_operator`."""
     before, _state.keys = _state.keys, current_dispatch_keys()
     try:
-        with below_autograd(), DisableTorchFunctionSubclass():
+        with _layer_of_entry(args, kwargs), DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     finally:
         _state.keys = before
+
+
+def _layer_of_entry(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Where a function enters torch: below autograd, unless it may compute with a plain tensor that is differentiated.
+
+    A function that is written in Python computes with its plain arguments too, and these are on torch's own tape.
+    """
+    plain = (
+        v
+        for v in pytree.tree_iter((args, kwargs))
+        if isinstance(v, Tensor) and not isinstance(getattr(v, "sharding", None), Layout)
+    )
+    return nullcontext() if any(v.requires_grad for v in plain) else below_autograd()
+
+
+def on_local_tensors(method: M) -> M:
+    """Decorate a method of ShardedTensor that computes with the local tensors: they are always recorded.
+
+    Inside of a function that torch breaks down, recording is off for everything but operators on ShardedTensors.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _state.keys is None:
+            return method(self, *args, **kwargs)
+        with autograd_on_locals(_state.keys):
+            return method(self, *args, **kwargs)
+
+    return cast(M, run)
 
 
 def call_operator(

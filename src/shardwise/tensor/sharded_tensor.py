@@ -19,7 +19,7 @@ from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
-from shardwise.tensor.dispatch import call_operator, enter_function
+from shardwise.tensor.dispatch import call_operator, enter_function, on_local_tensors
 from shardwise.tensor.execute import Handle
 from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
 from shardwise.tensor.reductions import check_conversion
@@ -225,6 +225,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> ShardedTensor:
         return wrap(layout, locals_, self.comm, dtype=self.dtype, device=self.device, anchor=anchor, cls=type(self))
 
+    @on_local_tensors
     def redistribute(
         self, target: Any, *, async_op: bool = False, max_buffer_bytes: int | None = None, label: str = "redistribute"
     ) -> Any:
@@ -245,6 +246,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
             return Handle(running, lambda results: self._like(dst, results[0]))
         return self._like(dst, *move_to(self, dst, label, max_buffer_bytes))
 
+    @on_local_tensors
     def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
         """The whole tensor, on every rank of the comm; differentiable.
 
@@ -256,6 +258,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         whole = move_to(self, dst, "full", max_buffer_bytes)[0][0]
         return whole.clone() if self.sharding == dst else whole
 
+    @on_local_tensors
     def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
         self,
         dst: int = 0,
@@ -316,6 +319,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_described", None)
 
+    @on_local_tensors
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable."""
         group = kwargs.pop("process_group", None)

@@ -162,6 +162,8 @@ class SameHostEngine:
         self._open: dict[int, HostOperation] = {}
         self._early: dict[int, list[Frame]] = {}
         self._failure: TransportError | None = None
+        self._failure_counts_at = float("inf")
+        self._gave_up: set[int] = set()
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Offer what is sent; take what is received when it is offered."""
@@ -211,6 +213,7 @@ class SameHostEngine:
         with self._lock:
             if self._failure is None:
                 self._failure = TransportError(reason, ranks, exact=True)
+                self._failure_counts_at = time.monotonic()
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
                 self._links.send(rank, FrameKind.FAILED, 0, "", body)
@@ -292,10 +295,12 @@ class SameHostEngine:
             for frame in self._early.pop(operation.number, []):
                 self._dispatch(frame)
             while self._unfinished(operation):
-                self._raise_failure()
                 missing = operation.awaited()
+                self._raise_failure(missing)
                 self.awaited = tuple(sorted(missing))
-                left = deadline - time.monotonic()
+                left = min(deadline, self._failure_counts_at) - time.monotonic()
+                if self._failure is not None and left <= 0:
+                    self._raise_failure()
                 if missing & self._links.ended:
                     raise TransportError("its process ended", sorted(missing & self._links.ended))
                 if left <= 0:
@@ -308,16 +313,22 @@ class SameHostEngine:
 
     def _serve(self, frames: Sequence[Frame]) -> None:
         """Use what arrived; that a rank gave up counts before the offers of its memory that it sent earlier."""
-        failed = [frame for frame in frames if frame.kind is FrameKind.FAILED]
-        for frame in failed:
-            told = json.loads(frame.body)
-            self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
-        gave_up = {frame.rank for frame in failed}
         for frame in frames:
-            if frame.kind is FrameKind.RANGES and frame.rank in gave_up:
-                self._raise_failure()
+            if frame.kind is FrameKind.FAILED:
+                self._note_failure(frame)
+        for frame in frames:
+            if frame.kind is FrameKind.RANGES and frame.rank in self._gave_up:
+                if frame.number <= self._started:
+                    self._raise_failure()
             elif frame.kind is not FrameKind.FAILED:
                 self._dispatch(frame)
+
+    def _note_failure(self, frame: Frame) -> None:
+        told = json.loads(frame.body)
+        if self._failure is None:
+            self._failure = TransportError(told["reason"], told["ranks"], exact=True)
+            self._failure_counts_at = time.monotonic() + _REASON_SECONDS
+        self._gave_up.add(frame.rank)
 
     def _dispatch(self, frame: Frame) -> None:
         if frame.kind is FrameKind.TAKEN:
@@ -350,6 +361,7 @@ class SameHostEngine:
             self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
         operation.sent_to |= set(confirm)
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
+    def _raise_failure(self, awaited: set[int] | None = None) -> None:
+        """Raise if a rank gave up. A call that awaits only others may still be completed: it is over for the others."""
+        if self._failure is not None and (awaited is None or awaited & self._gave_up):
             raise self._failure
