@@ -60,7 +60,7 @@ def snapshot():
     return {{(m, n): id(v) for m in list(sys.modules) if m.startswith("torch.") and hasattr(sys.modules[m], "__dict__")
             for n, v in list(vars(sys.modules[m]).items())}}
 homes()
-import shardwise; shardwise.ShardedTensor  # registers what torch.load may make of a file: not a part of install()
+import shardwise.compat.sharded_tensor  # registers what torch.load may make of a file, which install() does not
 before, names = snapshot(), sorted(n for n in sys.modules if n.startswith("torch."))
 from shardwise.compat import install, uninstall
 print("before", *homes(), path())

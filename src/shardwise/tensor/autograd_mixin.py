@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass, autograd_on_locals, current_dispatch_keys
+from shardwise._torch import DisableTorchFunctionSubclass
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
@@ -296,11 +296,9 @@ class AutogradMixin(AttributesMixin):
 
     @on_local_tensors
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
-        """A copy; differentiable, inside torch's own functions too, which run below autograd."""
-        with autograd_on_locals(current_dispatch_keys()):
-            anchor = None if self._anchor is None else self._anchor.clone()
-            locals_ = tuple(t.clone(memory_format=memory_format) for t in self.local_parts)
-        return self._like(self.sharding, locals_, anchor)
+        """A copy; differentiable."""
+        anchor = None if self._anchor is None else self._anchor.clone()
+        return self._like(self.sharding, tuple(t.clone(memory_format=memory_format) for t in self.local_parts), anchor)
 
 
 def tape_tensors(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autograd_on_locals, current_dispatch_keys, make_wrapper_subclass
+from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, name_ranks
 from shardwise.geometry import Layout, Placement, ShardingSpec
 from shardwise.tensor import pickling
@@ -329,9 +329,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         if same and group is None:
             return self
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
-        with autograd_on_locals(current_dispatch_keys()):  # torch's own functions run below autograd
-            locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
-            anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
+        locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
+        anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
         comm = self.comm if group is None else self._resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
         made = (where, locals_, comm)

@@ -99,11 +99,11 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     rule = find_rule(op)
     given = list(sharded_leaves(args, kwargs))
     refuse_unknown_shapes(op, given)
-    if is_outside(op, given) and not (rule is None and is_composite(op)):
+    unknown = rule is None and not is_pointwise(op)
+    if is_outside(op, given) and not (unknown and is_composite(op)):
         return compute_outside(call_op, op, args, kwargs)
     if isinstance(rule, Steps):
         return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
-    unknown = rule is None and not is_pointwise(op)
     if unknown and is_composite(op):
         return decompose(op, args, kwargs)
     call = split_call(op, args, kwargs)

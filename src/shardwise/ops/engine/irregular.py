@@ -207,7 +207,7 @@ def reduce_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
         return NotImplemented
     rest = {name: value for name, value in given.items() if name not in ("self", "dim", "keepdim")}
     if given.get("dim") is not None:
-        rest["dim"] = [0]
+        rest["dim"] = 0 if isinstance(given["dim"], int) else [0]
     found = call.op(flatten_pieces(tensors[0]), **rest)
     if not given.get("keepdim"):
         return found

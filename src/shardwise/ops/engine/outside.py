@@ -117,10 +117,10 @@ def refuse_unknown_shapes(op: Any, tensors: Sequence[ShardedTensor]) -> None:
         return
     for tensor in tensors:
         spec = tensor.sharding.spec
-        if isinstance(spec, MeshSpec) and len(spec.mesh.ranks) < tensor.comm.world_size:
+        if isinstance(spec, MeshSpec) and spec.mesh.ranks.size < tensor.comm.world_size:
             raise UnsupportedOpError(
                 f"{op} of {format_layout_text(tensor.sharding)}: the shape of the result depends on values, and "
-                f"the mesh has {len(spec.mesh.ranks)} of the comm's {tensor.comm.world_size} ranks: the others would "
+                f"the mesh has {spec.mesh.ranks.size} of the comm's {tensor.comm.world_size} ranks: the others would "
                 "not know it; redistribute to a mesh of all ranks, or compute in a comm of the mesh's ranks"
             )
 
@@ -136,7 +136,7 @@ def compute_outside(call_op: Callable[..., Any], op: Any, args: tuple[Any, ...],
     left_out = next(t for t in given if _leaves_out_this_rank(t))
     spec = left_out.sharding.spec
     assert isinstance(spec, MeshSpec)
-    comm = StandInComm(spec.mesh.ranks[0], left_out.comm, torch.device("meta"))
+    comm = StandInComm(int(spec.mesh.ranks.flat[0]), left_out.comm, torch.device("meta"))
     twins = {id(t): _stand_in_for(t, comm) for t in given}
     versions = {key: _version_of(twin) for key, twin in twins.items()}
     new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: _replace_tensor(t, twins), (args, kwargs))
@@ -158,7 +158,9 @@ def _replace_tensor(tensor: Tensor, twins: dict[int, ShardedTensor]) -> Tensor:
 
 
 def _version_of(twin: ShardedTensor) -> int:
-    return twin.local_parts[0]._version if twin.local_parts else 0
+    """How often a stand-in was written to; tensors of inference mode do not count it, and are on no tape."""
+    counted = [t for t in twin.local_parts if not t.is_inference()]
+    return counted[0]._version if counted else 0
 
 
 def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
