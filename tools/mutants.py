@@ -1,6 +1,6 @@
 """Do the tests notice if one comparison, sign, constant or condition of the source is changed?
 
-1. `record` runs tests/pure and tests/local once under coverage and notes which tests run each line.
+1. `record` runs the tests once under coverage and notes which of them run each line, in spawned ranks too.
 2. A mutation replaces a few characters: `<` by `<=`, `+` by `-`, 1 by 2, `and` by `or`, a condition by its opposite.
 3. For each one of a random sample, the tests that run its line are run in a copy of the tree, until one fails.
 4. Survivors are printed as they would look in a diff: each is a test to write, or code that is not needed.
@@ -179,6 +179,23 @@ class Coverage:
         lines = {name: {int(n): tests for n, tests in found.items()} for name, found in data["lines"].items()}
         return cls(data["tests"], data["seconds"], lines)
 
+    @classmethod
+    def join(cls, parts: Sequence[Coverage]) -> Coverage:
+        """One record of several."""
+        joined = cls([], [], {})
+        for part in parts:
+            first = len(joined.tests)
+            joined.tests.extend(part.tests)
+            joined.seconds.extend(part.seconds)
+            for path, lines in part.lines.items():
+                of_file = joined.lines.setdefault(path, {})
+                for line, numbers in lines.items():
+                    of_file.setdefault(line, []).extend(first + number for number in numbers)
+        return joined
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"tests": self.tests, "seconds": self.seconds, "lines": self.lines}))
+
     def tests_of(self, mutation: Mutation) -> list[str]:
         """The tests that run a line, the quickest first; of a line that runs at import alone, those of its file."""
         of_file = self.lines.get(mutation.path, {})
@@ -188,16 +205,30 @@ class Coverage:
         return [self.tests[n] for n in sorted(numbers, key=lambda n: self.seconds[n])[:MOST_TESTS]]
 
 
-def record(root: Path = ROOT, to: Path = RECORD, tests: Sequence[str] = ()) -> None:
-    """Run tests under coverage and write which lines each of them runs; tests that fail are left out."""
+def record(root: Path = ROOT, to: Path = RECORD, tests: Sequence[str] = (), jobs: int = 1) -> None:
+    """Run tests under coverage, some files at a time, and write which lines each runs; failing tests are left out."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.mutants_recorder", "-p", "no:cacheprovider", *tests]
-    subprocess.run(command, cwd=root, env=_environment(root, MUTANTS_RECORD=str(to)), check=False)
+    files = [str(path.relative_to(root)) for name in tests for path in _test_files(root / name)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def one(numbered: tuple[int, str]) -> Path:
+            part = Path(folder) / f"{numbered[0]}.json"
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.mutants_recorder", "-p", "no:cacheprovider"]
+            environment = _environment(root, MUTANTS_RECORD=str(part))
+            subprocess.run([*command, numbered[1]], cwd=root, env=environment, check=False)
+            return part
+
+        parts = [Coverage.read(part) for part in pool.map(one, enumerate(files)) if part.exists()]
+    Coverage.join(parts).write(to)
+
+
+def _test_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
 
 
 def _environment(root: Path, **extra: str) -> dict[str, str]:
     """A run that imports the copy, whatever is installed."""
-    paths = os.pathsep.join([str(root / "src"), str(root)])
+    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **extra}
 
 
@@ -252,14 +283,16 @@ def run(package: str, count: int, seed: int, jobs: int, covered: Coverage) -> Co
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="note which tests run which lines (minutes)")
-    parser.add_argument("--tests", nargs="+", default=["tests/pure", "tests/local"], help="what --record runs")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests/pure", "tests/local", "tests/ranks"], help="what --record runs"
+    )
     parser.add_argument("--package", choices=PACKAGES, action="append", help="all of them unless given")
     parser.add_argument("--sample", type=int, default=100, help="mutants of each package")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     chosen = parser.parse_args()
     if chosen.record or not RECORD.exists():
-        record(tests=chosen.tests)
+        record(tests=chosen.tests, jobs=chosen.jobs)
     covered = Coverage.read(RECORD)
     for package in chosen.package or ([] if chosen.record else PACKAGES):
         run(package, chosen.sample, chosen.seed, chosen.jobs, covered)

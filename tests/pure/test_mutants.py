@@ -18,11 +18,14 @@ def clip(x: int, most: int = 10) -> int:
     return min(x, most) if (x
         is not None) else -1
 """
-CODE = "def half(n):\n    if n >= 2:\n        return n // 2\n    return 0\n\n\ndef unused(n):\n    return n + 1\n"
+CODE = "def half(n):\n    if n >= 2:\n        return n // 2\n    return 0\n\n\ndef elsewhere(n):\n    return n + 1\n"
 TESTS = (
-    "from shardwise.ops.code import half\n\n\n"
+    "import subprocess, sys\n\nfrom shardwise.ops.code import half\n\n\n"
     "def test_weak():\n    assert half(6) == 3\n\n\n"
-    "def test_edge():\n    assert (half(2), half(1)) == (1, 0)\n"
+    "def test_edge():\n    assert (half(2), half(1)) == (1, 0)\n\n\n"
+    "def test_of_another_process():\n"
+    "    program = 'from shardwise.ops.code import elsewhere; assert elsewhere(1) == 2'\n"
+    "    subprocess.run([sys.executable, '-c', program], check=True)\n"
 )
 
 
@@ -66,13 +69,15 @@ def tree(tmp_path: Path) -> Path:
 def test_tests_that_notice_kill_and_others_do_not(tree: Path, tmp_path: Path) -> None:
     record(tree, tmp_path / "record.json", ["tests/local"])
     covered = Coverage.read(tmp_path / "record.json")
-    weak, edge = "tests/local/test_code.py::test_weak", "tests/local/test_code.py::test_edge"
-    assert covered.tests == [edge, weak]
+    file = "tests/local/test_code.py"
+    weak, edge, other = f"{file}::test_weak", f"{file}::test_edge", f"{file}::test_of_another_process"
+    assert covered.tests == [weak, edge, other, file]
     path = "src/shardwise/ops/code.py"
     source = CODE.encode()
     greater = Mutation(path, 2, source.index(b">="), source.index(b">=") + 2, ">")
     assert sorted(covered.tests_of(greater)) == [edge, weak]
     assert covered.tests_of(Mutation(path, 4, source.index(b"0"), source.index(b"0") + 1, "1")) == [edge]
+    assert covered.tests_of(Mutation(path, 8, source.index(b"+"), source.index(b"+") + 1, "-")) == [file]
     copied = copy_tree(tmp_path / "copy", tree)
     assert judge(greater, [weak], copied) == SURVIVED
     assert judge(greater, [weak, edge], copied) == KILLED
