@@ -87,6 +87,7 @@ from shardwise.tensor import (
     ShardedTensor as ShardedTensor,
     from_local as from_local,
     redistribute_many as redistribute_many,
+    register_autograd_function as register_autograd_function,
     shard as shard,
 )
 from shardwise.tensor.creation import (

@@ -6,7 +6,7 @@ each name: it fails when a new release of torch moves the name or changes what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -100,6 +100,11 @@ OpOverloadPacket: Any = _private("_ops.OpOverloadPacket")
 
 # Inside the forward of a `torch.autograd.Function` forward-mode differentiation is off: the only visible sign of it.
 is_forward_grad_enabled: Any = _private("_C._is_fwd_grad_enabled")
+
+# The Functions that torch puts around a module with full backward hooks, and around code that is checkpointed with
+# re-entrance. They are applied without asking the types of their arguments.
+BackwardHookFunction: type[torch.autograd.Function] = _private("nn.modules._functions.BackwardHookFunction")
+CheckpointFunction: type[torch.autograd.Function] = _private("utils.checkpoint.CheckpointFunction")
 
 # Data-dependent checks on a GPU without a synchronisation.
 assert_async: Any = _private("_assert_async")
@@ -224,6 +229,17 @@ def has_saved_tensors_hooks() -> bool:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass, where checkpointed code is computed a second time."""
     return bool(_current_graph_task_id() != -1)
+
+
+def replace_checkpoint_generator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what `torch.utils.checkpoint.checkpoint` starts before it runs the code, without re-entrance.
+
+    `make` gets torch's own. It saves the arguments, and takes the type of a tensor for no reason to do so otherwise.
+    """
+    checkpointing = _private("utils.checkpoint")
+    checkpointing._checkpoint_without_reentrant_generator = make(
+        _private("utils.checkpoint._checkpoint_without_reentrant_generator")
+    )
 
 
 def operator_names() -> Iterator[str]:

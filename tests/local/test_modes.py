@@ -25,7 +25,6 @@ from tests.local.dense import (
     assert_same,
     check,
     check_or_refuse,
-    ends,
     forget,
     lay,
     numbers,
@@ -322,23 +321,7 @@ def test_activation_checkpointing(name: str, layouts: tuple[str, str]) -> None:
     calls = [(numbers(4, 4, seed=s), numbers(4, 4, seed=s + 1)) for s in (1, 3)]
     check(once, layouts, *calls)
     check(lambda x, w: program(x, w) + once(x, w), layouts, *calls)
-    check_or_refuse(lambda x, w: checkpoint(program, x, w, use_reentrant=True), layouts, *calls)
-
-
-@pytest.mark.parametrize("layouts", ((R, S0), (S0, R), (S1, P)))
-def test_activation_checkpointing_inside_itself_is_an_error(layouts: tuple[str, str]) -> None:
-    """Torch keeps the arguments of the inner call by hooks of the outer one, which detach them: our tape ends there."""
-
-    def once(x: Any, w: Any) -> Any:
-        return checkpoint(TAPED["mlp"], x, w, use_reentrant=False)
-
-    def body(comm: Comm) -> None:
-        x, w = (lay(numbers(4, 4, seed=i).requires_grad_(), layout) for i, layout in enumerate(layouts))
-        out: Any = checkpoint(lambda a, b: TAPED["norm"](once(a, b), b), x, w, use_reentrant=False)
-        out.full().square().sum().backward()
-
-    found = ends(body, 2)
-    assert all(end.startswith("CheckpointError: ") for end in found), found
+    check(lambda x, w: checkpoint(program, x, w, use_reentrant=True), layouts, *calls)
 
 
 @pytest.mark.parametrize("layouts", ((R, S0), (S0, R)))

@@ -111,19 +111,6 @@ def test_recurrent_cells(name: str, weights: str, given: str) -> None:
     compare_modules(CELLS[name], LAYOUTS[weights], LAYOUTS[given], matrix(9))
 
 
-@pytest.mark.parametrize("layout", ("S0", "R", "S1"))
-def test_full_backward_hooks_are_refused_on_every_rank(layout: str) -> None:
-    """Torch puts a Function of its own around the module, and ShardedTensors are not on its tape."""
-
-    def body(comm: Comm) -> None:
-        model = sharded(filled(nn.Linear(4, 4).double()), R)
-        model.register_full_backward_hook(lambda module, given, grads: None)
-        with pytest.raises(UnsupportedOpError, match="its gradient would be lost"):
-            model(lay(matrix(1).requires_grad_(), LAYOUTS[layout]))
-
-    run(body)
-
-
 @pytest.mark.parametrize("source", ("S0", "R", "P", "plain"))
 @pytest.mark.parametrize("target", ("S0", "S1", "R"))
 def test_copies_that_broadcast(target: str, source: str) -> None:

@@ -80,9 +80,8 @@ def test_what_would_lose_gradients_is_refused() -> None:
     def body(comm: Comm) -> None:
         x = leaf(X)
         (x * x).sum().full()
-        for lost in (lambda: _Square.apply(x), lambda: checkpoint(torch.exp, x, use_reentrant=True)):
-            with pytest.raises(UnsupportedOpError, match=r"inside the forward of a torch\.autograd\.Function"):
-                lost()
+        with pytest.raises(UnsupportedOpError, match=r"inside the forward of a torch\.autograd\.Function"):
+            _Square.apply(x)
         with torch.inference_mode():
             assert torch.equal((x * x).full(), X * X)
         assert torch.equal(_Square.apply(x.detach()).full(), X * X)

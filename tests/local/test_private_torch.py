@@ -148,6 +148,28 @@ def test_forward_mode_is_off_inside_an_autograd_function() -> None:
     assert (_torch.is_forward_grad_enabled(), inside) == (True, [False])
 
 
+def test_a_module_with_full_backward_hooks_is_inside_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[Any] = []
+    monkeypatch.setattr(_torch.BackwardHookFunction, "apply", lambda *args: applied.append(args) or args)
+    module = torch.nn.Tanh()
+    module.register_full_backward_pre_hook(lambda module, grads: None)
+    with pytest.raises(RuntimeError, match="setting up backward hooks"):
+        module(torch.ones(1, requires_grad=True))
+    assert len(applied) == 1
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_what_checkpointing_applies(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    started: list[str] = []
+    monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
+    _torch.replace_checkpoint_generator(lambda own: lambda *args: started.append("generator") or own(*args))
+    monkeypatch.setattr(_torch.CheckpointFunction, "apply", lambda *args: started.append("function"))
+    module.checkpoint(torch.exp, torch.ones(1, requires_grad=True), use_reentrant=reentrant)
+    assert started == ["function" if reentrant else "generator"]
+
+
 def test_asynchronous_assertion_raises_on_the_cpu() -> None:
     _torch.assert_async(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not fine"):

@@ -1,8 +1,9 @@
 """L3: ShardedTensor, what makes it, and what moves it."""
 
 from shardwise.tensor import functions as _functions  # noqa: F401  # registers equal, copy_, torch.autograd.grad and others
+from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.random import init as _init  # noqa: F401  # registers torch.nn.init
 from shardwise.tensor.redistribute import from_local, redistribute_many, shard
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-__all__ = ["ShardedTensor", "from_local", "redistribute_many", "shard", "wrap"]
+__all__ = ["ShardedTensor", "from_local", "redistribute_many", "register_autograd_function", "shard", "wrap"]

@@ -145,8 +145,9 @@ class AutogradMixin(AttributesMixin):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]  # answered from the local tensors
-        """The tape's node of the first local tensor."""
-        return self._tape_tensors()[0].grad_fn
+        """The tape's node of the first local tensor; of a result of a `torch.autograd.Function`, that of the whole."""
+        found, whole = self._tape_tensors()[0].grad_fn, self.__dict__.get("_function_node")
+        return found if whole is None or whole.local is not found else whole
 
     @property
     def grad(self) -> Self | None:

@@ -201,9 +201,8 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
         return
     raise UnsupportedOpError(
         f"{getattr(func, '__name__', func)} of a ShardedTensor that requires grad, inside the forward of a "
-        "torch.autograd.Function: its gradient would be lost. Apply the Function to x.local_tensor() and wrap the "
-        "result with shardwise.from_local, or make it a torch.library operator; for activation checkpointing use "
-        "use_reentrant=False"
+        "torch.autograd.Function: its gradient would be lost. Register the Function with "
+        "shardwise.register_autograd_function, or make it a torch.library operator"
     )
 
 
