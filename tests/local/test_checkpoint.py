@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
-from shardwise.checkpoint import assign, clean, leftovers, reading, store, writing
+from shardwise.checkpoint import assign, clean, files, leftovers, reading, writing
 from shardwise.checkpoint.assign import TensorToSave
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
@@ -101,9 +101,9 @@ def test_large_tensors_come_from_mapped_pages(tmp_path: Path, monkeypatch: pytes
     """What is done for large tensors, done for small ones; pages at once, or one by one on an older system."""
     whole = values((7, 9), torch.bfloat16)
     monkeypatch.setattr(reading, "LARGE_BYTES", 1)
-    monkeypatch.setattr(store, "_WORTH_FETCHING", 1)
+    monkeypatch.setattr(files, "_WORTH_FETCHING", 1)
     if not at_once:
-        monkeypatch.setattr(store, "_POPULATE_READ", 9999)
+        monkeypatch.setattr(files, "_POPULATE_READ", 9999)
     every = list(EVERY.values())
     run_local(save_all, 4, tmp_path / "c", every, whole)
     pairs = [(i, layout) for i in range(0, len(every), 3) for layout in every]

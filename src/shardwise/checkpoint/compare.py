@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import StoredCut, TensorEntry
-from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.store import Store, StoredRegion
 from shardwise.geometry import Box, DType
 from shardwise.transfer.intersect import overlaps_with_boxes
 
@@ -162,18 +162,20 @@ def compare_stored(
     kinds = (a.entry.dtype, b.entry.dtype)
     found = Difference()
     for left, right in _iterate_pairs(a, b):
-        found += _compare_pair((left, right), kinds, tolerance)
+        found += _compare_pair((left.load(), right.load()), kinds, tolerance)
         on_bytes(left.nbytes)
-        a.store.touch(_pair_span(left))
-        b.store.touch(_pair_span(right))
+        a.store.touch(left.span)
+        b.store.touch(right.span)
     return found
 
 
-def _iterate_pairs(a: ComparedTensor, b: ComparedTensor) -> Iterator[ArrayPair]:
-    """The same elements of both, part by part."""
+def _iterate_pairs(a: ComparedTensor, b: ComparedTensor) -> Iterator[tuple[StoredRegion, StoredRegion]]:
+    """The same elements of both, part by part, each of which spans few bytes of its file."""
     for box, cell, here, there in _overlapping_regions(a.entry.cut, b.entry.cut):
-        left, right = a.store.map_box(a.entry, box)[here], b.store.map_box(b.entry, cell)[there]
-        yield from _split_pair(np.asarray(left), np.asarray(right))
+        left, right = a.store.region(a.entry, box).part(here), b.store.region(b.entry, cell).part(there)
+        for slices in left.split(PART_BYTES):
+            some_left, some_right = left.part(slices), right.part(slices)
+            yield from ((some_left.part(s), some_right.part(s)) for s in some_right.split(PART_BYTES))
 
 
 @lru_cache(maxsize=64)
@@ -189,25 +191,6 @@ def _overlapping_regions(
         (box, cell, Box(tuple(here), tuple(sizes)).slices, Box(tuple(there), tuple(sizes)).slices)
         for box, cell, here, there, sizes in zip(*(c.tolist() for c in (*columns, met.sizes)), strict=True)
     ]
-
-
-def _split_pair(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Iterator[ArrayPair]:
-    """Cut two arrays of one shape along their first dims, so that each part spans few bytes of its file."""
-    span = max(_pair_span(left), _pair_span(right))
-    if span <= PART_BYTES or left.ndim == 0:
-        yield left, right
-        return
-    count = PART_BYTES * len(left) // span
-    for start in range(0, len(left), max(1, count)):
-        if count > 1:
-            yield left[start : start + count], right[start : start + count]
-        else:
-            yield from _split_pair(left[start], right[start])
-
-
-def _pair_span(part: npt.NDArray[Any]) -> int:
-    """The bytes of the file from the first to the last row of a part."""
-    return part.strides[0] * part.shape[0] if part.ndim and part.size else part.nbytes
 
 
 def _compare_pair(pair: ArrayPair, kinds: tuple[DType, DType], near: Tolerance) -> Difference:

@@ -9,8 +9,10 @@ Writing: small parts that are neighbours are collected, and what was written is 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +20,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwise.checkpoint.errors import CheckpointError, add_path_to_error
+from shardwise.checkpoint.storage.base import MAX_INDEX_BYTES, FileReader, ReadableFolder
 
 _COLLECT_BYTES = 1 << 20
-MAX_INDEX_BYTES = 1 << 28
-FileIdentity = tuple[int, int, int, int]
+_WORTH_FETCHING = 256 << 10
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; Python has no name for it
 
 
-class PinnedFolder:
+class PinnedFolder(ReadableFolder):
     """A folder that is open for reading: its files stay the same, whatever its name refers to later.
 
     Files that were pinned stay readable even when the folder is removed.
     """
+
+    path: Path
+    pins = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,10 +60,15 @@ class PinnedFolder:
         """The names of everything in the folder."""
         return os.listdir(self._handle)
 
-    def identity(self, name: str) -> FileIdentity:
-        """What is different as soon as a file is another one, or was written to."""
+    def version(self, name: str) -> list[str | int]:
+        """What is different as soon as a file is another one, or was written to; copies of a folder are alike."""
         found = os.stat(name, dir_fd=self._handle)
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return [found.st_size, found.st_mtime_ns]
+
+    def identity(self, name: str) -> list[str | int]:
+        """What is different as soon as a file is another one, also in a copy of the folder."""
+        found = os.stat(name, dir_fd=self._handle)
+        return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]
 
     def is_replaced(self) -> bool:
         """Whether the path of this folder names another one by now, or none."""
@@ -104,6 +118,10 @@ class PinnedFolder:
                 raise CheckpointError(f"{self.path / name}: {size} bytes; no more than {limit} are read")
             return read_exactly(handle, size, 0)
 
+    def reader(self, name: str) -> MappedFile:
+        """A file, mapped into memory."""
+        return MappedFile(self, name)
+
     def close(self) -> None:
         """Close the folder and all its files."""
         with self._lock:
@@ -113,15 +131,51 @@ class PinnedFolder:
         for handle in handles:
             os.close(handle)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_handle", -1) >= 0:
             self.close()
+
+
+class MappedFile(FileReader):
+    """A file of a pinned folder, mapped into memory: reading a slice reads its pages and nothing else."""
+
+    def __init__(self, folder: PinnedFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._map: mmap.mmap | None = None
+        with folder.open(name) as handle:
+            self.size = os.fstat(handle).st_size
+            if self.size:
+                self._map = mmap.mmap(handle, self.size, access=mmap.ACCESS_READ)
+        self._data = np.empty(0, np.uint8) if self._map is None else np.frombuffer(self._map, np.uint8)
+
+    def read(self, low: int, high: int) -> npt.NDArray[np.uint8]:
+        return self._data[low:high]
+
+    def read_into(self, place: memoryview, begin: int) -> None:
+        with self._folder.open(self._name) as handle:
+            while len(place):
+                count = os.preadv(handle, [place], begin)
+                if not count:
+                    raise OSError(errno.EIO, f"it was truncated while it was read: no byte {begin}")
+                place, begin = place[count:], begin + count
+
+    def fetch(self, low: int, high: int) -> bool:
+        """Bring the pages of a run of bytes in at once; one by one they cost more than what they hold."""
+        if sys.platform != "linux" or self._map is None:
+            return False
+        first = low - low % mmap.PAGESIZE
+        try:
+            if high - low >= _WORTH_FETCHING:
+                self._map.madvise(_POPULATE_READ, first, high - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise CheckpointError(f"{self._folder.path / self._name}: {error.strerror}") from error
+            return False  # an older system: pages come when they are read
+        return True
+
+    def release(self) -> None:
+        if self._map is not None and sys.platform == "linux":
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def read_exactly(handle: int, size: int, begin: int) -> bytes:

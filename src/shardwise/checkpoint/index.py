@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -130,9 +130,21 @@ class FileEntry:
     header_sum: str | None
 
 
+class StridedView(NamedTuple):
+    """Where the elements of a box are in a run of `run_bytes`: the first is number `start`; strides are in elements."""
+
+    start: int
+    strides: tuple[int, ...]
+    run_bytes: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorEntry:
-    """A tensor: for each box of its cut the number of the file, the first byte in it, and checksums ("" for none)."""
+    """A tensor: for each box of its cut the number of the file, the first byte in it, and checksums ("" for none).
+
+    Each box is a run of bytes, row by row; or `views` says for each box where its elements are in the run.
+    Checksums are those of the whole run.
+    """
 
     name: str
     dtype: DType
@@ -140,6 +152,7 @@ class TensorEntry:
     files: Sequence[int]
     begins: Sequence[int]
     sums: Sequence[str]
+    views: Sequence[StridedView] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,6 +161,42 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def view_of(self, number: int) -> StridedView:
+        """Where the elements of a box are in its run of bytes."""
+        if self.views is not None:
+            return self.views[number]
+        sizes, count = self.cut.extents[number]
+        return StridedView(0, row_major_strides(sizes), count * self.dtype.itemsize)
+
+    def run_bytes(self, number: int) -> int:
+        """The length of the run of bytes that a box is in."""
+        if self.views is not None:
+            return self.views[number].run_bytes
+        return self.cut.extents[number][1] * self.dtype.itemsize
+
+    def touched_blocks(
+        self, number: int, offsets: Sequence[int], sizes: Sequence[int], block_bytes: int
+    ) -> tuple[int, int]:
+        """The first block of the run of a box that a region of it touches, and the one after the last."""
+        start, strides, _ = self.view_of(number)
+        first = start + sum(o * s for o, s in zip(offsets, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        itemsize = self.dtype.itemsize
+        return first * itemsize // block_bytes, ((last + 1) * itemsize - 1) // block_bytes + 1
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a box that is stored row by row.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, count = [], 1
+    for size in reversed(sizes):
+        strides.append(count)
+        count *= size
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, eq=False)

@@ -296,8 +296,7 @@ class Loader:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
         needed = {work.entry.files[read.box] for work in self.work for read in work.reads}
         for number in sorted(needed):
-            with self.store.open_data_file(number):
-                pass
+            self.store.reader(number)
             if verify:
                 self.store.verify_header(number)
         if not verify:
@@ -329,7 +328,7 @@ class Loader:
         if key not in self._shares:
             layout = reduced_layout(work.leaf.layout)
             takers = self._once(self._takers, cut, layout, lambda: ranks_needing_boxes(cut, layout))
-            counts = [block_count(n * itemsize, self.store.index.block_bytes) for _, n in cut.extents]
+            counts = [block_count(work.entry.run_bytes(n), self.store.index.block_bytes) for n in range(len(cut))]
             found = [
                 (box, *blocks_to_check(takers[box], self.comm.rank, n, turn + box)) for box, n in enumerate(counts)
             ]

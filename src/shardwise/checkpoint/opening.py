@@ -151,8 +151,8 @@ class Checkpoint:
         for number in range(len(index.files)):
             self._store.verify_header(number)
         for entry in index.tensors.values():
-            for box, (_, elements) in enumerate(entry.cut.extents):
-                self._store.verify(entry, box, 0, block_count(elements * entry.dtype.itemsize, index.block_bytes))
+            for box in range(len(entry.cut)):
+                self._store.verify(entry, box, 0, block_count(entry.run_bytes(box), index.block_bytes))
 
     def close(self) -> None:
         """Release the mapped files."""

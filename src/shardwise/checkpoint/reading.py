@@ -17,7 +17,6 @@ Which parts of which stored boxes a rank needs, and in which steps they are read
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.index import StoredCut, TensorEntry
 from shardwise.checkpoint.state import torch_dtype
+from shardwise.checkpoint.storage.base import FileReader
 from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.checkpoint.writing import as_array, is_plain
 from shardwise.geometry import Box, Layout
@@ -132,12 +132,7 @@ def plan_box_reads(
 
 def touched_blocks(read: BoxRead, tensor: TensorEntry, block_bytes: int) -> tuple[int, int]:
     """The first block that a read touches, and the one after the last."""
-    sizes, _ = tensor.cut.extents[read.box]
-    first = last = 0
-    for size, offset, length in zip(sizes, read.there.offsets, read.there.sizes, strict=True):
-        first, last = first * size + offset, last * size + offset + length - 1
-    itemsize = tensor.dtype.itemsize
-    return first * itemsize // block_bytes, ((last + 1) * itemsize - 1) // block_bytes + 1
+    return tensor.touched_blocks(read.box, read.there.offsets, read.there.sizes, block_bytes)
 
 
 def split_read(read: BoxRead, stored: Sequence[int], itemsize: int, window_bytes: int) -> list[ReadStep] | None:
@@ -196,7 +191,6 @@ _ALIGNMENT = 64
 MappedRead: TypeAlias = tuple[TensorEntry, BoxRead, Tensor]
 TensorReads: TypeAlias = tuple[TensorEntry, Sequence[BoxRead], Sequence[Tensor]]
 CopyTarget: TypeAlias = npt.NDArray[Any] | Tensor
-ArrayIndex: TypeAlias = tuple[slice | EllipsisType, ...]
 PlacedStep: TypeAlias = tuple[
     int, int, ReadStep, TensorEntry, CopyTarget
 ]  # the file, the first byte in it, and what goes where
@@ -232,8 +226,7 @@ def _copy_placed_steps(store: Store, parts: Sequence[PlacedStep], window: int) -
     memory = np.empty(window + 3 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
     buffer = memory[-memory.ctypes.data % _ALIGNMENT :]  # the system copies to lines of the cache three times as fast
     for number, of_file in groupby(parts, key=itemgetter(0)):
-        with store.open_data_file(number) as handle:
-            _copy_file_steps(handle, list(of_file), buffer, window)
+        _copy_file_steps(store.reader(number), list(of_file), buffer, window)
 
 
 def _place_steps(
@@ -261,7 +254,9 @@ def _plan_tensor_reads(
     others: list[BoxRead] = []
     for read in reads:
         large = store.fetches and read.there.numel * tensor.dtype.itemsize >= LARGE_BYTES
-        found = None if large else split_read(read, tensor.cut.extents[read.box][0], tensor.dtype.itemsize, window)
+        stored = tensor.cut.extents[read.box][0]
+        mapped = large or tensor.views is not None
+        found = None if mapped else split_read(read, stored, tensor.dtype.itemsize, window)
         if found is None:
             others.append(read)
         else:
@@ -269,7 +264,7 @@ def _plan_tensor_reads(
     return steps, others
 
 
-def _copy_file_steps(handle: int, parts: Sequence[PlacedStep], buffer: npt.NDArray[np.uint8], window: int) -> None:
+def _copy_file_steps(file: FileReader, parts: Sequence[PlacedStep], buffer: npt.NDArray[np.uint8], window: int) -> None:
     """Read the parts of one file, which are in the order of their first bytes, and put them in their places."""
     first = 0
     while first < len(parts):
@@ -282,7 +277,7 @@ def _copy_file_steps(handle: int, parts: Sequence[PlacedStep], buffer: npt.NDArr
                 break
             high, after = end, after + 1
         low -= low % _ALIGNMENT
-        _read_bytes_into(handle, buffer.data[: high - low], low)
+        file.read_into(buffer.data[: high - low], low)
         for _, begin, step, tensor, place in parts[first:after]:
             carrier = CARRIERS[tensor.dtype.itemsize]
             source: npt.NDArray[Any] = np.ndarray(step.sizes, carrier, buffer, begin - low, step.strides)
@@ -291,14 +286,6 @@ def _copy_file_steps(handle: int, parts: Sequence[PlacedStep], buffer: npt.NDArr
             else:
                 place[step.here].copy_(_stage_on_host(source, torch_dtype(tensor.dtype)))
         first = after
-
-
-def _read_bytes_into(handle: int, place: memoryview, begin: int) -> None:
-    while len(place):
-        count = os.preadv(handle, [place], begin)
-        if not count:
-            raise OSError(errno.EIO, f"it was truncated while it was read: no byte {begin}")
-        place, begin = place[count:], begin + count
 
 
 def _choose_copy_target(target: Tensor, tensor: TensorEntry) -> CopyTarget:
@@ -312,47 +299,18 @@ def _copy_all_mapped(store: Store, reads: Sequence[MappedRead]) -> None:
 
 
 def _copy_mapped(store: Store, tensor: TensorEntry, read: BoxRead, local: Tensor) -> None:
-    whole = store.map_box(tensor, read.box)
-    source, target = whole[read.there.slices], view_box(local, read.here)
-    place, file, begin = _choose_copy_target(target, tensor), tensor.files[read.box], tensor.begins[read.box]
-    for rows in _split_mapped(source, store.step_bytes):
-        part = source[rows]
-        if part.nbytes * _DENSE_RATIO >= _mapped_span(part):
-            low = begin + _memory_address(part) - _memory_address(whole)
-            store.fetch(file, low, low + _mapped_span(part))
+    source = store.region(tensor, read.box).narrow(read.there.offsets, read.there.sizes)
+    place = _choose_copy_target(view_box(local, read.here), tensor)
+    for slices in source.split(store.step_bytes):
+        part = source.part(slices)
+        rows: Any = (*slices, ...)
+        if part.nbytes * _DENSE_RATIO >= part.span:
+            store.fetch(part)
         if isinstance(place, np.ndarray):
-            np.copyto(place[rows], part)
+            np.copyto(place[rows], part.load())
         else:
-            place[rows].copy_(_stage_on_host(part, torch_dtype(tensor.dtype)))
-        store.touch(_mapped_span(part))
-
-
-def _split_mapped(source: npt.NDArray[Any], step_bytes: int) -> Iterator[ArrayIndex]:
-    """Cut an array along its first dims into parts that span about this many bytes of the file."""
-    if _mapped_span(source) <= step_bytes or source.ndim == 0:
-        yield (...,)
-        return
-    row = _mapped_span(source) // len(source)
-    count = max(1, step_bytes // max(1, row))
-    for start in range(0, len(source), count):
-        rows = slice(start, start + count)
-        if count > 1:
-            yield (rows, ...)
-        else:
-            yield from ((rows, *rest) for rest in _split_mapped(source[start], step_bytes))
-
-
-def _mapped_span(source: npt.NDArray[Any]) -> int:
-    """The bytes of the file between the first and the last element of a part: a narrow one touches the pages of all."""
-    if not source.ndim or not source.size:
-        return source.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(source.shape, source.strides, strict=True))
-    return int(reach) + source.itemsize
-
-
-def _memory_address(array: npt.NDArray[Any]) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
+            place[rows].copy_(_stage_on_host(part.load(), torch_dtype(tensor.dtype)))
+        store.touch(part.span)
 
 
 def _stage_on_host(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -7,15 +7,14 @@ beyond the first few hundred are unmapped again, so that a process may read a ch
 
 from __future__ import annotations
 
-import errno
+import math
 import mmap
 import os
 import resource
-import sys
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,11 @@ from shardwise.checkpoint.folders import absolute_path, find_checkpoint
 from shardwise.checkpoint.formats.base import Format
 from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.index import CRC, TensorEntry
+from shardwise.checkpoint.storage.base import FileReader, ReadableFolder
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 _MAX_MAPPED = 256
 _MAX_TRIES = 100
-_WORTH_FETCHING = 256 << 10
-_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; Python has no name for it
 CARRIERS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -44,25 +42,85 @@ CARRIERS: dict[int, np.dtype[Any]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRegion:
+    """A box of elements in a file, before it is read: the first byte, and sizes and strides (in bytes)."""
+
+    file: FileReader
+    begin: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    carrier: np.dtype[Any]
+
+    @property
+    def span(self) -> int:
+        """The bytes of the file from the first to the last element: a narrow region touches the pages of all."""
+        if 0 in self.sizes:
+            return 0
+        return sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + self.carrier.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.carrier.itemsize
+
+    def narrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredRegion:
+        """A region of this one."""
+        begin = self.begin + sum(o * s for o, s in zip(offsets, self.strides, strict=True))
+        return StoredRegion(self.file, begin, tuple(sizes), self.strides, self.carrier)
+
+    def load(self) -> npt.NDArray[Any]:
+        """The elements, as unsigned numbers of the dtype's width, since NumPy lacks some types; often a view."""
+        data = self.file.read(self.begin, self.begin + self.span)
+        return np.ndarray(self.sizes, self.carrier, data.data, 0, self.strides)
+
+    def fetch(self) -> None:
+        """Bring the bytes in ahead of their use."""
+        self.file.fetch(self.begin, self.begin + self.span)
+
+    def split(self, span_bytes: int) -> Iterator[tuple[slice, ...]]:
+        """Cut it along its first dims into parts of about this span, each as the slices of it."""
+        if self.span <= span_bytes or not self.sizes:
+            yield tuple(slice(0, n) for n in self.sizes)
+            return
+        rows, rest = self.sizes[0], self.sizes[1:]
+        count = span_bytes * rows // self.span
+        for start in range(0, rows, max(1, count)):
+            taken = slice(start, min(rows, start + max(1, count)))
+            if count > 1:
+                yield (taken, *(slice(0, n) for n in rest))
+            else:
+                inner = StoredRegion(self.file, self.begin, rest, self.strides[1:], self.carrier)
+                yield from ((taken, *others) for others in inner.split(span_bytes))
+
+    def part(self, slices: Sequence[slice]) -> StoredRegion:
+        """The part that `split` cut."""
+        return self.narrow([s.start for s in slices], [s.stop - s.start for s in slices])
+
+
 class Store:
     """An index and the folder that its files are in, both pinned: what is read belongs to one save.
 
     `digest` differs as soon as the index, or a file that has no checksums, does.
     """
 
-    def __init__(self, pinned: PinnedFolder, format: Format, index_name: str, max_buffer_bytes: int) -> None:
+    def __init__(self, pinned: ReadableFolder, format: Format, index_name: str, max_buffer_bytes: int) -> None:
         self.pinned, self.format, self.folder = pinned, format, pinned.path
         self.format_title = format.title_of(index_name)
         self._index_name = index_name
-        with pinned.open(index_name):  # an error of the system names the file
-            self._identity = pinned.identity(index_name)
+        self._identity = self._identify_index()
         self.index, self.digest = format.read_index(pinned, index_name)
         self._all_pinned = self._pin_files()
         self._limit = max(max_buffer_bytes, mmap.PAGESIZE)
-        self._maps: dict[int, tuple[mmap.mmap, npt.NDArray[np.uint8]]] = {}
+        self._readers: dict[int, FileReader] = {}
         self._touched = 0
-        self._fetches = sys.platform == "linux"
+        self._fetches = True
         self._lock = threading.Lock()
+
+    def _identify_index(self) -> list[str | int]:
+        try:
+            return self.pinned.identity(self._index_name)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / self._index_name}: cannot be read: {error.strerror}") from error
 
     def _pin_files(self) -> bool:
         """Keep the files open, as far as that many may be; whether that was all of them."""
@@ -71,7 +129,7 @@ class Store:
                 self.pinned.pin(file.name)
         except OSError:  # reported when the file is read, if ever
             return False
-        return len(self.index.files) <= _max_pinned()
+        return self.pinned.pins and len(self.index.files) <= _max_pinned()
 
     def is_stale(self) -> bool:
         """Whether another save has taken the place of this one, or has written to it, so that reading may fail."""
@@ -88,56 +146,39 @@ class Store:
         except OSError:
             return False
 
-    def data(self, number: int) -> npt.NDArray[np.uint8]:
-        """All bytes of a file."""
-        found = self._maps.get(number)
+    def reader(self, number: int) -> FileReader:
+        """A file, after a look at its length; system errors name the file."""
+        found = self._readers.get(number)
         if found is None:
             with self._lock:
-                found = self._maps.get(number) or self._map(number)
-                while len(self._maps) >= _MAX_MAPPED:  # what still uses an older one keeps it until it is done
-                    self._maps.pop(next(iter(self._maps)))
-                self._maps[number] = found
-        return found[1]
+                found = self._readers.get(number) or self._open_reader(number)
+                while len(self._readers) >= _MAX_MAPPED:  # what still uses an older one keeps it until it is done
+                    self._readers.pop(next(iter(self._readers)))
+                self._readers[number] = found
+        return found
 
-    def _map(self, number: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
-        with self.open_data_file(number) as handle:
-            mapped = mmap.mmap(handle, self.index.files[number].bytes, access=mmap.ACCESS_READ)
-        return mapped, np.frombuffer(mapped, np.uint8)
-
-    @contextmanager
-    def open_data_file(self, number: int) -> Iterator[int]:
-        """A file that is open for reading, after a look at its length; system errors name the file."""
+    def _open_reader(self, number: int) -> FileReader:
         file = self.index.files[number]
-        with self.pinned.open(file.name) as handle:
-            size = os.fstat(handle).st_size
-            if size != file.bytes:
-                raise CheckpointError(
-                    f"{self.folder / file.name}: {size} bytes; the index says {file.bytes}: it is truncated or not "
-                    "from this save"
-                )
-            yield handle
+        found = self.pinned.reader(file.name)
+        if found.size != file.bytes:
+            raise CheckpointError(
+                f"{self.folder / file.name}: {found.size} bytes; the index says {file.bytes}: it is truncated or not "
+                "from this save"
+            )
+        return found
 
-    def map_box(self, tensor: TensorEntry, number: int) -> npt.NDArray[Any]:
-        """A stored box as an array; elements are unsigned numbers of the dtype's width, since NumPy lacks some."""
+    def region(self, tensor: TensorEntry, number: int) -> StoredRegion:
+        """A stored box of a tensor, before it is read."""
         carrier = CARRIERS[tensor.dtype.itemsize]
-        sizes, count = tensor.cut.extents[number]
-        begin = tensor.begins[number]
-        data = self.data(tensor.files[number])[begin : begin + count * carrier.itemsize]
-        return data.view(carrier).reshape(sizes)
+        start, strides, _ = tensor.view_of(number)
+        begin = tensor.begins[number] + start * carrier.itemsize
+        steps = tuple(s * carrier.itemsize for s in strides)
+        return StoredRegion(self.reader(tensor.files[number]), begin, tensor.cut.extents[number][0], steps, carrier)
 
-    def fetch(self, number: int, low: int, high: int) -> None:
-        """Bring the pages of a run of bytes of a file in at once; one by one they cost more than what they hold."""
-        self.data(number)
-        held = self._maps.get(number)
-        if not self._fetches or held is None or high - low < _WORTH_FETCHING:
-            return
-        first = low - low % mmap.PAGESIZE
-        try:
-            held[0].madvise(_POPULATE_READ, first, high - first)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise CheckpointError(f"{self.folder / self.index.files[number].name}: {error.strerror}") from error
-            self._fetches = False  # an older system: pages come when they are read
+    def fetch(self, region: StoredRegion) -> None:
+        """Bring the bytes of a region in at once; page by page they cost more than what they hold."""
+        if self._fetches:
+            self._fetches = region.file.fetch(region.begin, region.begin + region.span)
 
     @property
     def fetches(self) -> bool:
@@ -153,11 +194,9 @@ class Store:
     def release_pages(self) -> None:
         """Drop the mapped pages from this process; the system may keep them."""
         self._touched = 0
-        if sys.platform != "linux":
-            return
         with self._lock:
-            for mapped, _ in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
+            for reader in self._readers.values():
+                reader.release()
 
     @property
     def step_bytes(self) -> int:
@@ -167,7 +206,8 @@ class Store:
     def verify_header(self, number: int) -> None:
         """Raise unless the start of a file is what was written."""
         file = self.index.files[number]
-        if file.header_sum is not None and checksum(self.data(number)[: file.data_start].data) != file.header_sum:
+        start = self.reader(number).read(0, file.data_start)
+        if file.header_sum is not None and checksum(start.data) != file.header_sum:
             raise CheckpointError(f"{self.folder / file.name}: the header is damaged: its checksum differs")
 
     def verify(self, tensor: TensorEntry, number: int, first: int, last: int) -> None:
@@ -178,23 +218,23 @@ class Store:
         if sums.startswith(CRC):
             self._verify_crc(tensor, number, sums)
             return
-        data, size = self.data(tensor.files[number]), tensor.cut.extents[number][1] * tensor.dtype.itemsize
+        file, size = self.reader(tensor.files[number]), tensor.run_bytes(number)
         start, step = tensor.begins[number], self.index.block_bytes
         for block in range(first, last):
-            low, high = block * step, min((block + 1) * step, size)
-            self.fetch(tensor.files[number], start + low, start + high)
-            if checksum(data[start + low : start + high].data) != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
+            low, high = start + block * step, start + min((block + 1) * step, size)
+            file.fetch(low, high)
+            if checksum(file.read(low, high).data) != sums[block * SUM_DIGITS : (block + 1) * SUM_DIGITS]:
                 raise CheckpointError(
                     f"{self.folder / self.index.files[tensor.files[number]].name}: tensor {tensor.name!r}: bytes "
-                    f"{start + low} to {start + high} are damaged: their checksum differs"
+                    f"{low} to {high} are damaged: their checksum differs"
                 )
             self.touch(high - low)
 
     def _verify_crc(self, tensor: TensorEntry, number: int, expected: str) -> None:
-        data, size = self.data(tensor.files[number]), tensor.cut.extents[number][1] * tensor.dtype.itemsize
+        file, size = self.reader(tensor.files[number]), tensor.run_bytes(number)
         start, crc = tensor.begins[number], 0
-        for low in range(0, size, self.step_bytes):
-            part = data[start + low : start + min(size, low + self.step_bytes)]
+        for low in range(start, start + size, self.step_bytes):
+            part = file.read(low, min(start + size, low + self.step_bytes))
             crc = zlib.crc32(part.data, crc)
             self.touch(len(part))
         if f"{CRC}{crc:08x}" != expected:
@@ -206,7 +246,7 @@ class Store:
     def close(self) -> None:
         """Unmap and close all files."""
         with self._lock:
-            self._maps.clear()
+            self._readers.clear()
         self.pinned.close()
 
 

@@ -65,11 +65,11 @@ def find_problems(store: Store, on_bytes: Callable[[int], None] = lambda count: 
 def _read_file_header(store: Store, number: int) -> dict[int, HeaderEntry]:
     """What the header of a file says, by first byte; nothing for files of a kind that has no such header."""
     file = store.index.files[number]
-    data = store.data(number)
+    data = store.reader(number)
     if file.header_sum is None:
         return {}
     store.verify_header(number)
-    found = parse_header(data[: file.data_start].tobytes(), file.bytes, str(store.folder / file.name))
+    found = parse_header(data.read(0, file.data_start).tobytes(), file.bytes, str(store.folder / file.name))
     return {entry.begin: entry for entry in found.values() if 0 not in entry.shape}
 
 
@@ -89,7 +89,7 @@ def _find_box_problems(
     store: Store, entry: TensorEntry, box: int, header: dict[int, HeaderEntry] | None, on_bytes: Callable[[int], None]
 ) -> Iterator[Problem]:
     name, (sizes, elements) = store.index.files[entry.files[box]].name, entry.cut.extents[box]
-    nbytes = elements * entry.dtype.itemsize
+    nbytes = entry.run_bytes(box)
     if header is None:
         on_bytes(nbytes if entry.sums[box] else 0)
         yield Problem(name, entry.name, f"{entry.cut.box(box)} is lost with its file")

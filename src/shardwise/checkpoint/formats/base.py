@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 from shardwise.checkpoint.assign import Holder, TensorToSave, assign_boxes
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.index import Index, Json, StoredCut
+from shardwise.checkpoint.storage.base import ReadableFolder
 from shardwise.geometry import Box
 
 ItemSums: TypeAlias = tuple[str, int]  # the checksums of the blocks of an item, joined, and its CRC-32 if asked for
@@ -140,11 +140,11 @@ class Format(ABC):
     has_layouts = True
     has_copies = False
 
-    def detect(self, folder: PinnedFolder) -> str | None:
+    def detect(self, folder: ReadableFolder) -> str | None:
         """The name of the index in a folder of this format, or None for other folders."""
         return next((name for name in self.index_names if folder.has(name)), None)
 
-    def is_complete(self, folder: PinnedFolder) -> bool:
+    def is_complete(self, folder: ReadableFolder) -> bool:
         """Whether a folder has everything that a save in this format writes; the index comes last."""
         return self.detect(folder) is not None
 
@@ -161,7 +161,7 @@ class Format(ABC):
         return None
 
     @abstractmethod
-    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+    def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         """The index of a folder (or of the single file `index_name` in it), and a digest of what it describes."""
 
     @abstractmethod
@@ -169,9 +169,9 @@ class Format(ABC):
         """The files to write; raise for what the format cannot store."""
 
 
-def digest_files(folder: PinnedFolder, names: Sequence[str]) -> list[list[str | int]]:
+def digest_files(folder: ReadableFolder, names: Sequence[str]) -> list[list[str | int]]:
     """The length and time of files, for the digest of an index that has no checksums of them."""
     try:
-        return [[name, *folder.identity(name)[1:3]] for name in names]
+        return [[name, *folder.version(name)] for name in names]
     except OSError as error:
         raise CheckpointError(f"{folder.path / str(error.filename)}: cannot be read: {error.strerror}") from error

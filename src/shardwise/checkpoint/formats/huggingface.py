@@ -15,10 +15,10 @@ import numpy as np
 from shardwise.checkpoint.assign import pack_into_files
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import Format, ItemSums, PlannedFile, SaveRequest, digest_files
 from shardwise.checkpoint.formats.safetensors import CODES, HeaderEntry, SafetensorsPlan, read_header
 from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, iterate_leaves
+from shardwise.checkpoint.storage.base import Location, ReadableFolder
 
 HF_INDEX_NAME = "model.safetensors.index.json"
 HF_SINGLE_NAME = "model.safetensors"
@@ -35,7 +35,7 @@ class HuggingFaceFormat(Format):
     has_values = False
     has_layouts = False
 
-    def is_complete(self, folder: PinnedFolder) -> bool:
+    def is_complete(self, folder: ReadableFolder) -> bool:
         """With an index, which is written last; a single file has its whole length."""
         found = self.detect(folder)
         if found != HF_SINGLE_NAME:
@@ -52,7 +52,7 @@ class HuggingFaceFormat(Format):
     def title_of(self, index_name: str) -> str:
         return self.title if index_name in self.index_names else "safetensors file"
 
-    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+    def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         if index_name == HF_INDEX_NAME:
             return _read_folder_index(folder, folder.read(index_name))
         file, entries, start = read_header(folder, index_name)
@@ -108,7 +108,7 @@ class HuggingFacePlan(SafetensorsPlan):
         return HF_INDEX_NAME, json.dumps(content, indent=2).encode()
 
 
-def _read_folder_index(folder: PinnedFolder, data: bytes) -> tuple[Index, str]:
+def _read_folder_index(folder: ReadableFolder, data: bytes) -> tuple[Index, str]:
     weight_map = _parse_weight_map(folder.path, data)
     numbers = {name: number for number, name in enumerate(sorted(set(weight_map.values())))}
     found = [read_header(folder, name) for name in numbers]
@@ -124,12 +124,12 @@ def _read_folder_index(folder: PinnedFolder, data: bytes) -> tuple[Index, str]:
     return index, _digest(folder, index, data + b"".join(start for _, _, start in found))
 
 
-def _digest(folder: PinnedFolder, index: Index, headers: bytes) -> str:
+def _digest(folder: ReadableFolder, index: Index, headers: bytes) -> str:
     """Two saves of one model have the same headers, so times count as well."""
     return checksum(headers + json.dumps(digest_files(folder, [file.name for file in index.files])).encode())
 
 
-def _parse_weight_map(folder: Path, data: bytes) -> dict[str, str]:
+def _parse_weight_map(folder: Location, data: bytes) -> dict[str, str]:
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, RecursionError, KeyError, TypeError):

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.errors import CheckpointError, require
-from shardwise.checkpoint.files import PinnedFolder, read_exactly
 from shardwise.checkpoint.formats.base import FileItem, FilePlan, ItemSums, PlannedFile
 from shardwise.checkpoint.index import MAX_DIMS, MAX_NUMBER, FileEntry
+from shardwise.checkpoint.storage.base import ReadableFolder
 from shardwise.geometry import DType, find_dtype
 
 MAX_HEADER_BYTES = 100_000_000
@@ -154,13 +153,13 @@ def _check_no_gaps(entries: Mapping[str, HeaderEntry], data_start: int, file_byt
         raise CheckpointError(f"{name}: its tensors end at byte {position}; the file has {file_bytes} bytes")
 
 
-def read_header(folder: PinnedFolder, name: str) -> tuple[FileEntry, dict[str, HeaderEntry], bytes]:
+def read_header(folder: ReadableFolder, name: str) -> tuple[FileEntry, dict[str, HeaderEntry], bytes]:
     """A safetensors file as an entry, its tensors, and the bytes of its header."""
     path = str(folder.path / name)
-    with folder.open(name) as handle:
-        size = os.fstat(handle).st_size
-        start = read_exactly(handle, _PREFIX, 0)
-        start += read_exactly(handle, header_size(start, size, path) - _PREFIX, _PREFIX)
+    file = folder.reader(name)
+    size = file.size
+    length = header_size(file.read(0, min(size, _PREFIX)).tobytes(), size, path)
+    start = file.read(0, length).tobytes()
     return FileEntry(name, size, len(start), checksum(start)), parse_header(start, size, path), start
 
 

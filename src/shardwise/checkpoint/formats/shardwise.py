@@ -18,7 +18,6 @@ import numpy as np
 from shardwise.checkpoint.assign import MAX_FILE_BYTES, Holder, pack_into_files
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import (
     BoxAssignment,
     FileItem,
@@ -39,6 +38,7 @@ from shardwise.checkpoint.index import (
     check_name_bytes,
     check_ranges,
 )
+from shardwise.checkpoint.storage.base import ReadableFolder
 from shardwise.geometry import LayoutError, find_dtype
 from shardwise.geometry.coverage import check_coverage
 from shardwise.geometry.mesh import IntArray
@@ -66,7 +66,7 @@ class ShardwiseFormat(Format):
         found = _WRITER.fullmatch(file_name)
         return int(found[1]) if found else None
 
-    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+    def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         data = folder.read(index_name)
         return parse_index(data, str(folder.path / index_name)), checksum(data)
 

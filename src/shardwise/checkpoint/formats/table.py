@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import Format
 from shardwise.checkpoint.formats.dcp.format import DcpFormat
 from shardwise.checkpoint.formats.huggingface import HuggingFaceFormat
 from shardwise.checkpoint.formats.shardwise import ShardwiseFormat
+from shardwise.checkpoint.storage.base import ReadableFolder
 
 FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat()]
 
@@ -24,7 +24,7 @@ def find_format(name: str) -> Format:
     return found
 
 
-def detect_format(folder: PinnedFolder) -> tuple[Format, str] | None:
+def detect_format(folder: ReadableFolder) -> tuple[Format, str] | None:
     """The format of a folder and the name of its index, or None if it is not a checkpoint."""
     for known in FORMATS:
         index_name = known.detect(folder)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, checksum
+from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, block_count, checksum
 from shardwise.checkpoint.files import PositionedFile
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment, split_into_boxes
-from shardwise.checkpoint.store import CARRIERS, Store
+from shardwise.checkpoint.store import CARRIERS, Store, StoredRegion
 from shardwise.geometry import Box
 from shardwise.geometry.mesh import IntArray
 
@@ -32,12 +32,13 @@ class VerifiedBlocks:
     """Which blocks of a checkpoint have been checked: one byte each, in a file that all workers map."""
 
     def __init__(self, index: Index, path: Path) -> None:
-        self._first: dict[str, IntArray] = {}
+        self._first: dict[tuple[int, int], int] = {}
         total = 0
-        for name, entry in index.tensors.items():
-            counts = -(-entry.cut.elements * entry.dtype.itemsize // index.block_bytes)
-            self._first[name] = total + np.cumsum(counts) - counts
-            total += int(counts.sum())
+        for entry in index.tensors.values():
+            for number, run in enumerate(zip(entry.files, entry.begins, strict=True)):
+                if run not in self._first:  # several tensors may be made of one run of bytes
+                    self._first[run] = total
+                    total += block_count(entry.run_bytes(number), index.block_bytes)
         self._map = self._mapped(path, max(1, total))
 
     def _mapped(self, path: Path, size: int) -> mmap.mmap:
@@ -51,7 +52,7 @@ class VerifiedBlocks:
 
     def verify(self, store: Store, tensor: TensorEntry, box: int, first: int, last: int) -> None:
         """Check those of some blocks of a stored box that nobody has checked."""
-        base = int(self._first[tensor.name][box])
+        base = self._first[tensor.files[box], tensor.begins[box]]
         for block in range(first, last):
             if not self._map[base + block]:
                 store.verify(tensor, box, block, block + 1)
@@ -120,8 +121,8 @@ class Copier:
         itemsize = entry.dtype.itemsize
         found = meets.between(low // itemsize, high // itemsize)
         if len(found) == 1 and len(found[0][1]) == 1:
-            straight = self._source(entry, int(found[0][1][0]), found[0][2][0], found[0][3][0])
-            if straight.flags.c_contiguous:
+            region = self._source(entry, int(found[0][1][0]), found[0][2][0], found[0][3][0])
+            if region.span == region.nbytes and (straight := region.load()).flags.c_contiguous:
                 self._store.touch(straight.nbytes)
                 return straight.reshape(-1).view(np.uint8).data
         flat = self._buffer[: high - low].view(CARRIERS[itemsize])
@@ -134,31 +135,21 @@ class Copier:
                 self._fill(_box_view(target, start - begin, size), self._source(entry, cell, start, size))
         return self._buffer.data[: high - low]
 
-    def _source(self, entry: TensorEntry, cell: int, start: IntArray, size: IntArray) -> npt.NDArray[Any]:
+    def _source(self, entry: TensorEntry, cell: int, start: IntArray, size: IntArray) -> StoredRegion:
         """A part of a stored box, checked."""
-        there = start - entry.cut.offsets[cell]
+        there, sizes = (start - entry.cut.offsets[cell]).tolist(), size.tolist()
         if self._marks is not None:
-            self._marks.verify(self._store, entry, cell, *self._blocks(entry, cell, there.tolist(), size.tolist()))
-        return _box_view(self._store.map_box(entry, cell), there, size)
+            blocks = entry.touched_blocks(cell, there, sizes, self._store.index.block_bytes)
+            self._marks.verify(self._store, entry, cell, *blocks)
+        return self._store.region(entry, cell).narrow(there, sizes)
 
-    def _blocks(self, entry: TensorEntry, cell: int, there: list[int], size: list[int]) -> tuple[int, int]:
-        first = last = 0
-        for length, offset, extent in zip(entry.cut.extents[cell][0], there, size, strict=True):
-            first, last = first * length + offset, last * length + offset + extent - 1
-        step, itemsize = self._store.index.block_bytes, entry.dtype.itemsize
-        return first * itemsize // step, ((last + 1) * itemsize - 1) // step + 1
-
-    def _fill(self, target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-        """Copy in steps that touch a bounded part of the mapped file each."""
-        span = _source_span(source)
-        if span <= self._store.step_bytes or source.ndim == 0:
-            np.copyto(target, source)
-            self._store.touch(span)
-            return
-        count = max(1, len(source) * self._store.step_bytes // span)
-        for start in range(0, len(source), count):
-            rows = slice(start, start + count) if count > 1 else start
-            self._fill(target[rows], source[rows])
+    def _fill(self, target: npt.NDArray[Any], source: StoredRegion) -> None:
+        """Copy in steps that touch a bounded part of the file each."""
+        for slices in source.split(self._store.step_bytes):
+            part = source.part(slices)
+            place: Any = (*slices, ...)
+            np.copyto(target[place], part.load())
+            self._store.touch(part.span)
 
 
 def _box_view(array: npt.NDArray[Any], start: IntArray, size: IntArray) -> npt.NDArray[Any]:
@@ -166,12 +157,6 @@ def _box_view(array: npt.NDArray[Any], start: IntArray, size: IntArray) -> npt.N
     place: Any = (*(slice(a, a + n) for a, n in zip(start.tolist(), size.tolist(), strict=True)), ...)
     part: npt.NDArray[Any] = array[place]
     return part
-
-
-def _source_span(source: npt.NDArray[Any]) -> int:
-    """The bytes of the file from the first to the last element of a part: a narrow one touches the pages of all."""
-    steps = (abs(s) * (n - 1) for s, n in zip(source.strides, source.shape, strict=True))
-    return source.itemsize + sum(steps) if source.size else 0
 
 
 class Overlap:

@@ -79,11 +79,8 @@ def _find_source_place(entry: TensorEntry, part: ItemRange) -> tuple[int, int]:
     at = [o + i for o, i in zip(part.box.offsets, unravel_offset(first, part.box.sizes), strict=True)]
     inside = ((entry.cut.offsets <= at) & (at < entry.cut.offsets + entry.cut.sizes)).all(axis=1)
     number = int(inside.argmax())
-    row = 0
-    for length, offset, point in zip(
-        entry.cut.sizes[number].tolist(), entry.cut.offsets[number].tolist(), at, strict=True
-    ):
-        row = row * length + point - offset
+    start, strides, _ = entry.view_of(number)
+    row = start + sum((a - o) * s for a, o, s in zip(at, entry.cut.offsets[number].tolist(), strides, strict=True))
     return entry.files[number], entry.begins[number] + row * entry.dtype.itemsize
 
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -25,10 +22,9 @@ import numpy as np
 
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError, require
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import digest_files
 from shardwise.checkpoint.formats.dcp.pickle import PickledTensor, UnpickledObject, read_pickle
-from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, Record, read_archive
+from shardwise.checkpoint.formats.dcp.zip import ORDER, PICKLE, ByteRange, Record, read_archive, read_record
 from shardwise.checkpoint.index import (
     CRC,
     MAX_DEPTH,
@@ -41,7 +37,9 @@ from shardwise.checkpoint.index import (
     TensorEntry,
     check_name_bytes,
     check_ranges,
+    row_major_strides,
 )
+from shardwise.checkpoint.storage.base import FileReader, ReadableFolder
 from shardwise.geometry import Box, DType, LayoutError, Piece, infer_spec
 from shardwise.geometry.coverage import check_coverage
 
@@ -51,13 +49,12 @@ _SEAL = re.compile(rb"shardwise-sum:[0-9a-f]{16}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _RANK = re.compile(r"__(\d{1,9})_")
 _MAX_ROWS = 1 << 20
-_MAX_PICKLE_BYTES = 1 << 26
 _MIN_NODES = 10_000
 _REMEMBERED, _SMALL_PICKLE_BYTES = 256, 4096
 StoredPlace = tuple[str, int, int]
 
 
-def read_dcp_index(pinned: PinnedFolder, data: bytes) -> tuple[Index, str]:
+def read_dcp_index(pinned: ReadableFolder, data: bytes) -> tuple[Index, str]:
     """The index of a folder whose `.metadata` is `data`, and a digest of it."""
     folder = pinned.path
     if _SEAL.search(data) and seal_metadata(data) != data:
@@ -82,45 +79,45 @@ def seal_metadata(data: bytes) -> bytes:
     return plain.replace(UNSEALED.encode(), UNSEALED.replace("0" * SUM_DIGITS, checksum(plain)).encode())
 
 
-class _MappedFiles:
-    """The files of a folder, mapped while the index is read."""
+class _OpenFiles:
+    """The files of a folder, open while the index is read."""
 
-    def __init__(self, folder: PinnedFolder) -> None:
+    def __init__(self, folder: ReadableFolder) -> None:
         self._pinned, self._folder = folder, folder.path
-        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self._readers: dict[str, tuple[int, FileReader]] = {}
         self.bytes = 0
 
-    def item(self, place: StoredPlace) -> tuple[int, memoryview]:
+    def item(self, place: StoredPlace) -> tuple[int, ByteRange]:
         """The number of the file of an item, and the item's bytes."""
         name, offset, length = place
-        if name not in self._maps:
-            self._maps[name] = (len(self._maps), self._mapped(name))
-            self.bytes += len(self._maps[name][1])
-        number, mapped = self._maps[name]
-        if not 0 <= offset <= offset + length <= len(mapped):
+        if name not in self._readers:
+            self._readers[name] = (len(self._readers), self._open(name))
+            self.bytes += self._readers[name][1].size
+        number, file = self._readers[name]
+        if not 0 <= offset <= offset + length <= file.size:
             raise CheckpointError(
                 f"{self._folder / name}: an item spans bytes {offset} to {offset + length}, but the file has "
-                f"{len(mapped)}: it is truncated"
+                f"{file.size}: it is truncated"
             )
-        return number, memoryview(mapped)[offset : offset + length]
+        return number, ByteRange(file, offset, length)
 
-    def _mapped(self, name: str) -> mmap.mmap:
+    def _open(self, name: str) -> FileReader:
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{self._folder}: {name[:200]!r} is not a file name in this folder; nothing is read")
-        with self._pinned.open(name) as handle:
-            if not os.fstat(handle).st_size:
-                raise CheckpointError(f"{self._folder / name}: cannot be read: the file is empty")
-            return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+        file = self._pinned.reader(name)
+        if not file.size:
+            raise CheckpointError(f"{self._folder / name}: cannot be read: the file is empty")
+        return file
 
     def entries(self) -> list[FileEntry]:
-        return [FileEntry(name, len(mapped), 0, None) for name, (_, mapped) in self._maps.items()]
+        return [FileEntry(name, file.size, 0, None) for name, (_, file) in self._readers.items()]
 
 
 class _DcpIndexReader:
     """One pass over the metadata; errors name the tensor."""
 
-    def __init__(self, pinned: PinnedFolder, data: bytes) -> None:
-        self.folder, self.files, self.metadata_bytes = pinned.path, _MappedFiles(pinned), len(data)
+    def __init__(self, pinned: ReadableFolder, data: bytes) -> None:
+        self.folder, self.files, self.metadata_bytes = pinned.path, _OpenFiles(pinned), len(data)
         self.state = _require_state(read_pickle(data, f"{pinned.path}/.metadata"), "Metadata")
         self.places = dict(_iterate_storage_places(self.state["storage_data"]))
         self._cuts: dict[Any, StoredCut] = {}
@@ -157,7 +154,7 @@ class _DcpIndexReader:
         records = read_archive(item, told)
         if PICKLE not in records:
             raise CheckpointError(f"{told}: its archive has no {PICKLE}")
-        return _read_record(item, records[PICKLE], told)
+        return read_record(item, records[PICKLE], told)
 
     def tensor(self, name: str, state: Any) -> TensorEntry:
         dtype, shape = _require_state(state["properties"], "TensorProperties")[0], _require_sizes(state["size"])
@@ -180,17 +177,17 @@ class _DcpIndexReader:
         number, item = self.files.item(place)
         told = f"{self.folder / place[0]}: tensor {name!r}"
         records = read_archive(item, told)
-        found = self.described(_read_record(item, records[PICKLE], told), told) if PICKLE in records else None
+        found = self.described(read_record(item, records[PICKLE], told), told) if PICKLE in records else None
         if not isinstance(found, PickledTensor) or found.sizes != box.sizes or found.dtype != dtype:
             raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
         data = records.get(f"data/{found.storage.key}")
         data = self.check_data(
-            found, data, told, _read_record(item, records[ORDER], told) if ORDER in records else b"little"
+            found, data, told, read_record(item, records[ORDER], told) if ORDER in records else b"little"
         )
         self.count_bytes(box.numel * dtype.itemsize, told)
         begin = place[1] + data.begin + found.offset * dtype.itemsize
         rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
-        if found.strides == _row_major_strides(box.sizes) or box.numel == 1:
+        if found.strides == row_major_strides(box.sizes) or box.numel == 1:
             crc = f"{CRC}{data.crc:08x}" if data.size == box.numel * dtype.itemsize else ""
             return [(box, rank, number, begin, crc)]
         inner = _inner_dims(box, found.strides)
@@ -278,20 +275,6 @@ def _iterate_storage_places(
         require(0 <= offset <= MAX_NUMBER and 0 <= length <= MAX_NUMBER, "no place")
         offsets = index.get("offset")
         yield (index["fqn"], None if offsets is None else _require_sizes(offsets)), (name, offset, length)
-
-
-def _read_record(item: memoryview, record: Record, told: str) -> bytes:
-    """A small record of an archive, checked."""
-    if record.size > _MAX_PICKLE_BYTES:
-        raise CheckpointError(f"{told}: a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
-    data = bytes(item[record.begin : record.begin + record.size])
-    if zlib.crc32(data) != record.crc:
-        raise CheckpointError(f"{told}: a record of {record.size} bytes is damaged: its CRC-32 differs")
-    return data
-
-
-def _row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
 def _inner_dims(box: Box, strides: Sequence[int]) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from shardwise.checkpoint.assign import Holder, TensorToSave
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.formats.base import (
     BoxAssignment,
     FileItem,
@@ -35,6 +34,7 @@ from shardwise.checkpoint.formats.dcp.pickle_writer import (
 )
 from shardwise.checkpoint.formats.dcp.zip import ALIGNMENT, ORDER, PICKLE, VERSION, write_archive
 from shardwise.checkpoint.index import Index, Json, build_state
+from shardwise.checkpoint.storage.base import ReadableFolder
 from shardwise.geometry import Box, DType
 
 DCP_NAME = ".metadata"
@@ -55,7 +55,7 @@ class DcpFormat(Format):
         found = _WRITER.fullmatch(file_name)
         return int(found[1]) if found else None
 
-    def read_index(self, folder: PinnedFolder, index_name: str) -> tuple[Index, str]:
+    def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         return read_dcp_index(folder, folder.read(index_name))
 
     def plan_files(self, request: SaveRequest) -> DcpPlan:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.checkpoint.errors import CheckpointError, require
+from shardwise.checkpoint.storage.base import BytesReader, FileReader
 
 ROOT = "archive/"
 PICKLE, ORDER, DATA, VERSION = "data.pkl", "byteorder", "data/0", "version"
@@ -21,7 +22,8 @@ _END, _LOCATOR, _END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), str
 _WIDE, _PADDING = 1, 0x4246
 _NO = 0xFFFFFFFF
 _ZIP64, _FLAGS, _DATE = 45, 0x0800, 0x0021  # version 4.5, names in UTF-8, 1980-01-01
-_MAX_RECORDS = 10_000
+_MAX_RECORDS, _MAX_DIRECTORY_BYTES = 10_000, 1 << 28
+_MAX_PICKLE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +35,68 @@ class Record:
     crc: int
 
 
-def read_archive(data: memoryview, name: str) -> dict[str, Record]:
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Some bytes of a file, of which small parts are read."""
+
+    file: FileReader
+    begin: int
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes from `offset` on; fewer, where the range ends before."""
+        low, high = max(0, offset), min(self.size, offset + size)
+        return self.file.read(self.begin + low, self.begin + high).tobytes() if low < high else b""
+
+
+def read_archive(data: ByteRange | memoryview, name: str, max_records: int = _MAX_RECORDS) -> dict[str, Record]:
     """The records of an archive, by their names without the leading folder."""
+    whole = ByteRange(BytesReader(data), 0, len(data)) if isinstance(data, memoryview) else data
     try:
-        return _read_records(data)
+        return _read_records(whole, max_records)
     except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{name}: not an archive of torch.save, or a damaged one") from error
 
 
-def _read_records(data: memoryview) -> dict[str, Record]:
-    count, position, end = _find_directory(data)
-    require(count <= _MAX_RECORDS and 0 <= position <= end <= len(data), "no directory")
+def read_record(data: ByteRange, record: Record, told: str) -> bytes:
+    """A small record of an archive, checked."""
+    if record.size > _MAX_PICKLE_BYTES:
+        raise CheckpointError(f"{told}: a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
+    found = data.read(record.begin, record.size)
+    if zlib.crc32(found) != record.crc:
+        raise CheckpointError(f"{told}: a record of {record.size} bytes is damaged: its CRC-32 differs")
+    return found
+
+
+def _read_records(data: ByteRange, max_records: int) -> dict[str, Record]:
+    count, first, end = _find_directory(data)
+    require(count <= max_records and 0 <= first <= end <= data.size, "no directory")
+    require(count * _CENTRAL.size <= end - first <= _MAX_DIRECTORY_BYTES, "no directory")
+    directory, position = data.read(first, end - first), 0
     found: dict[str, Record] = {}
     for _ in range(count):
-        fields = _CENTRAL.unpack_from(data, position)
+        fields = _CENTRAL.unpack_from(directory, position)
         method, crc, packed, size, names, extras, comments, local = (fields[i] for i in (4, 7, 8, 9, 10, 11, 12, 16))
         require(fields[0] == b"PK\x01\x02" and method == 0, "an entry that is none, or compressed")
-        text = bytes(data[position + _CENTRAL.size :][:names]).decode()
-        extra = data[position + _CENTRAL.size + names :][:extras]
+        text = directory[position + _CENTRAL.size :][:names].decode()
+        extra = memoryview(directory)[position + _CENTRAL.size + names :][:extras]
         size, packed, local = _read_zip64_numbers(extra, size, packed, local)
         require(size == packed, "an entry that is compressed")
-        found[text.partition("/")[2]] = Record(_data_begin(data, local, size, end), size, crc)
+        found[text.partition("/")[2]] = Record(_data_begin(data, local, size, first), size, crc)
         position += _CENTRAL.size + names + extras + comments
     return found
 
 
-def _find_directory(data: memoryview) -> tuple[int, int, int]:
+def _find_directory(data: ByteRange) -> tuple[int, int, int]:
     """The number of records, and the begin and end of the directory."""
-    signature, _, _, _, count, length, position, comment = _END.unpack_from(data, len(data) - _END.size)
-    require(len(data) >= _END.size and signature == b"PK\x05\x06" and comment == 0, "no end")
-    place = len(data) - _END.size - _LOCATOR.size
-    if place >= 0:
-        mark, _, wide, _ = _LOCATOR.unpack_from(data, place)
+    tail = data.read(data.size - _END.size - _LOCATOR.size, _END.size + _LOCATOR.size)
+    require(len(tail) >= _END.size, "no end")
+    signature, _, _, _, count, length, position, comment = _END.unpack(tail[-_END.size :])
+    require(signature == b"PK\x05\x06" and comment == 0, "no end")
+    if len(tail) == _END.size + _LOCATOR.size:
+        mark, _, wide, _ = _LOCATOR.unpack(tail[: _LOCATOR.size])
         if mark == b"PK\x06\x07":
-            fields = _END64.unpack_from(data, wide)
+            fields = _END64.unpack(data.read(wide, _END64.size))
             require(fields[0] == b"PK\x06\x06", "no end")
             count, length, position = fields[7], fields[8], fields[9]
     return count, position, position + length
@@ -83,8 +113,8 @@ def _read_zip64_numbers(extra: memoryview, *numbers: int) -> list[int]:
     return [wide.pop(0) if n == _NO else n for n in numbers]
 
 
-def _data_begin(data: memoryview, local: int, size: int, end: int) -> int:
-    fields = _LOCAL.unpack_from(data, local)
+def _data_begin(data: ByteRange, local: int, size: int, end: int) -> int:
+    fields = _LOCAL.unpack(data.read(local, _LOCAL.size))
     begin: int = local + _LOCAL.size + fields[9] + fields[10]
     require(fields[0] == b"PK\x03\x04" and local >= 0 and begin + size <= end, "an entry without its header")
     return begin

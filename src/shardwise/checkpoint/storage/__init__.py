@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: local folders, or object stores through fsspec."""
