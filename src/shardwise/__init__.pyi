@@ -30,6 +30,7 @@ from shardwise.compat.dtensor.registration import (
     sharding_rule as sharding_rule,
 )
 from shardwise.compat.from_shards import init_from_local_shards as init_from_local_shards
+from shardwise.compiler import compile as compile
 from shardwise.geometry import (
     Box as Box,
     ChunkSpec as ChunkSpec,

@@ -6,8 +6,9 @@ each name: it fails when a new release of torch moves the name or changes what i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
@@ -133,6 +134,10 @@ _ForceDispatchKeyGuard = _private("_C._ForceDispatchKeyGuard")
 _has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key")
 _DispatchKey = _private("_C.DispatchKey")
 _AUTOCAST_KEYS = tuple(key for name, key in _DispatchKey.__members__.items() if name.startswith("Autocast"))
+# Compares tensors with those of an earlier call (dtype, device, sizes, strides, requires_grad), all in one call in C++.
+TensorGuards: Any = _private("_C._dynamo.guards.TensorGuards")
+
+_len_dispatch_stack = _private("_C._len_torch_dispatch_stack")
 _current_graph_task_id = _private("_C._current_graph_task_id")
 _all_schemas = _private("_C._jit_get_all_schemas")
 _reduction_number = _private("nn._reduction.get_enum")
@@ -221,6 +226,11 @@ def is_composite(op: Any) -> bool:
     return isinstance(op, OpOverload) and bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
 
 
+def is_dispatch_mode_on() -> bool:
+    """Whether operators of this thread pass through a mode, as those of a traced program do."""
+    return bool(_len_dispatch_stack())
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether tensors that are saved for the backward pass go through hooks, as in checkpointed code, both times."""
     return _top_saved_tensors_hooks(True) is not None
@@ -298,3 +308,103 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name of a group, the same on all its ranks."""
     return str(group.group_name)
+
+
+def trace_joint_graph(
+    module: torch.nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    forward: Any,
+    backward: Any,
+    inference: Any,
+    partitioned: Any,
+    decompositions: Mapping[Any, Any],
+) -> Any:
+    """Trace a module over flat tensors, forward with backward, without values; returns the function of its graphs.
+
+    `partitioned(forward graph, backward graph)` is called where there is a backward pass. What traces is loaded here,
+    on first use, as loading takes long.
+    """
+    trace = _private("_functorch.aot_autograd.aot_module_simplified")
+    split = _private("_functorch.partitioners.min_cut_rematerialization_partition")
+
+    def partition(joint: Any, joint_inputs: Any, **options: Any) -> tuple[Any, Any]:
+        graphs: tuple[Any, Any] = split(joint, joint_inputs, **options)
+        partitioned(*graphs)
+        return graphs
+
+    return trace(
+        module,
+        list(inputs),
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=dict(decompositions),
+        keep_inference_input_mutations=True,
+    )
+
+
+def inductor_compiler() -> Any:
+    """Return what compiles one graph by inductor; loaded on first use, as loading takes long."""
+    return _load_quietly("_inductor.compile_fx.compile_fx_inner")
+
+
+def _load_quietly(path: str) -> Any:
+    """Load a module of torch that warns of its own deprecated parts when it is loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _private(path)
+
+
+def inductor_decompositions() -> Mapping[Any, Any]:
+    """Return the operators that inductor wants broken down."""
+    found: Mapping[Any, Any] = _load_quietly("_inductor.decomposition.select_decomp_table")()
+    return found
+
+
+def named_backend(name: str) -> Any:
+    """Return a backend of `torch.compile` by name; the public functions list their names only."""
+    return _load_quietly("_dynamo.backends.registry.lookup_backend")(name)
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which operators of this thread pass through no mode, so that values are real in a trace."""
+    made: AbstractContextManager[Any] = _private("utils._python_dispatch._disable_current_modes")()
+    return made
+
+
+@contextmanager
+def compiling_flag(value: bool) -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true: optimizers then compute with tensors instead of reading values."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, value
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def no_record_function() -> Iterator[None]:
+    """Make `record_function`, which optimizers enter, do nothing: it is an operator that graphs cannot hold."""
+    profiler = torch.autograd.profiler
+    before, profiler.record_function = profiler.record_function, _NoRecord  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        profiler.record_function = before  # type: ignore[misc]
+
+
+class _NoRecord(nullcontext[None]):
+    """Stands for `record_function`."""
+
+
+_operators: Any = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def define_operator(schema: str, kernel: Any, fake: Any) -> None:
+    """Define an operator of the namespace `shardwise`, by its code and by what it returns for tensors without data."""
+    name = schema.partition("(")[0]
+    _operators.define(schema)
+    _operators.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardwise::{name}", fake, lib=_operators)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import _torch
 
@@ -224,3 +225,68 @@ def test_no_other_file_uses_private_names() -> None:
         if isinstance(node, ast.Attribute | ast.ImportFrom | ast.Import) and PRIVATE.search(ast.unparse(node))
     ]
     assert found == []
+
+
+def test_a_dispatch_mode_is_seen_as_long_as_it_is_on() -> None:
+    found = []
+    with FakeTensorMode():
+        found.append(_torch.is_dispatch_mode_on())
+        with _torch.no_dispatch_modes():
+            found.append(_torch.is_dispatch_mode_on())
+            real = torch.ones(2)
+    assert found == [True, False] and not _torch.is_dispatch_mode_on()
+    assert type(real) is Tensor and real.tolist() == [1, 1]
+
+
+def test_tensor_guards_see_dtypes_strides_and_requires_grad() -> None:
+    one = torch.ones(2, 3)
+    guards = _torch.TensorGuards(one, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    assert guards.check(torch.zeros(2, 3))
+    others = [torch.ones(3, 2), torch.ones(3, 2).t(), one.double(), torch.ones(2, 3, requires_grad=True)]
+    assert not any(guards.check(other) for other in others)
+
+
+def test_a_module_over_flat_tensors_is_traced_with_its_backward() -> None:
+    class Square(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x * x,)
+
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        run = lambda args: graph.forward(*args)  # noqa: E731  # an attribute is set on it
+        run._boxed_call = True  # type: ignore[attr-defined]  # how torch is told that arguments come as one list
+        return run
+
+    x = torch.tensor([3.0], requires_grad=True)
+    run = _torch.trace_joint_graph(
+        Square(),
+        [x],
+        forward=compiler,
+        backward=compiler,
+        inference=compiler,
+        partitioned=lambda *pair: graphs.extend(pair),
+        decompositions={},
+    )
+    run(x)[0].backward()
+    assert len(graphs) == 2 and x.grad is not None and x.grad.tolist() == [6.0]
+
+
+def test_compilers_are_found_by_name() -> None:
+    assert callable(_torch.named_backend("eager")) and callable(_torch.inductor_compiler())
+    assert torch.ops.aten.addcmul.default in _torch.inductor_decompositions()
+
+
+def test_code_that_asks_is_told_that_it_is_compiled() -> None:
+    with _torch.compiling_flag(True):
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+def test_record_function_does_nothing_while_it_is_switched_off() -> None:
+    before = torch.autograd.profiler.record_function
+    with _torch.no_record_function():
+        assert torch.autograd.profiler.record_function is _torch._NoRecord
+        with torch.autograd.profiler.record_function("name"):
+            pass
+    assert torch.autograd.profiler.record_function is before

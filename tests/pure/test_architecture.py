@@ -22,6 +22,7 @@ LAYERS = {
     "comm": 2,
     "tensor": 3,
     "ops": 3,
+    "compiler": 4,
     "embedding": 4,
     "nn": 4,
     "checkpoint": 4,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import pytree
 from shardwise.comm import Comm, DisagreementError
+from shardwise.comm.traced import traced_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.model_plan import ModelPlan
@@ -73,7 +74,7 @@ def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: C
 
 
 def _place_tensors(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:
-    found = list(values)
+    comm, found = traced_comm(comm), list(values)
     plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
     shapes = [tuple(found[i].shape) for i in plain]
     if any(isinstance(p, Shard) for p in placements):

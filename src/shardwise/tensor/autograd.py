@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import is_dispatch_mode_on
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.execute import execute
-from shardwise.tensor.parts import notify_watchers, plan_for_rank
-from shardwise.tensor.reductions import rescale
+from shardwise.tensor.move_operator import MoveRecord, call_move_operator
 
 
 @cache_by_identity
@@ -113,13 +112,9 @@ def move_gradients(link: LayoutMove, grads: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 def move_locals(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Carry out a move on plain local tensors, without a tape."""
-    plan = plan_for_rank(link.src, link.dst, link.dtype.itemsize, link.max_buffer_bytes, link.comm.rank)
-    notify_watchers(plan, link.label)
-    moved = execute(plan, locals_, link.comm, link.dtype, link.label)
-    for tensor in moved:
-        rescale(tensor, link.scale)
-    return moved
+    """Carry out a move on plain local tensors, without a tape; where a program is traced, as an operator."""
+    record = MoveRecord(link.src, link.dst, link.comm, link.dtype, link.label, link.max_buffer_bytes, link.scale)
+    return call_move_operator(record, locals_) if is_dispatch_mode_on() else record.run(locals_)
 
 
 def move_on_tape(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import Comm, ProcessGroupComm, current_comm, default_comm
+from shardwise.comm.traced import traced_comm
 
 GroupOrComm: TypeAlias = dist.ProcessGroup | Comm
 _loading_group: ContextVar[GroupOrComm | None] = ContextVar("shardwise_loading", default=None)
@@ -29,9 +30,9 @@ def resolve_comm(process_group: GroupOrComm | None = None) -> Comm:
     if group is None:
         return default_comm()
     if isinstance(group, dist.ProcessGroup):
-        return ProcessGroupComm.of(group)
+        return traced_comm(ProcessGroupComm.of(group))
     if isinstance(group, Comm):
-        return group
+        return traced_comm(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the process group passed; call only on the group's members")
     raise ValueError(f"process_group is a torch ProcessGroup, a shardwise Comm or None; got {type(group).__name__}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import is_dispatch_mode_on
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -16,6 +17,7 @@ from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.random.distributions import Distribution
 from shardwise.tensor.random.fill import check_not_pending, fill_locals
 from shardwise.tensor.random.streams import next_stream
+from shardwise.tensor.random.traced_draws import StreamRequest, draw_in_trace
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _COPIED_BY = "shardwise_copied_by"
@@ -43,6 +45,10 @@ def draw_into(
     except (ValueError, RuntimeError) as error:
         problem = error
     text = None if problem is None else str(problem)
+    if distribution is not None:
+        request = StreamRequest(tensor.comm, asked, label, generator, seed)
+        if is_dispatch_mode_on() and draw_in_trace(tensor.sharding, tensor.local_parts, distribution, request):
+            return tensor
     try:
         stream = next_stream(tensor.comm, fields=asked, label=label, generator=generator, seed=seed, problem=text)
     except DisagreementError:

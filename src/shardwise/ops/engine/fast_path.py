@@ -27,6 +27,7 @@ from shardwise._torch import (
     autocast_device_types,
     has_saved_tensors_hooks,
     is_any_autocast_enabled,
+    is_dispatch_mode_on,
     make_wrapper_subclass,
 )
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
@@ -439,7 +440,7 @@ def _call_with_key(
 ) -> Any:
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
         return call_function(func, types, args, kwargs)
-    shortcut = _shortcuts.get(key, UNKNOWN)
+    shortcut = _shortcuts.get(key, None if is_dispatch_mode_on() else UNKNOWN)  # a trace has no values to compare
     if shortcut is None or (shortcut is not UNKNOWN and shortcut.compared and has_saved_tensors_hooks()):
         return call_function(func, types, args, kwargs)  # checkpointed code saves the same at both times
     if shortcut is UNKNOWN:

@@ -54,6 +54,11 @@ def copy_mesh_note(source: ShardedTensor, target: ShardedTensor) -> None:
         target.__dict__[_ANY_MESH] = True
 
 
+def takes_any_mesh(tensor: ShardedTensor) -> bool:
+    """Whether a tensor takes the mesh of those it is computed with."""
+    return _ANY_MESH in tensor.__dict__
+
+
 def _mesh_of(tensor: ShardedTensor) -> Mesh:
     view = mesh_view(tensor.sharding)
     return view.mesh if view is not None else Mesh(("all",), tensor.comm.ranks)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -124,6 +125,31 @@ def next_stream(
     stream = _agree_on_stream(comm, own, fields, label, problem)
     _count_stream(comm, generator, own.seed, stream.count)
     return stream
+
+
+def take_stream_alone(comm: Comm, generator: torch.Generator | None, seed: int | None) -> Stream:
+    """The stream that this rank would take next, without asking the others: what a trace goes by."""
+    if seed is not None:
+        return Stream(seed)
+    if generator is None and not _is_alone_in_process(comm) and is_in_backward():
+        raise RuntimeError(_COMPUTED_AGAIN)
+    own = _peek_stream(comm, generator)
+    _count_stream(comm, generator, own.seed, own.count)
+    return own
+
+
+@contextmanager
+def keep_streams(comm: Comm) -> Iterator[None]:
+    """Forget at the end of a `with` block which streams were taken inside: a trace takes none."""
+    book = _stream_counts_of(comm)
+    before = dict(book.counts), dict(book.places), book.pinned
+    state = torch.get_rng_state() if _is_alone_in_process(comm) else None
+    try:
+        yield
+    finally:
+        book.counts, book.places, book.pinned = before
+        if state is not None:
+            torch.set_rng_state(state)
 
 
 def _count_stream(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:

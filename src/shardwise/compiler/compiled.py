@@ -1,0 +1,301 @@
+"""`shardwise.compile`: a program on ShardedTensors as graphs of local tensors and moves, one for each kind of inputs.
+
+1. A call of a known kind passes this rank's local tensors to the graphs and wraps the results. Nothing of the
+   operators' rules runs, and ranks ask each other nothing, unless plain inputs are parts of a batch.
+2. The first call of a kind traces. Then the ranks compare what they traced, in one exchange, and all use their graphs,
+   or none does: a program that cannot be traced runs as it is, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from shardwise._torch import is_dispatch_mode_on
+from shardwise.comm import Comm
+from shardwise.comm.traced import CommTrace, NotTraceableError
+from shardwise.compiler.agreement import Answers, TraceReport, compare_traces
+from shardwise.compiler.backends import Backend, check_backend, compile_lock
+from shardwise.compiler.kinds import (
+    KindGuard,
+    argument_key,
+    describe_call,
+    explain_difference,
+    mode_key,
+    split_arguments,
+)
+from shardwise.compiler.schedule import Schedule, schedule_moves
+from shardwise.compiler.state import AttributeWatch, ProgramState, check_traceable, collect_state
+from shardwise.compiler.tracing import (
+    BackwardInside,
+    FlatProgram,
+    TracedArguments,
+    TracedResult,
+    describe_leaf,
+    locals_of,
+    trace_program,
+)
+from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.random.streams import keep_streams
+from shardwise.tensor.random.traced_draws import take_streams
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+MAX_KINDS = 16
+DEFAULT_MEMORY_LIMIT = 256 << 20
+
+
+@dataclass
+class Kind:
+    """One kind of inputs: its guard, its graphs, and what they return. Without graphs it runs as it is."""
+
+    facts: dict[str, str]
+    reason: str
+    guard: KindGuard
+    in_step: bool
+    run: Callable[..., Sequence[Tensor]] | None = None
+    result: TracedResult = field(default_factory=TracedResult)
+    schedules: dict[str, Schedule] = field(default_factory=dict)
+    problem: str | None = None
+    calls: int = 0
+
+
+class CompiledProgram:
+    """What `shardwise.compile` returns: called as the program itself; `explain()` says what was traced and why."""
+
+    def __init__(self, target: Callable[..., Any], backend: Backend, uses: Sequence[object], memory_limit: int) -> None:
+        self._target, self._backend, self._uses, self._limit = target, backend, uses, memory_limit
+        self._function = target.forward if isinstance(target, nn.Module) else target
+        self._state: ProgramState | None = None
+        self._kinds: dict[Any, list[Kind]] = {}
+        self._order: list[Kind] = []
+        self._asks_ranks = True
+        self._in_step = False
+        self._has_stepped = False
+        self._warned = False
+        update_wrapper(self, self._function)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes of a module that was compiled: `parameters()`, `train()` and others."""
+        if name.startswith("_") and not isinstance(self.__dict__.get("_target"), nn.Module):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_target"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dispatch_mode_on() or torch.compiler.is_compiling():
+            return self._target(*args, **kwargs)
+        leaves, structure = split_arguments(args, kwargs)
+        state = self._known_state()
+        key = self._make_key(state, leaves, structure)
+        flat = self._flat_tensors(state, leaves)
+        kind = next((k for k in self._kinds.get(key, ()) if k.guard.holds(flat)), None)
+        if kind is None:
+            if self._makes_optimizer_state():
+                return self._target(*args, **kwargs)
+            kind = self._trace_kind(key, leaves, structure)
+            flat = self._flat_tensors(self._known_state(), leaves)
+        kind.calls += 1
+        return self._target(*args, **kwargs) if kind.run is None else self._run_kind(kind, flat)
+
+    # Kinds of calls
+
+    def _known_state(self) -> ProgramState:
+        if self._state is None:
+            self._state = collect_state(self._target, self._uses)
+            self._in_step = bool(self._state.optimizers)
+        return self._state
+
+    def _refresh_state(self) -> ProgramState:
+        """The state as it is now; kinds that were traced for other tensors are dropped."""
+        before, self._state = self._known_state(), collect_state(self._target, self._uses)
+        if [*map(id, before.sharded), *(id(s.tensor) for s in before.plain)] == [
+            *map(id, self._state.sharded),
+            *(id(s.tensor) for s in self._state.plain),
+        ]:
+            self._state = before
+        else:
+            self._kinds.clear()
+        return self._state
+
+    def _makes_optimizer_state(self) -> bool:
+        """Whether this call is the first of an optimizer, which makes its state: it runs without a graph."""
+        if self._has_stepped or not self._known_state().optimizers:
+            return False
+        self._has_stepped = True
+        return not all(optimizer.state for optimizer in self._known_state().optimizers)
+
+    def _make_key(self, state: ProgramState, leaves: Sequence[Any], structure: Any) -> Any:
+        gradients = self._has_gradients(state) if self._in_step else ()
+        key = mode_key(), argument_key(leaves, structure), gradients
+        comm = self._comm_of(state, leaves)
+        if comm.world_size == 1 or not self._asks_ranks:
+            return key
+        plain = [
+            (tuple(t.shape), t.dtype) for t in leaves if isinstance(t, Tensor) and not isinstance(t, ShardedTensor)
+        ]
+        if not plain:
+            return key
+        told = comm.all_gather_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=8).digest(), label="compile")
+        return *key, tuple(told)
+
+    def _has_gradients(self, state: ProgramState) -> tuple[bool, ...]:
+        return tuple(t.grad is not None for t in state.local_tensors())
+
+    def _flat_tensors(self, state: ProgramState, leaves: Sequence[Any]) -> list[Tensor]:
+        own = state.local_tensors()
+        gradients = [t.grad for t in own if t.grad is not None] if self._in_step else []
+        return [*own, *gradients, *locals_of(leaves)]
+
+    def _comm_of(self, state: ProgramState, leaves: Sequence[Any]) -> Comm:
+        if state.comm is not None:
+            return state.comm
+        found = next((leaf for leaf in leaves if isinstance(leaf, ShardedTensor)), None)
+        return resolve_comm() if found is None else found.comm
+
+    # Tracing
+
+    def _trace_kind(self, key: Any, leaves: Sequence[Any], structure: Any) -> Kind:
+        """Trace a kind of call on all ranks, or find out that it runs without a graph."""
+        state = self._refresh_state()
+        comm = self._comm_of(state, leaves)
+        answers: Answers = ()
+        while True:
+            kind, report = self._trace_once(state, comm, leaves, structure, answers)
+            verdict = compare_traces(comm, report, answers)
+            if verdict.is_final:
+                break
+            self._in_step |= verdict.as_step
+            answers = verdict.answers or answers
+        self._asks_ranks = any(label == "inputs" for label, _ in report.asked)
+        if verdict.problem is not None:
+            self._give_up(kind, verdict.problem)
+        self._kinds.setdefault(self._make_key(state, leaves, structure), []).insert(0, kind)
+        self._order.append(kind)
+        return kind
+
+    def _trace_once(
+        self, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, answers: Answers
+    ) -> tuple[Kind, TraceReport]:
+        flat = self._flat_tensors(state, leaves)
+        facts = describe_call(leaves, state, self._function, self._has_gradients(state))
+        reason = explain_difference(facts, self._order[-1].facts) if self._order else "the first call"
+        layouts = [leaf.sharding for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        guard = KindGuard(state, flat, self._function, layouts)
+        kind = Kind(facts, reason, guard, self._in_step)
+        trace = CommTrace(answers)
+        problem, calls_backward = None, False
+        if len(self._order) >= MAX_KINDS:
+            return kind, TraceReport(f"it was traced for {MAX_KINDS} kinds of inputs already", False, [], [])
+        with compile_lock, keep_streams(comm):
+            try:
+                self._trace_graphs(kind, state, comm, leaves, structure, trace)
+            except BackwardInside:
+                calls_backward = True
+            except Exception as error:  # whatever stops a trace: the program runs without a graph, or raises it there
+                problem = f"{type(error).__name__}: {_first_line(error)}"
+        moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]
+        return kind, TraceReport(problem, calls_backward, trace.asked, moves)
+
+    def _trace_graphs(
+        self, kind: Kind, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, trace: CommTrace
+    ) -> None:
+        check_traceable(state, self._in_step)
+        arguments = TracedArguments(structure, tuple(describe_leaf(leaf) for leaf in leaves))
+        gradients = self._has_gradients(state) if self._in_step else [False] * len(state.local_tensors())
+        program = FlatProgram(
+            self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, result=kind.result
+        )
+        watch = AttributeWatch(state)
+
+        def prepare(graph: GraphModule, name: str) -> None:
+            kind.schedules[name] = schedule_moves(graph, self._limit)
+
+        flat = [t.detach() if self._in_step else t for t in self._flat_tensors(state, leaves)]
+        try:
+            kind.run = trace_program(program, [*flat, _learning_rates(state), _NO_STREAMS], self._backend, prepare)
+        finally:
+            changed = watch.describe_change()
+            if changed is not None:
+                watch.restore_attributes()
+        if changed is not None:
+            raise NotTraceableError(f"it sets {changed}, which a graph would not do again")
+
+    def _give_up(self, kind: Kind, problem: str) -> None:
+        kind.run, kind.problem = None, problem
+        if not self._warned:
+            self._warned = True
+            name = getattr(self._function, "__qualname__", type(self._target).__name__)
+            warnings.warn(f"shardwise.compile: {name} runs without a graph: {problem}", stacklevel=5)
+
+    # Running
+
+    def _run_kind(self, kind: Kind, flat: list[Tensor]) -> Any:
+        assert kind.run is not None and self._state is not None
+        draws = kind.result.draws.requests
+        rows = take_streams(draws) if draws else _NO_STREAMS
+        rates = _learning_rates(self._state)
+        if not kind.in_step:
+            outputs = iter(kind.run(*flat, rates, rows))
+            return kind.result.rebuild(outputs, self._comm_of(self._state, ()))
+        with torch.no_grad():
+            outputs = iter(kind.run(*flat, rates, rows))
+        result = kind.result.rebuild(outputs, self._comm_of(self._state, ()))
+        for tensor, gradient in zip(self._state.local_tensors(), kind.result.gradients, strict=True):
+            if gradient != "kept":
+                tensor.grad = next(outputs) if gradient == "new" else None
+        return result
+
+    def explain(self) -> str:
+        """What was traced, why, and when the moves of each graph start and end."""
+        name = getattr(self._function, "__qualname__", type(self._target).__name__)
+        lines = [f"{name}: {len(self._order)} kinds of inputs"]
+        for number, kind in enumerate(self._order):
+            lines.append(f"kind {number}, {kind.calls} calls, traced because: {kind.reason}")
+            if kind.problem is not None:
+                lines.append(f"  runs without a graph: {kind.problem}")
+            for graph, schedule in kind.schedules.items():
+                lines.append(f"  {graph}: {schedule.summary}")
+                lines += [f"    {line}" for line in schedule.lines]
+        return "\n".join(lines)
+
+
+_NO_RATES = torch.empty(0, dtype=torch.float64)
+_NO_STREAMS = torch.empty(0, 2, dtype=torch.int64)
+
+
+def _learning_rates(state: ProgramState) -> Tensor:
+    """The learning rates of the optimizers' groups, an input of the graph: schedulers change them."""
+    if not state.optimizers:
+        return _NO_RATES
+    return torch.tensor([group["lr"] for group in state.rated_groups()], dtype=torch.float64)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def compile(
+    program: Callable[..., Any],
+    *,
+    backend: Backend = "inductor",
+    uses: Sequence[object] = (),
+    memory_limit: int = DEFAULT_MEMORY_LIMIT,
+) -> CompiledProgram:
+    """Compile a module, a function, or a whole training step on ShardedTensors.
+
+    >>> import shardwise
+    >>> step = shardwise.compile(lambda x: (x * 2).sum(), backend="eager")
+    >>> step(shardwise.shard(torch.ones(4), shardwise.ChunkSpec(0, ranks=1))).item()
+    8.0
+    """
+    if not callable(program):
+        raise TypeError(f"compile takes a module or a function, got {type(program).__name__}")
+    check_backend(backend)
+    return CompiledProgram(program, backend, uses, memory_limit)

@@ -1,0 +1,239 @@
+"""How does a program become graphs? It runs once on local tensors without data, and torch notes the operators.
+
+1. The program is seen as a function of a flat list of this rank's tensors: those of its modules and optimizers, the
+   gradients that they have, those of its arguments, learning rates, and the random streams that it draws from.
+2. torch traces that function: operators on local tensors, moves as `shardwise::move`, writes in place turned into
+   values. The tape is on local tensors, so the backward pass is traced with the forward pass.
+3. A function that calls backward itself, as a training step does, is traced without a tape outside: its parameters
+   require grad inside the graph only, and the gradients that it leaves are results.
+4. What the program returned is described, to be wrapped again around the results of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from shardwise._torch import compiling_flag, no_record_function, pytree, trace_joint_graph
+from shardwise.comm import Comm, use_comm
+from shardwise.comm.traced import CommTrace, NotTraceableError, trace_comms
+from shardwise.compiler.backends import Backend, LazyGraph, decompositions_for
+from shardwise.compiler.state import ProgramState, computing_with_tensors, swap_tensors
+from shardwise.geometry import Layout
+from shardwise.ops.engine.mixed import copy_mesh_note
+from shardwise.tensor.random.traced_draws import DrawTrace, trace_draws
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLeaf:
+    """A ShardedTensor among arguments or results: its layout and how many local tensors follow each other."""
+
+    layout: Layout
+    count: int
+    kind: type[ShardedTensor]
+
+
+PLAIN = "a plain tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument or result that is not a tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SameAsState:
+    """A result that is a tensor of the state itself."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class TracedArguments:
+    """The arguments of a call: how they are nested, and what each leaf is."""
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def rebuild(self, tensors: Iterator[Tensor], comm: Comm, given: Sequence[Any]) -> tuple[Any, Any]:
+        """The arguments and keyword arguments that were passed, around other local tensors."""
+        values = [_rebuild_leaf(leaf, tensors, comm) for leaf in self.leaves]
+        for value, source in zip(values, given, strict=True):
+            if isinstance(value, ShardedTensor):
+                copy_mesh_note(source, value)
+        if self.structure is None:
+            return tuple(values), {}
+        args, kwargs = pytree.tree_unflatten(values, self.structure)
+        return args, kwargs
+
+
+def describe_leaf(value: Any) -> Any:
+    """What a leaf of arguments or results is."""
+    if isinstance(value, ShardedTensor):
+        return ShardedLeaf(value.sharding, len(value.local_parts), type(value))
+    return PLAIN if isinstance(value, Tensor) else Constant(value)
+
+
+def locals_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """This rank's tensors of the leaves of arguments or results, in order."""
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, ShardedTensor):
+            found += leaf.local_parts
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
+
+
+def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm) -> Any:
+    if isinstance(leaf, ShardedLeaf):
+        return wrap(leaf.layout, tuple(next(tensors) for _ in range(leaf.count)), comm, cls=leaf.kind)
+    if isinstance(leaf, Constant):
+        return leaf.value
+    return leaf.tensor if isinstance(leaf, SameAsState) else next(tensors)
+
+
+@dataclass
+class TracedResult:
+    """What a traced program returned, and what it left behind: found while it ran."""
+
+    structure: Any = None
+    leaves: tuple[Any, ...] = ()
+    gradients: tuple[str, ...] = ()  # of each tensor of the state: "none", "kept" as it was or written to, or "new"
+    draws: DrawTrace = field(default_factory=DrawTrace)
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+
+    def rebuild(self, tensors: Iterator[Tensor], comm: Comm) -> Any:
+        """The results of a call."""
+        values = [_rebuild_leaf(leaf, tensors, comm) for leaf in self.leaves]
+        return values[0] if self.structure is None else pytree.tree_unflatten(values, self.structure)
+
+
+class BackwardInside(Exception):
+    """The program calls backward itself: it has to be traced as a whole step."""
+
+
+@dataclass
+class FlatProgram:
+    """A program as a function of a flat list of local tensors."""
+
+    function: Callable[..., Any]
+    state: ProgramState
+    arguments: TracedArguments
+    given: Sequence[Any]
+    comm: Comm
+    trace: CommTrace
+    in_step: bool
+    has_gradient: Sequence[bool]
+    result: TracedResult = field(default_factory=TracedResult)
+    grad_mode: bool = field(default_factory=torch.is_grad_enabled)
+
+    def run(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        """Run the program on these tensors; describe its results."""
+        count = len(self.has_gradient)
+        own = [self._enter_step(t, r) for t, r in zip(flat, self.state.local_tensors(), strict=False)]
+        rest = iter(flat[count:])
+        for tensor, has_gradient in zip(own, self.has_gradient, strict=True):
+            if has_gradient:
+                tensor.grad = next(rest)
+        given = [t.grad for t in own] if self.in_step else []
+        *tensors, rates, streams = rest
+        self.trace.asked.clear()
+        with ExitStack() as stack:
+            stack.enter_context(swap_tensors(self.state, own, self.trace))
+            stack.enter_context(trace_comms(self.trace))
+            twin = self.trace.twin_of(self.comm)
+            stack.enter_context(use_comm(twin))
+            stack.enter_context(computing_with_tensors(self.state, rates))
+            self.result.draws = stack.enter_context(trace_draws(streams))
+            args, kwargs = self.arguments.rebuild(iter(tensors), twin, self.given)
+            stack.enter_context(torch.set_grad_enabled(self.grad_mode))
+            returned = self.function(*args, **kwargs)
+            outputs = self._describe(returned)
+        return (*outputs, *self._collect_gradients(own, given))
+
+    def _enter_step(self, tensor: Tensor, real: Tensor) -> Tensor:
+        if not self.in_step or not real.requires_grad:
+            return tensor
+        return tensor.detach().requires_grad_()
+
+    def _describe(self, returned: Any) -> list[Tensor]:
+        values, structure = pytree.tree_flatten(returned)
+        known = {id(t) for t in self.state.sharded}
+        leaves = [SameAsState(v) if id(v) in known else describe_leaf(v) for v in values]
+        self.result.leaves = tuple(leaves)
+        self.result.structure = None if isinstance(returned, Tensor) else structure
+        found = locals_of([v for v, leaf in zip(values, leaves, strict=True) if not isinstance(leaf, SameAsState)])
+        if any(isinstance(v, ShardedTensor) and not v.local_parts for v in values):
+            raise NotTraceableError("a result has no part on some ranks")
+        return [t.detach() for t in found] if self.in_step else found
+
+    def _collect_gradients(self, own: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients that are new; those that were there and are written to come back by themselves."""
+        if not self.in_step:
+            if any(t.grad is not None for t in own if t.is_leaf):
+                raise BackwardInside
+            return []
+        kinds, found = [], []
+        for tensor, before in zip(own, given, strict=True):
+            if tensor.grad is None:
+                kinds.append("none")
+            elif tensor.grad is before:
+                kinds.append("kept")
+            else:
+                kinds.append("new")
+                found.append(tensor.grad)
+        self.result.gradients = tuple(kinds)
+        return found
+
+
+class _FlatModule(nn.Module):
+    """The flat function as the module that torch's tracer takes."""
+
+    def __init__(self, run: Callable[..., tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self._run_flat = run
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        return self._run_flat(*flat)
+
+
+def trace_program(
+    program: FlatProgram, flat: Sequence[Tensor], backend: Backend, prepare: Callable[[GraphModule, str], None]
+) -> Callable[..., Sequence[Tensor]]:
+    """Trace a program and return the function of flat tensors that runs its graphs; `prepare` may change them."""
+
+    def compiler(kind: str) -> Callable[[GraphModule, Sequence[Any]], LazyGraph]:
+        def compile_later(graph: GraphModule, inputs: Sequence[Any]) -> LazyGraph:
+            if kind == "step":
+                program.result.graphs[kind] = graph
+                prepare(graph, kind)
+            return LazyGraph(graph, inputs, backend, backward=kind == "backward")
+
+        return compile_later
+
+    def keep_graphs(forward: GraphModule, backward: GraphModule) -> None:
+        for kind, graph in (("forward", forward), ("backward", backward)):
+            program.result.graphs[kind] = graph
+            prepare(graph, kind)
+
+    with compiling_flag(bool(program.state.optimizers)), no_record_function():
+        traced: Callable[..., Sequence[Tensor]] = trace_joint_graph(
+            _FlatModule(program.run),
+            flat,
+            forward=compiler("forward"),
+            backward=compiler("backward"),
+            inference=compiler("step"),
+            partitioned=keep_graphs,
+            decompositions=decompositions_for(backend),
+        )
+        return traced

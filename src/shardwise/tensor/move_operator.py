@@ -1,0 +1,178 @@
+"""Moves as operators of torch: `shardwise::move`, and its two halves `shardwise::start_moves` and `wait_moves`.
+
+1. Where a program is traced, a move is a call of `shardwise::move` on this rank's local tensors. Which move it is, is
+   a constant: a number under which a table has the layouts, the comm and the rest (`MoveRecord`). The number is a
+   digest of the record, so that code that was compiled and cached means the same move in another process.
+2. A graph may start a group of moves early and wait for them late. `start_moves` returns a token, which orders it
+   before what follows; `wait_moves` takes the tokens and the local tensors again, so that they stay alive until then.
+3. On tensors without data (fake tensors) the results are empty tensors of the destination's shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise._torch import define_operator
+from shardwise.comm import Comm
+from shardwise.comm.traced import real_comm
+from shardwise.geometry import Layout, format_layout
+from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, resolve_lazy
+from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.reductions import rescale
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRecord:
+    """One move: what `shardwise::move` does for a number."""
+
+    src: Layout
+    dst: Layout
+    comm: Comm
+    dtype: torch.dtype
+    label: str
+    max_buffer_bytes: int | None
+    scale: tuple[int, int]
+
+    def text(self) -> str:
+        """The move in words that are the same on every rank."""
+        return (
+            f"{self.label}: {self.dtype} {_layout_text(self.src)} -> {_layout_text(self.dst)} x {self.scale} "
+            f"in {self.max_buffer_bytes}"
+        )
+
+    @property
+    def in_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of this rank's local tensors before the move."""
+        return self.src.local_shapes(self.comm.rank)
+
+    @property
+    def out_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of this rank's local tensors after the move."""
+        return self.dst.local_shapes(self.comm.rank)
+
+    def run(self, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Carry the move out."""
+        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
+        notify_watchers(plan, self.label)
+        moved = execute(plan, locals_, self.comm, self.dtype, self.label)
+        for tensor in moved:
+            rescale(tensor, self.scale)
+        return moved
+
+    def make_job(self, locals_: Sequence[Tensor]) -> TransferJob:
+        """The move as one of several that share an exchange."""
+        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
+        notify_watchers(plan, self.label)
+        device = locals_[0].device if locals_ else self.comm.device
+        return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device)
+
+
+def _layout_text(layout: Layout) -> str:
+    return f"{layout!r} {layout._layout_digest.hex()}" if len(layout.table) > 64 else format_layout(layout, None)
+
+
+_records: dict[int, MoveRecord] = {}
+_running: dict[int, RunningTransfers] = {}
+
+
+def record_move(record: MoveRecord) -> int:
+    """The number of a move; the same one for the same move, in every process."""
+    text = f"{record.text()} on rank {record.comm.rank} of {record.comm.ranks}"
+    for again in range(16):  # comms of the same ranks have numbers of their own
+        digest = hashlib.blake2b(f"{text} {again}".encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") >> 1
+        known = _records.setdefault(number, record)
+        if known.comm is record.comm and known == record:
+            return number
+    raise RuntimeError(f"no number is left for the move {text}; please report this program")
+
+
+def find_record(number: int) -> MoveRecord:
+    """The move that has a number."""
+    return _records[number]
+
+
+def call_move_operator(record: MoveRecord, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Make a move through `shardwise::move`, so that a trace holds it."""
+    number = record_move(
+        MoveRecord(
+            record.src,
+            record.dst,
+            real_comm(record.comm),
+            record.dtype,
+            record.label,
+            record.max_buffer_bytes,
+            record.scale,
+        )
+    )
+    return tuple(torch.ops.shardwise.move(list(locals_), number))
+
+
+def _run_move(locals_: list[Tensor], transfer: int) -> list[Tensor]:
+    return list(_records[transfer].run(locals_))
+
+
+def _split_locals(locals_: Sequence[Tensor], records: Sequence[MoveRecord]) -> list[Sequence[Tensor]]:
+    """The local tensors of each move of a group."""
+    found, position = [], 0
+    for record in records:
+        found.append(locals_[position : position + len(record.in_shapes)])
+        position += len(record.in_shapes)
+    return found
+
+
+def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]) -> Tensor:
+    records = [_records[number] for number in transfers]
+    jobs = [record.make_job(parts) for record, parts in zip(records, _split_locals(locals_, records), strict=True)]
+    _running[_group_key(transfers)] = RunningTransfers([jobs], records[0].comm, records[0].label)
+    return _make_token()
+
+
+def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]) -> list[Tensor]:
+    """The destination tensors of all moves of a group, and a token."""
+    outputs: list[Tensor] = []
+    results = _running.pop(_group_key(transfers)).wait()
+    for number, moved in zip(transfers, results, strict=True):
+        for tensor in moved:
+            rescale(tensor, _records[number].scale)
+        outputs += moved
+    return [*outputs, _make_token()]
+
+
+def _group_key(transfers: Sequence[int]) -> int:
+    return hash(tuple(transfers))
+
+
+def _make_token() -> Tensor:
+    return torch.empty(0)
+
+
+def _fake_results(locals_: Sequence[Tensor], transfers: Sequence[int]) -> list[Tensor]:
+    records = [_records[number] for number in transfers]
+    outputs = []
+    for record, parts in zip(records, _split_locals(locals_, records), strict=True):
+        device = parts[0].device if parts else record.comm.device
+        outputs += [torch.empty(shape, dtype=record.dtype, device=device) for shape in record.out_shapes]
+    return outputs
+
+
+define_operator(
+    "move(Tensor[] locals, int transfer) -> Tensor[]",
+    _run_move,
+    lambda locals_, transfer: _fake_results(locals_, [transfer]),
+)
+define_operator(
+    "start_moves(Tensor[] locals, Tensor[] after, int[] transfers) -> Tensor",
+    _start_moves,
+    lambda locals_, after, transfers: _make_token(),
+)
+define_operator(
+    "wait_moves(Tensor[] locals, Tensor[] after, int[] transfers) -> Tensor[]",
+    _wait_moves,
+    lambda locals_, after, transfers: [*_fake_results(locals_, transfers), _make_token()],
+)
