@@ -274,7 +274,7 @@ def test_a_module_over_flat_tensors_is_traced_with_its_backward() -> None:
 
 def test_compilers_are_found_by_name() -> None:
     assert callable(_torch.named_backend("eager")) and callable(_torch.inductor_compiler())
-    assert torch.ops.aten.addcmul.default in _torch.inductor_decompositions()
+    assert torch.ops.aten.addr.default in _torch.inductor_decompositions()
 
 
 def test_code_that_asks_is_told_that_it_is_compiled() -> None:
