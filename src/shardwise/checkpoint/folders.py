@@ -19,7 +19,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
@@ -98,13 +98,16 @@ def list_temporary_folders(path: Path, *kinds: str) -> list[Path]:
     return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(starts) and entry.is_dir())
 
 
-def check_target(path: Path) -> None:
-    """Raise unless a checkpoint may be written here: nothing is there, or a checkpoint that is to be replaced."""
+def check_target(path: Path, besides: Collection[str] = ()) -> None:
+    """Raise unless a checkpoint may be written here: nothing is there, or a checkpoint that is to be replaced.
+
+    It may have files `besides`, of which the new one has its own.
+    """
     if not path.exists() or is_empty(path):
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder, choose another name")
-    strange = [e.name for e in path.iterdir() if not is_checkpoint_file(e.name)]
+    strange = [e.name for e in path.iterdir() if e.name not in besides and not is_checkpoint_file(e.name)]
     if strange or not is_complete(path):
         raise CheckpointError(
             f"{path} is a folder that contains things other than a checkpoint ({', '.join(sorted(strange)[:3])}); "

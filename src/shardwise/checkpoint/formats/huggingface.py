@@ -23,6 +23,12 @@ from shardwise.checkpoint.storage.base import Location, ReadableFolder
 HF_INDEX_NAME = "model.safetensors.index.json"
 HF_SINGLE_NAME = "model.safetensors"
 HF_MAX_FILE_BYTES = 5_000_000_000
+HF_COMPANIONS = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
+)
 
 
 class HuggingFaceFormat(Format):
@@ -32,6 +38,8 @@ class HuggingFaceFormat(Format):
     title = "Hugging Face"
     index_names = (HF_INDEX_NAME, HF_SINGLE_NAME)
     suffixes = (".safetensors",)
+    companions = HF_COMPANIONS
+    model_only = True
     has_values = False
     has_layouts = False
 

@@ -10,6 +10,7 @@ from shardwise.checkpoint.formats.shardwise import ShardwiseFormat
 from shardwise.checkpoint.storage.base import ReadableFolder
 
 FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat()]
+BUILT_IN = tuple(FORMATS)  # what other processes know: formats may be added in this one
 
 
 def find_format(name: str) -> Format:

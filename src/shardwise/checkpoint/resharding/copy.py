@@ -18,14 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, block_count, checksum
+from shardwise.checkpoint.converting.elements import convert_elements, converted_dtype
 from shardwise.checkpoint.files import PositionedFile
 from shardwise.checkpoint.index import Index, TensorEntry
 from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment, split_into_boxes
 from shardwise.checkpoint.store import CARRIERS, Store, StoredRegion
-from shardwise.geometry import Box
+from shardwise.geometry import Box, DType
 from shardwise.geometry.mesh import IntArray
 
 _MAX_CACHED_OVERLAPS = 4096
+_CONVERT_BYTES = 1 << 20  # converted at once: NumPy needs several times as much
 
 
 class VerifiedBlocks:
@@ -64,11 +66,17 @@ class VerifiedBlocks:
 
 
 class Copier:
-    """Copies segments of a checkpoint into the files of a folder. `crc`: find the CRC-32 of each range as well."""
+    """Copies segments of a checkpoint into the files of a folder. `crc`: find the CRC-32 of each range as well.
 
-    def __init__(self, store: Store, folder: Path, marks: VerifiedBlocks | None, crc: bool) -> None:
-        self._store, self._folder, self._marks, self._crc = store, folder, marks, crc
+    `dtype`: floats are converted to this type.
+    """
+
+    def __init__(
+        self, store: Store, folder: Path, marks: VerifiedBlocks | None, crc: bool, dtype: DType | None = None
+    ) -> None:
+        self._store, self._folder, self._marks, self._crc, self._dtype = store, folder, marks, crc, dtype
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
+        self._converted = np.empty(BLOCK_BYTES if dtype is not None else 0, np.uint8)
         self._overlaps: dict[tuple[int, Box], Overlap] = {}
 
     def copy(self, segment: Segment) -> list[RangeSums]:
@@ -97,10 +105,11 @@ class Copier:
 
     def _copy_range(self, part: ItemRange, output: PositionedFile) -> RangeSums:
         entry = self._store.index.tensors[part.tensor]
-        meets = self._meeting(entry, part.box)
+        meets, wanted = self._meeting(entry, part.box), converted_dtype(entry.dtype, self._dtype)
+        read = self._block if wanted == entry.dtype else self._converted_block
         sums, crc = [], 0
         for low in range(part.low, part.high, BLOCK_BYTES):
-            data = self._block(entry, meets, low, min(part.high, low + BLOCK_BYTES))
+            data = read(entry, meets, low // wanted.itemsize, min(part.high, low + BLOCK_BYTES) // wanted.itemsize)
             sums.append(checksum(data))
             if self._crc:
                 crc = zlib.crc32(data, crc)
@@ -116,16 +125,27 @@ class Copier:
             self._overlaps[key] = Overlap(entry, box)
         return self._overlaps[key]
 
-    def _block(self, entry: TensorEntry, meets: Overlap, low: int, high: int) -> memoryview:
-        """Some bytes of a box, in the source itself or in the buffer."""
+    def _converted_block(self, entry: TensorEntry, meets: Overlap, first: int, last: int) -> memoryview:
+        """The elements `first` to `last` of a box in another type."""
+        assert self._dtype is not None
+        step, width = _CONVERT_BYTES // entry.dtype.itemsize, self._dtype.itemsize
+        for start in range(first, last, step):
+            stop = min(last, start + step)
+            stored = np.frombuffer(self._block(entry, meets, start, stop), CARRIERS[entry.dtype.itemsize])
+            place = self._converted[(start - first) * width : (stop - first) * width]
+            place.view(CARRIERS[width])[:] = convert_elements(stored, entry.dtype, self._dtype)
+        return self._converted.data[: (last - first) * width]
+
+    def _block(self, entry: TensorEntry, meets: Overlap, first: int, last: int) -> memoryview:
+        """The elements `first` to `last` of a box, in the source itself or in the buffer."""
         itemsize = entry.dtype.itemsize
-        found = meets.between(low // itemsize, high // itemsize)
+        found = meets.between(first, last)
         if len(found) == 1 and len(found[0][1]) == 1:
             region = self._source(entry, int(found[0][1][0]), found[0][2][0], found[0][3][0])
             if region.span == region.nbytes and (straight := region.load()).flags.c_contiguous:
                 self._store.touch(straight.nbytes)
                 return straight.reshape(-1).view(np.uint8).data
-        flat = self._buffer[: high - low].view(CARRIERS[itemsize])
+        flat = self._buffer[: (last - first) * itemsize].view(CARRIERS[itemsize])
         position = 0
         for run, cells, starts, sizes in found:
             target = flat[position : position + run.numel].reshape(run.sizes)
@@ -133,7 +153,7 @@ class Copier:
             begin = meets.offsets + np.array(run.offsets, np.int64)
             for cell, start, size in zip(cells.tolist(), starts, sizes, strict=True):
                 self._fill(_box_view(target, start - begin, size), self._source(entry, cell, start, size))
-        return self._buffer.data[: high - low]
+        return self._buffer.data[: (last - first) * itemsize]
 
     def _source(self, entry: TensorEntry, cell: int, start: IntArray, size: IntArray) -> StoredRegion:
         """A part of a stored box, checked."""

@@ -64,6 +64,12 @@ def choose_layouts(
         chosen = ChosenLayouts({name: spec.layout(shapes[name]) for name, spec in plan.specs_of(shapes).items()})
     elif layout is not None:
         chosen = fit_layouts(spec_for(layout, ranks), shapes)
+        if shapes and len(chosen.unfit) == len(shapes):
+            longest = max(shapes.values(), key=len)
+            raise CheckpointError(
+                f"the layout {layout} fits none of the {len(shapes)} tensors, which have up to {len(longest)} dims, as "
+                f"in {list(longest)}; choose another one"
+            )
     elif ranks is not None:
         raise CheckpointError(f"{ranks} ranks, but no layout for them; pass one such as 'S(0)'")
     else:

@@ -50,7 +50,13 @@ def plan_segments(plan: FilePlan, index: Index) -> list[Segment]:
     Files that need the same part of the source then ask for it one after another, while it is in memory.
     """
     found = [s for number, file in enumerate(plan.all_files()) for s in _split_into_segments(plan, number, file)]
-    return sorted(found, key=lambda s: (*_find_source_place(index.tensors[s.ranges[0].tensor], s.ranges[0]), s.file))
+    widths = {tensor.name: tensor.dtype.itemsize for tensor in plan.tensors}
+
+    def place(segment: Segment) -> tuple[int, int, int]:
+        first = segment.ranges[0]
+        return *_find_source_place(index.tensors[first.tensor], first, widths[first.tensor]), segment.file
+
+    return sorted(found, key=place)
 
 
 def _split_into_segments(plan: FilePlan, number: int, file: PlannedFile) -> Iterator[Segment]:
@@ -73,9 +79,9 @@ def _split_into_ranges(plan: FilePlan, file: PlannedFile) -> Iterator[ItemRange]
             yield ItemRange(number, name, box, item.begin + low, low, min(nbytes, low + SEGMENT_BYTES))
 
 
-def _find_source_place(entry: TensorEntry, part: ItemRange) -> tuple[int, int]:
+def _find_source_place(entry: TensorEntry, part: ItemRange, itemsize: int) -> tuple[int, int]:
     """The file of the source, and the place in it, that holds the first element of a range, about."""
-    first = part.low // entry.dtype.itemsize
+    first = part.low // itemsize
     at = [o + i for o, i in zip(part.box.offsets, unravel_offset(first, part.box.sizes), strict=True)]
     inside = ((entry.cut.offsets <= at) & (at < entry.cut.offsets + entry.cut.sizes)).all(axis=1)
     number = int(inside.argmax())

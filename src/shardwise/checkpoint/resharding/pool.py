@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.index import Json
 from shardwise.checkpoint.resharding.copy import Copier, VerifiedBlocks
 from shardwise.checkpoint.resharding.plan import RangeSums, Segment
 from shardwise.checkpoint.resharding.worker import copy_or_keep_segment, task_json
 from shardwise.checkpoint.store import Store
+from shardwise.geometry import find_dtype
 
 PROCESS_BYTES = 48 << 20
 _LEAST, _MOST = 16 << 20, 64 << 20
@@ -33,6 +35,8 @@ class CopyJob:
     marks: Path
     verify: bool
     crc: bool
+    conversion: Json
+    dtype: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def copy_in_this_process(
 ) -> Generator[CopiedSegment, None, None]:
     """Copy all segments in this process."""
     marks = VerifiedBlocks(store.index, job.marks) if job.verify else None
-    copier = Copier(store, job.folder, marks, job.crc)
+    copier = Copier(store, job.folder, marks, job.crc, None if job.dtype is None else find_dtype(job.dtype))
     for number, segment in enumerate(segments):
         sums, kept = copy_or_keep_segment(copier, segment, known.get(number))
         yield CopiedSegment(number, sums, kept)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardwise.checkpoint.converting.conversion import Conversion
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.resharding.copy import Copier, VerifiedBlocks
 from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment
 from shardwise.checkpoint.store import open_store
-from shardwise.geometry import Box
+from shardwise.geometry import Box, find_dtype
 
 
 def task_json(segment: Segment, known: Sequence[RangeSums] | None) -> list[Any]:
@@ -62,8 +63,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             json.dumps({"error": f"{store.folder} was changed while it was read; start over"}).encode() + b"\n"
         )
         return
+    store.index = Conversion.from_json(job["conversion"]).apply(store.index)
     marks = VerifiedBlocks(store.index, Path(job["marks"])) if job["verify"] else None
-    copier = Copier(store, Path(job["folder"]), marks, job["crc"])
+    dtype = None if job["dtype"] is None else find_dtype(job["dtype"])
+    copier = Copier(store, Path(job["folder"]), marks, job["crc"], dtype)
     for line in requests:
         try:
             if store.digest != job["digest"]:
