@@ -5,6 +5,7 @@ from shardwise.checkpoint.cleaning import (
     clean as clean,
     leftovers as leftovers,
 )
+from shardwise.checkpoint.converting.name_map import NameMap as NameMap
 from shardwise.checkpoint.errors import CheckpointError as CheckpointError
 from shardwise.checkpoint.loading import load as load
 from shardwise.checkpoint.opening import (

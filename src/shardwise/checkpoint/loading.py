@@ -25,6 +25,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.background import wait_for_running_save
 from shardwise.checkpoint.checksums import block_count, checksum
+from shardwise.checkpoint.converting.conversion import rename_index
+from shardwise.checkpoint.converting.name_map import NameMap
 from shardwise.checkpoint.describe import describe_state, gather_or_raise, raise_problems
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
 from shardwise.checkpoint.index import Index, Scalar, StoredCut, TensorEntry, stored_names, stored_values
@@ -54,7 +56,7 @@ from shardwise.tensor import wrap
 from shardwise.tensor.comms import resolve_comm
 from shardwise.transfer.intersect import overlaps_with_boxes
 
-StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | None
+StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | NameMap | None
 _MAX_LISTED_PROBLEMS = 5
 
 
@@ -100,7 +102,7 @@ def match_state(
 
 
 def _make_renamer(names: StateNames) -> Callable[[str], str | None]:
-    if names is None:
+    if names is None or isinstance(names, NameMap):
         return lambda name: name
     if callable(names):
         return names
@@ -176,6 +178,7 @@ def load(
 
     - `strict`: every entry of the state is stored, and nothing else is; else what both have is loaded.
     - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
+      Or a `NameMap`: the checkpoint is loaded as what it makes of it, with tensors split, fused and transposed.
     - `cast`: convert dtypes; else a dtype that differs is an error.
     - `verify`: check all checksums before the first tensor is changed.
     - `max_buffer_bytes`: a limit on memory used besides the tensors themselves.
@@ -223,6 +226,8 @@ def _open_and_match(
     if max_buffer_bytes < 1 << 16:
         raise CheckpointError(f"max_buffer_bytes must be at least 65536, got {max_buffer_bytes}")
     store = open_store(path, max_buffer_bytes)
+    if isinstance(names, NameMap):
+        store.index = rename_index(store.index, names)
     flat = flatten_state(state)
     tensors = [make_leaf(name, tensor, comm) for name, tensor in flat.tensors.items()]
     return store, match_state(store.index, tensors, flat.values, strict=strict, names=names, cast=cast)

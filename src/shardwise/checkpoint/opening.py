@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checksums import block_count
+from shardwise.checkpoint.converting.conversion import rename_index
+from shardwise.checkpoint.converting.name_map import NameMap
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import Scalar, TensorEntry, build_state, stored_layout, stored_names, stored_values
 from shardwise.checkpoint.reading import copy_reads, plan_box_reads, verify_reads
@@ -169,9 +171,15 @@ class Checkpoint:
 
 
 def open(
-    path: str | os.PathLike[str], *, verify: bool = True, max_buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    names: NameMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
 ) -> Checkpoint:
     """Open a checkpoint (or a Hugging Face folder, or a safetensors file) and read any slice of it from one process.
+
+    With `names`, a `NameMap` or its TOML file, its tensors are renamed, split, fused and transposed by patterns.
 
     >>> import tempfile
     >>> from shardwise import save
@@ -180,4 +188,8 @@ def open(
     ...     open(f"{folder}/ckpt")["w"][:, 1].tolist()
     [1, 4]
     """
-    return Checkpoint(open_store(path, max_buffer_bytes), verify)
+    renaming = None if names is None else NameMap.of(names)
+    store = open_store(path, max_buffer_bytes)
+    if renaming is not None:
+        store.index = rename_index(store.index, renaming)
+    return Checkpoint(store, verify)

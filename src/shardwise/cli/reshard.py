@@ -43,6 +43,20 @@ LayoutText = Annotated[
     typer.Option("--layout", metavar="TEXT", help='For all tensors: "S(0)" with --ranks, or "on tp=4: S(0)".'),
 ]
 Ranks = Annotated[int | None, typer.Option(min=1, metavar="N", help="The number of ranks of a short layout.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="GLOB", help="Take only what has this name, * and ? allowed; may be repeated."),
+]
+Except = Annotated[list[str] | None, typer.Option("--except", metavar="GLOB", help="Leave this out; may be repeated.")]
+Names = Annotated[
+    Path | None,
+    typer.Option("--names", metavar="FILE", help="A .toml map: rename, split, fuse, stack, transpose."),
+]
+Element = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="Convert floats, as to bf16 or f32.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FOLDER", help="Copy config.json and tokenizer files from here (hf)."),
+]
 AsFormat = Annotated[FormatName, typer.Option("--format", help=f"{_TITLES}.")]
 Workers = Annotated[int | None, typer.Option(min=1, metavar="W", help="Processes to copy with; by size and cores.")]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory that all processes together may use.")]
@@ -59,6 +73,11 @@ def command(
     layout: LayoutText = None,
     ranks: Ranks = None,
     format: AsFormat = _DEFAULT_FORMAT,
+    only: Only = None,
+    exclude: Except = None,
+    names: Names = None,
+    dtype: Element = None,
+    config: Config = None,
     workers: Workers = None,
     memory: Memory = "256MB",
     max_file: MaxFile = None,
@@ -67,22 +86,28 @@ def command(
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a checkpoint in another layout, for another number of ranks, or in another format.
+    """Rewrite a checkpoint in another layout, for other ranks, under other names, or in another format.
 
-    Tensors that --plan does not name are replicated; without --plan and --layout they keep their layouts. A run that
-    was stopped or killed is resumed by the same command.
+    Tensors that --plan does not name are replicated; without --plan and --layout they keep their layouts. A Hugging
+    Face folder gets the model without its optimizer. A run that was stopped or killed is resumed by the same command.
 
     \b
     Examples:
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2
       shardwise reshard runs/step-1000 runs/tp4 --plan plan.toml --memory 1GB
-      shardwise reshard runs/step-1000 runs/model --format hf
+      shardwise reshard runs/step-1000 runs/model --format hf --config base
+      shardwise reshard model.pt runs/start --names map.toml --dtype bf16
     """
     options: dict[str, Any] = {
         "plan": None if plan is None else load_plan_file(plan),
         "layout": layout,
         "ranks": ranks,
         "format": format.value,
+        "only": only or (),
+        "exclude": exclude or (),
+        "names": names,
+        "dtype": dtype,
+        "config": config,
         "workers": workers,
         "max_buffer_bytes": parse_bytes(memory),
         "max_file_bytes": None if max_file is None else parse_bytes(max_file),
@@ -137,6 +162,8 @@ def report_lines(report: ReshardReport) -> list[Line]:
         lines.append(
             f"replicated along axes that split a dim they lack, or that do not fit: {_list_some_names(report.unfit)}"
         )
+    if report.copied:
+        lines.append(f"copied along: {_list_some_names(report.copied)}")
     if report.left_out:
         lines.append(
             "left out, since the format has no place for them or they cannot be read: "

@@ -72,12 +72,13 @@ class Conversion:
         return take_model(index) if self.model_only else index
 
     def left_out(self, index: Index) -> tuple[str, ...]:
-        """The tensors that are not of the model, where the model alone is written."""
+        """What is not of the model, where the model alone is written: tensors, and all values."""
         if not self.model_only or self.names is not None:
             return ()
         chosen = self.choose(index)
         kept = {run for entry in take_model(chosen).tensors.values() for run in _runs(entry)}
-        return tuple(name for name, entry in chosen.tensors.items() if len(entry.cut) and not kept & _runs(entry))
+        tensors = (name for name, entry in chosen.tensors.items() if len(entry.cut) and not kept & _runs(entry))
+        return (*tensors, *(name for name, tensor, _ in chosen.leaves if tensor is None))
 
 
 def _runs(entry: TensorEntry) -> set[tuple[int, int]]:
@@ -117,9 +118,7 @@ def take_model(index: Index) -> Index:
         tree = holding[0][1]
     found = {name: tensor for name, tensor, _ in iterate_leaves(tree) if tensor is not None}
     tensors = {name: replace(index.tensors[stored], name=name) for name, stored in found.items()}
-    return replace(
-        index, tensors=tensors, tree=_edit_tree(tree, lambda name, node: {"tensor": name} if _is_tensor(node) else node)
-    )
+    return replace(index, tensors=tensors, tree={"dict": [[name, {"tensor": name}] for name in tensors]})
 
 
 def _keep_names(index: Index, named: Mapping[str, str], chosen: Collection[str]) -> Index:

@@ -61,8 +61,8 @@ class NameMap:
         if isinstance(given, NameMap):
             return given
         if isinstance(given, Mapping):
-            tables = set(given) <= set(_TABLES) and not all(isinstance(value, str) for value in given.values())
-            return _parse_map(given if tables else {"rename": dict(given)}, "names")
+            plain = all(isinstance(value, str) for value in given.values())
+            return _parse_map({"rename": dict(given)} if plain else given, "names")
         return _load_map(Path(given))
 
     @property
