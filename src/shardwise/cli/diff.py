@@ -69,7 +69,7 @@ class Comparison:
         return not any((self.only_a, self.only_b, self.different, self.values)) and not (with_layouts and self.layouts)
 
 
-PathA = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder, or a .safetensors file.")]
+PathA = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder, or a .safetensors or .pt file.")]
 PathB = Annotated[str, typer.Argument(metavar="B", help="Another one, of any format, layout and number of ranks.")]
 Atol = Annotated[float, typer.Option(min=0, help="Elements are equal if |a - b| <= ATOL + RTOL * |b|.")]
 Rtol = Annotated[float, typer.Option(min=0, help="See --atol. Without both, bits are compared; NaN equals NaN.")]

@@ -90,7 +90,9 @@ class Order(StrEnum):
     bytes = "bytes"
 
 
-PathText = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors file.")]
+PathText = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors or .pt file.")
+]
 Sort = Annotated[Order, typer.Option(help="The order of the tensors: as stored, by name, or the largest first.")]
 Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help="Show at most N tensors; 0: all.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Read every byte and check it against its checksum.")]

@@ -30,10 +30,13 @@ from shardwise.view import Line, line, print_lines
 _LISTED = 5
 
 
-FormatName = StrEnum("FormatName", {known.name: known.name for known in FORMATS})  # type: ignore[misc]  # from a table
+_WRITABLE = [known for known in FORMATS if known.writable]
+FormatName = StrEnum("FormatName", {known.name: known.name for known in _WRITABLE})  # type: ignore[misc]  # from a table
 _DEFAULT_FORMAT = FormatName(FORMATS[0].name)
-_TITLES = "; ".join(f"{known.name}: {known.title}" for known in FORMATS if known.name != known.title)
-SourcePath = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch or Hugging Face.")]
+_TITLES = "; ".join(f"{known.name}: {known.title}" for known in _WRITABLE if known.name != known.title)
+SourcePath = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch, Hugging Face; a .pt file.")
+]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan by pattern: .toml, .json, .yaml.")

@@ -128,6 +128,7 @@ class Format(ABC):
     - `name`: as it is asked for, such as "hf"; `title`: in words.
     - `index_names`: the files by one of which a folder is recognised, and which are written last.
     - `suffixes`: how the names of its other files end; a folder with other files is never replaced.
+    - `writable`: whether checkpoints are written in it, or only read.
     - `companions`: the names of files beside the tensors that are copied along, such as "config.json".
     - `model_only`: it stores the tensors of a model, not what a training run has besides.
     - `has_values`, `has_layouts`, `has_copies`: whether it stores values that are not tensors, which rank stored what,
@@ -138,6 +139,7 @@ class Format(ABC):
     title: str
     index_names: tuple[str, ...]
     suffixes: tuple[str, ...]
+    writable = True
     companions: tuple[str, ...] = ()
     model_only = False
     has_values = True

@@ -117,7 +117,7 @@ class HuggingFacePlan(SafetensorsPlan):
 
 
 def _read_folder_index(folder: ReadableFolder, data: bytes) -> tuple[Index, str]:
-    weight_map = _parse_weight_map(folder.path, data)
+    weight_map = parse_weight_map(folder.path, data, ".safetensors")
     numbers = {name: number for number, name in enumerate(sorted(set(weight_map.values())))}
     found = [read_header(folder, name) for name in numbers]
     tensors: dict[str, tuple[int, HeaderEntry]] = {}
@@ -137,7 +137,8 @@ def _digest(folder: ReadableFolder, index: Index, headers: bytes) -> str:
     return checksum(headers + json.dumps(digest_files(folder, [file.name for file in index.files])).encode())
 
 
-def _parse_weight_map(folder: Location, data: bytes) -> dict[str, str]:
+def parse_weight_map(folder: Location, data: bytes, suffix: str) -> dict[str, str]:
+    """Which file has which tensor, from the index of a model in several files."""
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -145,7 +146,7 @@ def _parse_weight_map(folder: Location, data: bytes) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{folder}: its index has no weight_map from tensors to files")
     for name in set(weight_map.values()):
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(suffix):
             raise CheckpointError(f"{folder}: {name[:200]!r} is not a file name in this folder; nothing is read")
     return weight_map
 

@@ -7,21 +7,23 @@ from shardwise.checkpoint.formats.base import Format
 from shardwise.checkpoint.formats.dcp.format import DcpFormat
 from shardwise.checkpoint.formats.huggingface import HuggingFaceFormat
 from shardwise.checkpoint.formats.shardwise import ShardwiseFormat
+from shardwise.checkpoint.formats.torch_file import FILE_SUFFIXES, TorchFileFormat
 from shardwise.checkpoint.storage.base import ReadableFolder
 
-FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat()]
+FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat(), TorchFileFormat()]
 BUILT_IN = tuple(FORMATS)  # what other processes know: formats may be added in this one
 
 
 def find_format(name: str) -> Format:
-    """The format of a name.
+    """The format to write, by its name.
 
     >>> find_format("hf").title
     'Hugging Face'
     """
-    found = next((known for known in FORMATS if known.name == name), None)
+    writable = [known for known in FORMATS if known.writable]
+    found = next((known for known in writable if known.name == name), None)
     if found is None:
-        raise CheckpointError(f"unknown format {name!r}; known: {', '.join(known.name for known in FORMATS)}")
+        raise CheckpointError(f"unknown format {name!r}; known: {', '.join(known.name for known in writable)}")
     return found
 
 
@@ -46,4 +48,6 @@ def is_checkpoint_file(name: str) -> bool:
 def describe_expected() -> str:
     """What a checkpoint looks like, in words."""
     kinds = [f"{' or '.join(known.index_names)} ({known.title})" for known in FORMATS]
-    return f"a folder with {', '.join(kinds)}, or a .safetensors file"
+    return (
+        f"a folder with {', '.join(kinds)}, or a .safetensors file, or one of torch.save ({', '.join(FILE_SUFFIXES)})"
+    )

@@ -1,4 +1,4 @@
-"""The pickles of torch.distributed.checkpoint, read without torch and without running anything.
+"""The pickles of torch.distributed.checkpoint and torch.save, read without torch and without running anything.
 
 A pickle is a program for a small machine. This one knows the operations that torch's pickles consist of, and no others.
 Names of functions and classes are looked up in a short list of harmless stand-ins; every other name is an error, so
@@ -58,6 +58,10 @@ def _to_size_tuple(numbers: Any) -> tuple[int, ...]:
 
 def _ignore_path(*_parts: object) -> UnpickledObject:
     """Paths say where a folder was written; they are ignored."""
+    return UnpickledObject()
+
+
+def _ignore_device(*_parts: object) -> UnpickledObject:
     return UnpickledObject()
 
 
@@ -127,6 +131,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _return_first,
+    ("torch", "device"): _ignore_device,
 }
 _LONGEST_NAME, _LONGEST_INT, _LONGEST_DIGITS = 300, 1000, 20
 _FREE_OBJECTS, _BYTES_PER_OBJECT = 100_000, 4
@@ -299,6 +304,8 @@ class _PickleMachine:
     def _build(self) -> None:
         """Give an object its state, if it is a stand-in; others, such as element types, belong to the library."""
         state, made = self._pop(), self._stack[-1] if self._stack else None
+        if type(made) is dict:
+            return  # an OrderedDict with attributes of its own, such as the versions of modules in a state dict
         if not isinstance(made, UnpickledObject):
             raise ValueError(f"unexpected state for a {type(made).__name__}")
         made.state = state
