@@ -12,14 +12,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from shardwise.checkpoint.describe import raise_problems
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
-from shardwise.checkpoint.files import write_synced
-from shardwise.checkpoint.folders import remove_folder
 from shardwise.checkpoint.index import Json
+from shardwise.checkpoint.storage.base import SaveFolder
 from shardwise.comm import Comm
 
 _POLL_SECONDS = 0.01
@@ -36,7 +34,7 @@ class Saving:
     def __init__(
         self,
         comm: Comm,
-        folder: Path,
+        folder: SaveFolder,
         write: Callable[[Callable[[], None]], Json],
         finish: Callable[[Sequence[Json]], None],
     ) -> None:
@@ -79,7 +77,8 @@ class Saving:
         self._thread.join()
         self._exchange(None)
         if self._comm.rank == self._comm.ranks[0]:
-            remove_folder(self._folder)
+            self._folder.remove()
+        self._folder.close()
         self._exchange(None)
 
     def _check(self) -> None:
@@ -93,9 +92,9 @@ class Saving:
     def _share(self) -> None:
         record, problem = run_or_describe_error(lambda: self._write(self._check))
         try:
-            self._folder.mkdir(exist_ok=True)
-            write_synced(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
-        except OSError:
+            self._folder.make()
+            self._folder.write_note(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
+        except (OSError, CheckpointError):
             if problem is None:
                 raise
         if problem is not None:
@@ -103,28 +102,29 @@ class Saving:
         if self._comm.rank == self._comm.ranks[0]:
             self._complete()
         else:
-            self._wait_until(lambda: not self._folder.exists(), "rank 0 did not complete the save")
+            self._wait_until(self._folder.is_gone, "rank 0 did not complete the save")
+            self._folder.close()
 
     def _complete(self) -> None:
         names = {rank: self._record_of(rank) for rank in self._comm.ranks}
-        self._wait_until(lambda: all(f.exists() for f in names.values()), "not all ranks wrote their share")
-        found = {rank: json.loads(file.read_bytes()) for rank, file in names.items()}
+        self._wait_until(lambda: all(map(self._folder.has_note, names.values())), "not all ranks wrote their share")
+        found = {rank: json.loads(self._folder.read_note(name)) for rank, name in names.items()}
         failed = [f"rank {rank}: {problem}" for rank, (problem, _) in found.items() if problem is not None]
         if failed:
             raise CheckpointError("; ".join(failed[:4]))
-        for file in names.values():
-            file.unlink()
+        for name in names.values():
+            self._folder.remove_note(name)
         self._finish([record for _, record in found.values()])
 
-    def _record_of(self, rank: int) -> Path:
-        return self._folder / f"share{rank:05d}.json"
+    def _record_of(self, rank: int) -> str:
+        return f"share{rank:05d}.json"
 
     def _wait_until(self, ready: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + self._comm.timeout
         while not ready():
             self._check()
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{self._folder}: {problem} within {self._comm.timeout} s")
+                raise CheckpointError(f"{self._folder.path}: {problem} within {self._comm.timeout} s")
             time.sleep(_POLL_SECONDS)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import absolute_path, find_checkpoint, is_complete, list_leftovers, recover_commit
+from shardwise.checkpoint.folders import find_checkpoint, is_complete, list_leftovers, recover_commit
+from shardwise.checkpoint.storage.place import local_path
 from shardwise.checkpoint.store import open_store
 from shardwise.checkpoint.verify import count_checked_bytes, find_problems
 
@@ -25,7 +26,7 @@ def leftovers(path: str | os.PathLike[str]) -> list[Path]:
     >>> leftovers("no/such/checkpoint")
     []
     """
-    whole = absolute_path(path)
+    whole = local_path(path)
     found = list_leftovers(whole)
     try:
         if is_complete(find_checkpoint(whole)):
@@ -65,7 +66,7 @@ def clean(path: str | os.PathLike[str]) -> list[Path]:
     >>> clean("no/such/checkpoint")
     []
     """
-    whole = absolute_path(path)
+    whole = local_path(path)
     recover_commit(whole)
     found = leftovers(path)
     complete = [folder for folder in found if is_complete(folder)]

@@ -23,8 +23,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder, sync_folder
+from shardwise.checkpoint.files import PinnedFolder, sync_folder, write_synced
 from shardwise.checkpoint.formats.table import FORMATS, is_checkpoint_file
+from shardwise.checkpoint.storage.base import SaveFolder
 
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
@@ -172,6 +173,54 @@ def _rename_in_two_steps(path: Path, saving: Path, replaced: Path) -> None:
     except OSError:
         os.rename(replaced, path)
         raise
+
+
+class LocalSave(SaveFolder):
+    """A running save to a local folder: a temporary folder next to it, which takes its place."""
+
+    path: Path
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self.token = path, token
+        self.work = temporary_folder(path, SAVING, token)
+
+    def make(self) -> None:
+        self.work.mkdir(exist_ok=True)
+
+    def deliver(self, name: str) -> None:
+        return None
+
+    def size_of(self, name: str) -> int:
+        return (self.work / name).stat().st_size
+
+    def write_note(self, name: str, data: bytes) -> None:
+        write_synced(self.work / name, data)
+
+    def read_note(self, name: str) -> bytes:
+        return (self.work / name).read_bytes()
+
+    def has_note(self, name: str) -> bool:
+        return (self.work / name).exists()
+
+    def remove_note(self, name: str) -> None:
+        (self.work / name).unlink()
+
+    def is_gone(self) -> bool:
+        return not self.work.exists()
+
+    def remove(self) -> None:
+        remove_folder(self.work)
+
+    def write_index(self, index: tuple[str, bytes] | None) -> None:
+        if index is not None:
+            write_synced(self.work / index[0], index[1])
+        sync_folder(self.work)
+
+    def commit(self, in_background: bool) -> None:
+        commit_checkpoint(self.path, self.token, remove_in_background if in_background else remove_folder)
+
+    def close(self) -> None:
+        return None
 
 
 def recover_commit(path: Path) -> None:

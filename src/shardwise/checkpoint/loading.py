@@ -290,7 +290,7 @@ class Loader:
     def run_or_start_over(self, work: Callable[[], None], note: str = "") -> bool:
         """Do a step on all ranks; False if it failed on any because a save replaced the checkpoint meanwhile."""
         _, problem = run_or_describe_error(work)
-        stale = problem is not None and self.store.is_stale()
+        stale = (problem is not None or not self.store.pinned.pins) and self.store.is_stale()
         everyone = gather_or_raise(self.comm, [problem and problem + note, stale], None, LOAD_LABEL)
         if any(one[1] for one in everyone):
             return False

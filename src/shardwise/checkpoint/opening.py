@@ -70,6 +70,8 @@ class StoredTensor:
             if self._verify:
                 verify_reads(self._store, self._entry, reads)
             copy_reads(self._store, self._entry, reads, (target,))
+            if self._store.pinned.has_changed_files():
+                raise CheckpointError(f"{self._store.folder}: its files have changed while they were read")
         except CheckpointError as error:
             if not self._store.is_stale():
                 raise

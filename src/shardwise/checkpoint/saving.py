@@ -25,11 +25,12 @@ from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
 from shardwise.checkpoint.describe import agree_on_state, gather_or_raise
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
-from shardwise.checkpoint.files import make_folders, sync_folder, write_synced
 from shardwise.checkpoint.formats.base import FileItem, FilePlan, Format, ItemSums, PlannedFile, SaveRequest
 from shardwise.checkpoint.formats.table import find_format
 from shardwise.checkpoint.index import Json
 from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, reduce_pending, reduced_layout, torch_dtype
+from shardwise.checkpoint.storage.base import SaveFolder
+from shardwise.checkpoint.storage.place import Place, find_place, new_save, prepare_target
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
 from shardwise.checkpoint.writing import FileWriter
 from shardwise.comm import Comm
@@ -45,14 +46,9 @@ SAVE_LABEL = "save"
 class SavePlan:
     """All that is decided before the first byte is written, and the local tensors of each tensor."""
 
-    path: Path
-    token: str
+    folder: SaveFolder
     files: FilePlan
     held: dict[str, tuple[Tensor, ...]]
-
-    @property
-    def folder(self) -> Path:
-        return folders.temporary_folder(self.path, folders.SAVING, self.token)
 
     def sources(self, rank: int) -> list[Tensor]:
         """The values of all items that this rank writes, in the order of its files."""
@@ -140,7 +136,7 @@ def save(
             comm,
             plan.folder,
             write=lambda check: write_rank_files(plan, sources, comm.rank, check),
-            finish=lambda records: _commit_save(plan, records, folders.remove_folder),
+            finish=lambda records: _commit_save(plan, records, in_background=False),
         )
     )
 
@@ -183,8 +179,8 @@ def _plan_save(
     async_op: bool,
     format: Format,
 ) -> SavePlan:
-    def look() -> tuple[Path, Json, list[Leaf]]:
-        target, flat = folders.absolute_path(path), flatten_state(state)
+    def look() -> tuple[Place, Json, list[Leaf]]:
+        target, flat = find_place(path), flatten_state(state)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
         if flat.values and not format.has_values:
@@ -193,9 +189,7 @@ def _plan_save(
             )
         leaves = [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
         if comm.rank == comm.ranks[0]:
-            make_folders(target.parent)
-            folders.recover_commit(target)
-            folders.check_target(target)
+            prepare_target(target)
         return target, flat.tree, leaves
 
     found, problem = run_or_describe_error(look)
@@ -204,8 +198,9 @@ def _plan_save(
     tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
     _check_same_save(comm, everyone)
     tensors = [t if t.layout.pending is None else replace(t, layout=reduced_layout(t.layout)) for t in tensors]
-    files = format.plan_files(SaveRequest(tensors, tree, comm.ranks, max_file_bytes))
-    return SavePlan(target, everyone[0][4], files, reduce_pending(leaves, comm))
+    folder = new_save(target, everyone[0][4])
+    files = format.plan_files(SaveRequest(tensors, tree, comm.ranks, max_file_bytes, prefix=folder.prefix))
+    return SavePlan(folder, files, reduce_pending(leaves, comm))
 
 
 def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
@@ -228,10 +223,11 @@ def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> None:
         records = gather_or_raise(comm, record, problem, SAVE_LABEL, wanted=first)
     except BaseException:
         if first:
-            folders.remove_folder(plan.folder)
+            plan.folder.remove()
+        plan.folder.close()
         raise
-    commit = partial(_commit_save, plan, records, folders.remove_in_background)
-    _, problem = run_or_describe_error(commit) if first else (None, None)
+    commit = partial(_commit_save, plan, records, in_background=True)
+    _, problem = run_or_describe_error(commit if first else plan.folder.close)
     gather_or_raise(comm, None, problem, SAVE_LABEL)
 
 
@@ -239,15 +235,16 @@ def write_rank_files(
     plan: SavePlan, sources: Sequence[Tensor], rank: int, check: Callable[[], None] = lambda: None
 ) -> Json:
     """Write this rank's files from the values of its items; return what the index needs of them."""
-    plan.folder.mkdir(exist_ok=True)
+    plan.folder.make()
     values = iter(sources)
     records = []
     for file in plan.files.files_of(rank):
-        writer = FileWriter(plan.folder, plan.files, file, check)
+        writer = FileWriter(plan.folder.work, plan.files, file, check)
         try:
             for _ in file.items:
                 writer.add(next(values))
             records.append(_record(file, writer.finish()))
+            plan.folder.deliver(file.name)
         except BaseException:
             writer.abandon()
             raise
@@ -280,13 +277,19 @@ def _write_gathered_file(
     if problem is not None:
         writer.abandon()
         return None, problem
-    sums, problem = run_or_describe_error(writer.finish)
+    sums, problem = run_or_describe_error(partial(_finish_file, plan, file, writer))
     return None if problem else _record(file, sums), problem
 
 
+def _finish_file(plan: SavePlan, file: PlannedFile, writer: FileWriter) -> list[ItemSums]:
+    sums = writer.finish()
+    plan.folder.deliver(file.name)
+    return sums
+
+
 def _open_file(plan: SavePlan, file: PlannedFile) -> FileWriter:
-    plan.folder.mkdir(exist_ok=True)
-    return FileWriter(plan.folder, plan.files, file, lambda: None)
+    plan.folder.make()
+    return FileWriter(plan.folder.work, plan.files, file, lambda: None)
 
 
 def _add_all(writer: FileWriter, tensors: Sequence[Tensor]) -> None:
@@ -330,20 +333,17 @@ def _parse_record(record: Json) -> tuple[PlannedFile, list[ItemSums]]:
     return PlannedFile(name, nbytes, found, data_start, header_sum), list(zip(*sums, strict=True))
 
 
-def _commit_save(plan: SavePlan, records: Sequence[Json], remove: Callable[[Path], object]) -> None:
+def _commit_save(plan: SavePlan, records: Sequence[Json], in_background: bool) -> None:
     """Write the index and put the folder in place; before it is there, a failure removes it."""
     try:
         written = [_parse_record(record) for of_rank in records for record in of_rank]
-        plan.folder.mkdir(exist_ok=True)
+        plan.folder.make()
         for file, _ in written:
-            size = (plan.folder / file.name).stat().st_size
+            size = plan.folder.size_of(file.name)
             if size != file.bytes:
                 raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
-        index = plan.files.make_index(written)
-        if index is not None:
-            write_synced(plan.folder / index[0], index[1])
-        sync_folder(plan.folder)
+        plan.folder.write_index(plan.files.make_index(written))
     except BaseException:
-        folders.remove_folder(plan.folder)
+        plan.folder.remove()
         raise
-    folders.commit_checkpoint(plan.path, plan.token, remove)
+    plan.folder.commit(in_background)

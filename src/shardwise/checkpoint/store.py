@@ -15,7 +15,6 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,11 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder
-from shardwise.checkpoint.folders import absolute_path, find_checkpoint
 from shardwise.checkpoint.formats.base import Format
 from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.index import CRC, TensorEntry
 from shardwise.checkpoint.storage.base import FileReader, ReadableFolder
+from shardwise.checkpoint.storage.place import FolderVanished, Place, find_place, open_folder
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 _MAX_MAPPED = 256
@@ -140,11 +138,11 @@ class Store:
         return not self._is_overwritten() if self._all_pinned else not self.is_stale()
 
     def _is_overwritten(self) -> bool:
-        """Whether the index is another file by now; one that was removed with its folder does not count."""
+        """Whether the index is another file by now; one that was removed with a pinned folder does not count."""
         try:
             return self.pinned.identity(self._index_name) != self._identity
         except OSError:
-            return False
+            return not self.pinned.pins
 
     def reader(self, number: int) -> FileReader:
         """A file, after a look at its length; system errors name the file."""
@@ -261,25 +259,22 @@ def open_store(path: str | os.PathLike[str], max_buffer_bytes: int = DEFAULT_BUF
 
     If a save replaces it while its index is read, this starts over with what it was replaced by.
     """
-    whole = absolute_path(path)
+    place = find_place(path)
     for _ in range(_MAX_TRIES):
-        store = _try_open(whole, max_buffer_bytes)
+        store = _try_open(place, max_buffer_bytes)
         if store is not None:
             return store
-    raise CheckpointError(f"{whole}: it was replaced {_MAX_TRIES} times while it was opened; try again later")
+    raise CheckpointError(f"{place}: it was replaced {_MAX_TRIES} times while it was opened; try again later")
 
 
-def _try_open(whole: Path, max_buffer_bytes: int) -> Store | None:
+def _try_open(place: Place, max_buffer_bytes: int) -> Store | None:
     """The checkpoint, or None if it was replaced meanwhile."""
-    place = find_checkpoint(whole)
     try:
-        pinned = PinnedFolder(place.parent if place.is_file() else place)
-    except CheckpointError:
-        if place.exists():
-            raise
+        pinned, file_name = open_folder(place, max_buffer_bytes)
+    except FolderVanished:
         return None
     try:
-        store = Store(pinned, *_find_index(pinned, place), max_buffer_bytes)
+        store = Store(pinned, *find_index(pinned, file_name), max_buffer_bytes)
         if store.is_consistent():
             return store
     except CheckpointError:
@@ -290,12 +285,13 @@ def _try_open(whole: Path, max_buffer_bytes: int) -> Store | None:
     return None
 
 
-def _find_index(pinned: PinnedFolder, place: Path) -> tuple[Format, str]:
-    """The format of what is at a place, and the name of its index."""
-    if pinned.path != place:
-        found = next(((known, place.name) for known in FORMATS if known.accepts_file(place.name)), None)
+def find_index(pinned: ReadableFolder, file_name: str | None) -> tuple[Format, str]:
+    """The format of a folder, or of the single file in it, and the name of its index."""
+    if file_name is not None:
+        found = next(((known, file_name) for known in FORMATS if known.accepts_file(file_name)), None)
     else:
         found = detect_format(pinned)
     if found is None:
-        raise CheckpointError(f"{place}: not a checkpoint; expected {describe_expected()}")
+        what = pinned.path if file_name is None else pinned.path / file_name
+        raise CheckpointError(f"{what}: not a checkpoint; expected {describe_expected()}")
     return found

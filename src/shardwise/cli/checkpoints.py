@@ -14,10 +14,12 @@ import typer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import PinnedFolder
-from shardwise.checkpoint.folders import absolute_path, find_checkpoint
+from shardwise.checkpoint.folders import find_checkpoint
 from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.index import StoredCut, TensorEntry, stored_layout
-from shardwise.checkpoint.store import Store, open_store
+from shardwise.checkpoint.storage.place import find_place, open_folder
+from shardwise.checkpoint.storage.remote_path import RemotePath
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, find_index, open_store
 from shardwise.geometry import Layout, LayoutError, format_rule
 
 _SHOWN = 4
@@ -44,16 +46,21 @@ def open_checkpoint(path: str) -> OpenedCheckpoint:
 
 def find_format_title(path: str) -> str:
     """The format of the checkpoint at a path in words, by the names of its files."""
-    whole = absolute_path(path)
+    whole = find_place(path)
+    if isinstance(whole, RemotePath):
+        folder, file_name = open_folder(whole, DEFAULT_BUFFER_BYTES)
+        with folder:
+            known, index_name = find_index(folder, file_name)
+        return known.title_of(index_name)
     try:
         place = find_checkpoint(whole)
     except CheckpointError:
         raise CheckpointError(_explain_missing(path, whole)) from None
     if place.is_file():
-        known = next((known for known in FORMATS if known.accepts_file(place.name)), None)
-        if known is None:
+        accepting = next((known for known in FORMATS if known.accepts_file(place.name)), None)
+        if accepting is None:
             raise CheckpointError(_explain_other_file(path, place))
-        return known.title_of(place.name)
+        return accepting.title_of(place.name)
     found = detect_folder(place)
     if found is None:
         raise CheckpointError(_explain_other_folder(path, place))

@@ -15,7 +15,8 @@ import typer
 
 from shardwise.checkpoint.cleaning import find_checkpoint_problem
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import absolute_path, find_checkpoint, list_leftovers, recover_commit
+from shardwise.checkpoint.folders import find_checkpoint, list_leftovers, recover_commit
+from shardwise.checkpoint.storage.place import local_path
 from shardwise.checkpoint.store import open_store
 from shardwise.cli.checkpoints import detect_folder
 from shardwise.cli.errors import NO
@@ -78,7 +79,7 @@ def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: As
 
 def find_targets(path: str) -> list[Path]:
     """The checkpoints to clean up after: the one of this name, or all whose leftovers are in this folder."""
-    whole = absolute_path(path)
+    whole = local_path(path)
     if whole.is_file():
         raise CheckpointError(f"{path}: a file; pass the folder of a checkpoint, or one that contains checkpoints")
     if whole.is_dir() and detect_folder(whole) is None and not list_leftovers(whole):

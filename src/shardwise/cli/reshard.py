@@ -35,9 +35,9 @@ FormatName = StrEnum("FormatName", {known.name: known.name for known in _WRITABL
 _DEFAULT_FORMAT = FormatName(FORMATS[0].name)
 _TITLES = "; ".join(f"{known.name}: {known.title}" for known in _WRITABLE if known.name != known.title)
 SourcePath = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch, Hugging Face; a .pt file.")
+    str, typer.Argument(metavar="SRC", help="A checkpoint: shardwise, torch, Hugging Face; a .pt file.")
 ]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
+Destination = Annotated[str, typer.Argument(metavar="DST", help="The folder to write, or a URL.")]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan by pattern: .toml, .json, .yaml.")
 ]
@@ -57,7 +57,7 @@ Names = Annotated[
 ]
 Element = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="Convert floats, as to bf16 or f32.")]
 Config = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--config", metavar="FOLDER", help="Copy config.json and tokenizer files from here (hf)."),
 ]
 AsFormat = Annotated[FormatName, typer.Option("--format", help=f"{_TITLES}.")]

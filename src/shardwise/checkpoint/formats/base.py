@@ -48,13 +48,17 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be stored, by which ranks. `unreadable` entries of the source are left out; so may others be."""
+    """What is to be stored, by which ranks. `unreadable` entries of the source are left out; so may others be.
+
+    `prefix`: what the names of all files but the index begin with; then there is an index, also of one file.
+    """
 
     tensors: Sequence[TensorToSave]
     tree: Json
     ranks: Sequence[int]
     max_file_bytes: int | None = None
     unreadable: tuple[str, ...] = ()
+    prefix: str = ""
 
 
 class FilePlan(ABC):

@@ -78,7 +78,7 @@ class HuggingFacePlan(SafetensorsPlan):
 
     def __init__(self, request: SaveRequest) -> None:
         super().__init__()
-        self.tensors, self.ranks = request.tensors, tuple(request.ranks)
+        self.tensors, self.ranks, self._prefix = request.tensors, tuple(request.ranks), request.prefix
         values = tuple(name for name, tensor, _ in iterate_leaves(request.tree) if tensor is None)
         self.left_out = (*values, *request.unreadable)
         for tensor in self.tensors:
@@ -91,9 +91,10 @@ class HuggingFacePlan(SafetensorsPlan):
     def _plan(self, max_file_bytes: int) -> list[PlannedFile]:
         sizes = [(t.dtype.itemsize, t.nbytes) for t in self.tensors]
         groups = pack_into_files(sizes, max_file_bytes, widest_first=False) or [[]]
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+        names = [f"{self._prefix}model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+        single = len(groups) == 1 and not self._prefix
         return [
-            self.plan_file(name if len(groups) > 1 else HF_SINGLE_NAME, [(i, 0) for i in self._aligned(group)])
+            self.plan_file(HF_SINGLE_NAME if single else name, [(i, 0) for i in self._aligned(group)])
             for name, group in zip(names, groups, strict=True)
         ]
 
@@ -108,7 +109,7 @@ class HuggingFacePlan(SafetensorsPlan):
         return self._files
 
     def make_index(self, written: Sequence[tuple[PlannedFile, Sequence[ItemSums]]]) -> tuple[str, bytes] | None:
-        if len(written) == 1:
+        if len(written) == 1 and not self._prefix:
             return None
         weight_map = {self.tensors[item.tensor].name: file.name for file, _ in written for item in file.items}
         total = sum(self.bytes_of(item) for file, _ in written for item in file.items)

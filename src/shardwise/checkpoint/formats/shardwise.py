@@ -48,7 +48,7 @@ _FORMAT = "shardwise"
 _VERSION = 1
 _KEYS = {"format", "version", "checksum", "block_bytes", "files", "cuts", "tensors", "tree", "index_sum"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
-_WRITER = re.compile(r"rank(\d{1,9})-\d+\.safetensors")
+_WRITER = re.compile(r"(?:[0-9a-f]+-)?rank(\d{1,9})-\d+\.safetensors")
 _SUM_KEY = ',"index_sum":"'  # the last entry of an index: the checksum of all that comes before it
 _SUMS = re.compile(f"(?:[0-9a-f]{{{SUM_DIGITS}}})*")
 
@@ -81,7 +81,7 @@ class ShardwisePlan(SafetensorsPlan):
         super().__init__()
         self.tensors, self.left_out, self._tree = request.tensors, request.unreadable, request.tree
         self._max_file_bytes = MAX_FILE_BYTES if request.max_file_bytes is None else request.max_file_bytes
-        self._assigned = BoxAssignment(request.tensors, request.ranks)
+        self._assigned, self._prefix = BoxAssignment(request.tensors, request.ranks), request.prefix
         self.cuts, self.ranks = self._assigned.cuts, self._assigned.ranks
         self._files: dict[int, list[PlannedFile]] = {}
 
@@ -95,7 +95,7 @@ class ShardwisePlan(SafetensorsPlan):
             boxes = list(self._assigned.parts_of(rank))
             sizes = [(self.tensors[t].dtype.itemsize, self.bytes_of(FileItem(t, box, 0))) for t, box in boxes]
             self._files[rank] = [
-                self.plan_file(f"rank{rank:05d}-{number:05d}.safetensors", [boxes[i] for i in chosen])
+                self.plan_file(f"{self._prefix}rank{rank:05d}-{number:05d}.safetensors", [boxes[i] for i in chosen])
                 for number, chosen in enumerate(pack_into_files(sizes, self._max_file_bytes))
             ]
         return self._files[rank]

@@ -44,10 +44,11 @@ class Segment:
         return sum(r.high - r.low for r in self.ranges)
 
 
-def plan_segments(plan: FilePlan, index: Index) -> list[Segment]:
+def plan_segments(plan: FilePlan, index: Index, by_file: bool = False) -> list[Segment]:
     """All segments, in the order in which the source stores what they begin with.
 
-    Files that need the same part of the source then ask for it one after another, while it is in memory.
+    Files that need the same part of the source then ask for it one after another, while it is in memory. With
+    `by_file` one file after another is completed.
     """
     found = [s for number, file in enumerate(plan.all_files()) for s in _split_into_segments(plan, number, file)]
     widths = {tensor.name: tensor.dtype.itemsize for tensor in plan.tensors}
@@ -56,7 +57,7 @@ def plan_segments(plan: FilePlan, index: Index) -> list[Segment]:
         first = segment.ranges[0]
         return *_find_source_place(index.tensors[first.tensor], first, widths[first.tensor]), segment.file
 
-    return sorted(found, key=place)
+    return found if by_file else sorted(found, key=place)
 
 
 def _split_into_segments(plan: FilePlan, number: int, file: PlannedFile) -> Iterator[Segment]:
@@ -137,15 +138,24 @@ def join_sums(
     plan: FilePlan, segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
 ) -> list[tuple[PlannedFile, list[ItemSums]]]:
     """For each file the checksums and the CRC-32 of its items, from those of their ranges; `done` is by segment."""
-    found: dict[tuple[int, int], list[tuple[int, str, int, int]]] = {}
+    by_file: dict[int, dict[int, Sequence[RangeSums]]] = {}
     for number, results in done.items():
-        segment = segments[number]
-        for part, (text, crc) in zip(segment.ranges, results, strict=True):
-            found.setdefault((segment.file, part.item), []).append((part.low, text, crc, part.high - part.low))
+        by_file.setdefault(segments[number].file, {})[number] = results
     return [
-        (file, [_join_ranges(sorted(found.get((number, item), ())), plan.crc) for item in range(len(file.items))])
+        (file, join_file_sums(plan, file, segments, by_file.get(number, {})))
         for number, file in enumerate(plan.all_files())
     ]
+
+
+def join_file_sums(
+    plan: FilePlan, file: PlannedFile, segments: Sequence[Segment], done: Mapping[int, Sequence[RangeSums]]
+) -> list[ItemSums]:
+    """The checksums and the CRC-32 of the items of one file, of which all segments are in `done`."""
+    found: dict[int, list[tuple[int, str, int, int]]] = {}
+    for number, results in done.items():
+        for part, (text, crc) in zip(segments[number].ranges, results, strict=True):
+            found.setdefault(part.item, []).append((part.low, text, crc, part.high - part.low))
+    return [_join_ranges(sorted(found.get(item, ())), plan.crc) for item in range(len(file.items))]
 
 
 def _join_ranges(ranges: Sequence[tuple[int, str, int, int]], with_crc: bool) -> ItemSums:

@@ -29,7 +29,7 @@ _WORKER = "shardwise.checkpoint.resharding.worker"
 class CopyJob:
     """What all workers receive: where from, where to, and how."""
 
-    source: Path
+    source: str
     digest: str
     folder: Path
     marks: Path

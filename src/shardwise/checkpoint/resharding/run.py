@@ -8,36 +8,28 @@
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import folders
 from shardwise.checkpoint.assign import TensorToSave
-from shardwise.checkpoint.checksums import checksum
 from shardwise.checkpoint.converting.conversion import Conversion
 from shardwise.checkpoint.converting.elements import converted_dtype, find_cast_dtype
 from shardwise.checkpoint.converting.name_map import NameMap
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder, PositionedFile, write_synced
-from shardwise.checkpoint.formats.base import FilePlan, Format, SaveRequest, digest_files
-from shardwise.checkpoint.formats.table import BUILT_IN, find_format
-from shardwise.checkpoint.index import Json
-from shardwise.checkpoint.resharding.companions import digest_companions, read_companions
+from shardwise.checkpoint.formats.base import FilePlan, Format, SaveRequest
+from shardwise.checkpoint.formats.table import find_format
+from shardwise.checkpoint.resharding.companions import read_companions
+from shardwise.checkpoint.resharding.execute import ConversionRequest, ReshardRun
 from shardwise.checkpoint.resharding.layouts import ChosenLayouts, LayoutPlan, choose_layouts
-from shardwise.checkpoint.resharding.plan import RangeSums, Segment, join_sums, plan_segments
-from shardwise.checkpoint.resharding.pool import CopyJob, copy_in_processes, copy_in_this_process, divide_memory
-from shardwise.checkpoint.resharding.work import ReshardWorkFolder, select_finished_segments
+from shardwise.checkpoint.resharding.pool import divide_memory
+from shardwise.checkpoint.storage.place import Place, check_apart, find_place, new_save, open_folder
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.geometry import DType, ShardingSpec
-
-_MIN_BYTES_PER_WORKER = 128 << 20
-_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class ReshardReport:
     format has no place for, or that cannot be read. `copied`: files that were copied along.
     """
 
-    path: Path
+    path: Place
     format: str
     tensors: int
     files: int
@@ -104,16 +96,17 @@ def reshard(
     """
     started = time.monotonic()
     _check_reshard_arguments(workers, max_buffer_bytes, max_file_bytes, ranks)
-    source, target, kind = *_check_paths(src, dst), find_format(format)
+    source, target, kind = find_place(src), find_place(dst), find_format(format)
+    check_apart(source, target)
     wanted, given = None if dtype is None else find_cast_dtype(dtype), None if names is None else NameMap.of(names)
     conversion = Conversion(tuple(only), tuple(exclude), given, kind.model_only)
-    with closing(open_store(source, divide_memory(max_buffer_bytes, 1)[1])) as store:
+    with closing(open_store(src, divide_memory(max_buffer_bytes, 1)[1])) as store:
         left_out, store.index = conversion.left_out(store.index), conversion.apply(store.index)
         chosen = _choose_target_layouts(store, plan, layout, ranks, kind)
-        files = _plan_target(store, chosen, kind, max_file_bytes, wanted)
-        beside = _read_beside(store, kind, config, wanted)
+        token, beside = secrets.token_hex(8), _read_beside(store, kind, config, wanted)
+        files = _plan_target(store, chosen, kind, max_file_bytes, wanted, new_save(target, token).prefix)
         request = ConversionRequest(source, target, kind, conversion, wanted, beside, overwrite, verify)
-        kept, used = ReshardRun(store, files, request, workers, max_buffer_bytes, progress).run(resume)
+        kept, used = ReshardRun(store, files, request, workers, max_buffer_bytes, progress).run(resume, token)
     return ReshardReport(
         path=target,
         format=format,
@@ -130,15 +123,6 @@ def reshard(
     )
 
 
-def _check_paths(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> tuple[Path, Path]:
-    source, target = folders.absolute_path(src), folders.absolute_path(dst)
-    if source == target:
-        raise CheckpointError(f"{source} is both source and destination; choose another name for the new checkpoint")
-    if source in target.parents:
-        raise CheckpointError(f"{target} is inside the source {source}; choose a path outside it")
-    return source, target
-
-
 def _read_beside(
     store: Store, format: Format, config: str | os.PathLike[str] | None, dtype: DType | None
 ) -> dict[str, bytes]:
@@ -147,7 +131,8 @@ def _read_beside(
         return read_companions(store.pinned, format, dtype, required=False)
     if not format.companions:
         raise CheckpointError(f"a checkpoint of format {format.name!r} has no configuration beside it; omit config")
-    with PinnedFolder(Path(config)) as folder:
+    folder, _ = open_folder(find_place(config), DEFAULT_BUFFER_BYTES)
+    with folder:
         return read_companions(folder, format, dtype, required=True)
 
 
@@ -171,147 +156,11 @@ def _choose_target_layouts(
 
 
 def _plan_target(
-    store: Store, chosen: ChosenLayouts, format: Format, max_file_bytes: int | None, dtype: DType | None
+    store: Store, chosen: ChosenLayouts, format: Format, max_file_bytes: int | None, dtype: DType | None, prefix: str
 ) -> FilePlan:
     tensors = [
         TensorToSave(entry.name, converted_dtype(entry.dtype, dtype), chosen.layouts[entry.name])
         for entry in store.index.tensors.values()
     ]
     ranks = chosen.ranks if format.has_layouts and chosen.ranks else (0,)
-    return format.plan_files(SaveRequest(tensors, store.index.tree, ranks, max_file_bytes, store.index.opaque))
-
-
-def _check_destination(path: Path, overwrite: bool, besides: Collection[str]) -> None:
-    folders.recover_commit(path)
-    if overwrite:
-        folders.check_target(path, besides)
-    elif path.exists() and not folders.is_empty(path):
-        raise CheckpointError(f"{path} exists; choose another name, or pass overwrite=True (--overwrite) to replace it")
-
-
-def fingerprint_source(store: Store) -> str:
-    """What identifies a source: its index, and the length and time of every file."""
-    rows = digest_files(store.pinned, [file.name for file in store.index.files])
-    return checksum(json.dumps([store.digest, rows]).encode())
-
-
-@dataclass(frozen=True)
-class ConversionRequest:
-    """What is converted to what. `beside`: files that are copied along, by name."""
-
-    source: Path
-    path: Path
-    format: Format
-    conversion: Conversion
-    dtype: DType | None
-    beside: dict[str, bytes]
-    overwrite: bool
-    verify: bool
-
-    def to_json(self) -> Json:
-        """All that determines the result, besides the content of the source and the plan of the files."""
-        return {
-            "source": str(self.source),
-            "format": self.format.name,
-            "verify": self.verify,
-            "names": self.conversion.to_json(),
-            "files beside": digest_companions(self.beside),
-        }
-
-
-@dataclass(frozen=True)
-class ReshardRun:
-    """One run: from the plan of a target to the checkpoint in its place."""
-
-    store: Store
-    target: FilePlan
-    request: ConversionRequest
-    workers: int | None
-    max_buffer_bytes: int
-    progress: Callable[[int, int], None] | None
-
-    def run(self, resume: bool) -> tuple[int, int]:
-        """Do it; return the bytes that were there, and the number of workers."""
-        segments, path = plan_segments(self.target, self.store.index), self.request.path
-        asked = {**self.request.to_json(), **self._digests(segments)}
-        with ReshardWorkFolder(path) as work:
-            token = work.find_unfinished(asked) if resume else None
-            if token is not None and work.finish_commit(token):
-                work.remove()
-                return sum(s.nbytes for s in segments), 0
-            _check_destination(path, self.request.overwrite, self.request.beside)
-            token, done = work.begin(asked, token if work.files.exists() else None)
-            kept, workers = self._copy(work, segments, select_finished_segments(segments, done))
-            if fingerprint_source(self.store) != asked["source state"]:
-                raise CheckpointError(f"{self.store.folder} was changed while it was read; start over")
-            work.commit(token)
-        return kept, workers
-
-    def _digests(self, segments: Sequence[Segment]) -> dict[str, str]:
-        plan = json.dumps([[f.name, f.bytes] for f in self.target.all_files()]) + repr(segments)
-        return {"source state": fingerprint_source(self.store), "files to write": checksum(plan.encode())}
-
-    def _copy(self, work: ReshardWorkFolder, segments: Sequence[Segment], known: dict[int, Any]) -> tuple[int, int]:
-        work.make_files(self.target.all_files())
-        for number in range(len(self.store.index.files)):
-            self.store.verify_header(number)
-        total, finished, kept = sum(s.nbytes for s in segments), 0, 0
-        job = self._job(work)
-        workers, limit = divide_memory(self.max_buffer_bytes, self._choose_worker_count(total))
-        if workers == 1:
-            copied = copy_in_this_process(self.store, job, segments, known)
-        else:
-            copied = copy_in_processes(job, segments, known, workers, limit)
-        found: dict[int, Sequence[RangeSums]] = {}
-        with closing(copied):
-            for one in copied:
-                found[one.number] = one.sums
-                if not one.kept:
-                    work.log_segment(one.number, one.sums)
-                size = segments[one.number].nbytes
-                finished, kept = finished + size, kept + size * one.kept
-                if self.progress is not None:
-                    self.progress(finished, total)
-        self._finish(work, segments, found)
-        return kept, workers
-
-    def _job(self, work: ReshardWorkFolder) -> CopyJob:
-        asked = self.request
-        return CopyJob(
-            source=asked.source,
-            digest=self.store.digest,
-            folder=work.files,
-            marks=work.marks,
-            verify=asked.verify,
-            crc=self.target.crc,
-            conversion=asked.conversion.to_json(),
-            dtype=None if asked.dtype is None else asked.dtype.torch_name,
-        )
-
-    def _choose_worker_count(self, total: int) -> int:
-        if self.store.format not in BUILT_IN:
-            if self.workers not in (None, 1):
-                raise CheckpointError(
-                    f"the source has the format {self.store.format.name!r}, which was added in this process: worker "
-                    "processes do not know it; pass workers=1"
-                )
-            return 1
-        if self.workers is not None:
-            return self.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(_MAX_WORKERS, cores, total // _MIN_BYTES_PER_WORKER))
-
-    def _finish(
-        self, work: ReshardWorkFolder, segments: Sequence[Segment], found: dict[int, Sequence[RangeSums]]
-    ) -> None:
-        """Write what surrounds the items, and the index."""
-        written = join_sums(self.target, segments, found)
-        for file, sums in written:
-            with PositionedFile(work.files / file.name) as output:
-                for position, data in self.target.finish_file(file, sums):
-                    output.write(position, data)
-        for name, data in self.request.beside.items():
-            write_synced(work.files / name, data)
-        index = self.target.make_index(written)
-        if index is not None:
-            write_synced(work.files / index[0], index[1])
+    return format.plan_files(SaveRequest(tensors, store.index.tree, ranks, max_file_bytes, store.index.opaque, prefix))

@@ -158,11 +158,7 @@ class ReshardWorkFolder:
                 f"{self.path}: {needed} bytes must be written, but only {free} are free there; free some space"
             )
         for file in missing:
-            handle = os.open(self.files / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                os.ftruncate(handle, file.bytes)
-            finally:
-                os.close(handle)
+            make_sparse_file(self.files / file.name, file.bytes)
 
     def finish_commit(self, token: str) -> bool:
         """Complete the commit of a run that was killed in it; whether there was one."""
@@ -198,6 +194,15 @@ class ReshardWorkFolder:
         self._clear(keep="manifest.json")
         self._clear()
         os.rmdir(self.folder)
+
+
+def make_sparse_file(path: Path, size: int) -> None:
+    """Make a file of this length; what is not written takes no room."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(handle, size)
+    finally:
+        os.close(handle)
 
 
 def _file_size_or_missing(path: Path) -> int:

@@ -93,6 +93,10 @@ class ReadableFolder(ABC):
     def is_replaced(self) -> bool:
         """Whether the path of this folder names another one by now, or none."""
 
+    def has_changed_files(self) -> bool:
+        """Whether files that were opened are others by now, so that what was read of them may be of both."""
+        return False
+
     @abstractmethod
     def pin(self, name: str) -> None:
         """Open a file and keep it open, where that keeps it as it is."""
@@ -123,6 +127,7 @@ class SaveFolder(ABC):
     `prefix`: what the names of its data files begin with, so that those of the checkpoint that is replaced stay.
     """
 
+    path: Location
     work: Path
     prefix: str = ""
 
@@ -153,6 +158,18 @@ class SaveFolder(ABC):
     @abstractmethod
     def remove_note(self, name: str) -> None:
         """Remove a small file."""
+
+    @abstractmethod
+    def write_index(self, index: tuple[str, bytes] | None) -> None:
+        """The index comes last: its name and content, if the format has one. It is not seen before the commit."""
+
+    @abstractmethod
+    def commit(self, in_background: bool) -> None:
+        """Put the new checkpoint in place. What it replaces is removed, in the background where that is possible."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what this process has for it; the checkpoint stays."""
 
     @abstractmethod
     def is_gone(self) -> bool:

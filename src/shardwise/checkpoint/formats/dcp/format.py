@@ -40,7 +40,7 @@ from shardwise.geometry import Box, DType
 DCP_NAME = ".metadata"
 TreePath = tuple[str | int, ...]
 _COMMON_RECORDS = {ORDER: b"little", VERSION: b"3\n"}
-_WRITER = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_WRITER = re.compile(r"(?:[0-9a-f]+-)?__(\d{1,9})_\d+\.distcp")
 
 
 class DcpFormat(Format):
@@ -70,7 +70,7 @@ class DcpPlan(FilePlan):
     def __init__(self, request: SaveRequest) -> None:
         if request.max_file_bytes is not None:
             raise CheckpointError("a folder of torch.distributed.checkpoint has one file for each rank; omit the limit")
-        self.tensors, self.left_out = request.tensors, request.unreadable
+        self.tensors, self.left_out, self._prefix = request.tensors, request.unreadable, request.prefix
         self._paths, values = _flatten_tree(request.tree)
         missing = [t.name for t in self.tensors if t.name not in self._paths]
         if missing:
@@ -95,7 +95,7 @@ class DcpPlan(FilePlan):
         if rank not in self._files:
             position = self._values_end if rank == self.ranks[0] else 0
             boxes = list(self._assigned.parts_of(rank))
-            self._files[rank] = [self._plan_file(_file_name(rank), boxes, position)] if boxes or position else []
+            self._files[rank] = [self._plan_file(self._file_name(rank), boxes, position)] if boxes or position else []
         return self._files[rank]
 
     def _plan_file(self, name: str, boxes: Sequence[tuple[int, int]], position: int) -> PlannedFile:
@@ -121,13 +121,16 @@ class DcpPlan(FilePlan):
             parts += [(item.begin - len(before), before), (item.begin + self.bytes_of(item), after)]
         return parts
 
+    def _file_name(self, rank: int) -> str:
+        return f"{self._prefix}__{rank}_0.distcp"
+
     def _has_values(self, file: PlannedFile) -> bool:
-        return file.name == _file_name(self.ranks[0])
+        return file.name == self._file_name(self.ranks[0])
 
     def make_index(self, written: Sequence[tuple[PlannedFile, Sequence[ItemSums]]]) -> tuple[str, bytes] | None:
         chunks: list[list[Any]] = [[] for _ in self.tensors]
         places: list[tuple[Any, Any]] = [
-            (_metadata_index(name, None, None), _storage_info(_file_name(self.ranks[0]), position, len(archive)))
+            (_metadata_index(name, None, None), _storage_info(self._file_name(self.ranks[0]), position, len(archive)))
             for name, position, archive in self._values
         ]
         for file, _ in written:
@@ -142,10 +145,6 @@ class DcpPlan(FilePlan):
             t.name: _tensor_metadata(t, parts) for t, parts in zip(self.tensors, chunks, strict=True)
         } | {name: PickleObject(PickleName(METADATA, "BytesStorageMetadata"), {}) for name, *_ in self._values}
         return DCP_NAME, seal_metadata(write_pickle(_make_dcp_metadata(described, self._paths, PicklePairs(places))))
-
-
-def _file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
 
 
 def _align_up(position: int) -> int:
