@@ -107,6 +107,22 @@ is_forward_grad_enabled: Any = _private("_C._is_fwd_grad_enabled")
 BackwardHookFunction: type[torch.autograd.Function] = _private("nn.modules._functions.BackwardHookFunction")
 CheckpointFunction: type[torch.autograd.Function] = _private("utils.checkpoint.CheckpointFunction")
 
+# Forward-mode differentiation: whether dual numbers are in use (the level has no public name), and the functions that
+# a ShardedTensor meets in `torch.autograd.forward_ad.make_dual` and `unpack_dual`.
+forward_ad: Any = _private("autograd.forward_ad")
+make_dual_function: Any = _private("_VF._make_dual")
+unpack_dual_function: Any = _private("_VF._unpack_dual")
+
+# Inside of `torch.func.jvp` torch asserts that nobody passes it by; our own Functions, on local tensors, do.
+_allow_own_functions = _private("_functorch.utils.enable_single_level_autograd_function")
+
+# Whether operators are being traced into a graph, as `torch.func.linearize` does.
+_dispatch_mode = _private("_C._get_dispatch_mode")
+_PROXY_MODE = _private("_C._TorchDispatchModeKey.PROXY")
+
+# Whether a tensor stands for many, inside of `torch.func.vmap`.
+is_batched_tensor: Any = _private("_C._functorch.is_batchedtensor")
+
 # Data-dependent checks on a GPU without a synchronisation.
 assert_async: Any = _private("_assert_async")
 
@@ -207,6 +223,13 @@ def autograd_on_locals(keys: DispatchKeys = _NORMAL_KEYS) -> Any:
     return _ForceDispatchKeyGuard(keys.included, keys.excluded)
 
 
+@contextmanager
+def beside_func_transforms(keys: DispatchKeys) -> Iterator[None]:
+    """Run code on local tensors that have tangents of their own: a transform of `torch.func` around it is passed by."""
+    with autograd_on_locals(keys), _allow_own_functions():
+        yield
+
+
 def decompose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a composite operator by the operators that torch's own kernel calls, below autograd.
 
@@ -234,6 +257,16 @@ def is_dispatch_mode_on() -> bool:
 def has_saved_tensors_hooks() -> bool:
     """Whether tensors that are saved for the backward pass go through hooks, as in checkpointed code, both times."""
     return _top_saved_tensors_hooks(True) is not None
+
+
+def is_dual_level() -> bool:
+    """Whether tensors may have tangents: inside of `dual_level()` and `torch.func.jvp`, on every thread."""
+    return bool(forward_ad._current_level >= 0 and is_forward_grad_enabled())
+
+
+def is_tracing() -> bool:
+    """Whether operators are being traced into a graph."""
+    return _dispatch_mode(_PROXY_MODE) is not None
 
 
 def is_in_backward() -> bool:

@@ -6,7 +6,6 @@ Each works as it does on whole tensors, replicated ones included.
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,8 @@ from shardwise.compat._shard.metadata import ShardMetadata
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.ops.engine.mixed import MixedTensorsError
-from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import S0, S1, P, R, assert_gradient, assert_same, check, forget, lay, numbers
 
-forward_ad: Any = torch.autograd.forward_ad  # untyped in torch
 LAYOUTS = {"S0": S0, "S1": S1, "R": R, "P": P}
 
 
@@ -307,33 +304,6 @@ def test_functions(name: str, layout: str) -> None:
     where = [R if layout == "S1" and len(shape) < 2 else LAYOUTS[layout] for shape in shapes]
     calls = [[numbers(*shape, seed=s + i) for i, shape in enumerate(shapes)] for s in (1, 5)]
     check(function, where, *calls)
-
-
-def _make_dual(x: Any) -> Any:
-    with forward_ad.dual_level():
-        return forward_ad.make_dual(x, x)
-
-
-FORWARD: dict[str, Callable[[Any], Any]] = {
-    "jvp": lambda x: torch.func.jvp(lambda y: y * y, (x,), (x,)),
-    "dual numbers": _make_dual,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first jvp
-@pytest.mark.parametrize("world", (1, 2))
-@pytest.mark.parametrize("layout", ("S0", "S1", "R"))
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_mode_is_refused_on_every_rank(name: str, layout: str, world: int) -> None:
-    """Torch has one level of dual numbers for all threads, so that several ranks enter it one after another."""
-    turn = threading.Lock()
-
-    def body(comm: Comm) -> None:
-        x = lay(matrix(1), LAYOUTS[layout].replace("tp=2", f"tp={world}"))
-        with turn, pytest.raises(UnsupportedOpError, match="forward-mode differentiation"):
-            FORWARD[name](x)
-
-    run(body, world)
 
 
 MEETING = {

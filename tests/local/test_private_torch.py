@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import _torch
 
@@ -147,6 +148,37 @@ def test_forward_mode_is_off_inside_an_autograd_function() -> None:
 
     Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
     assert (_torch.is_forward_grad_enabled(), inside) == (True, [False])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual number
+def test_dual_numbers_are_noticed() -> None:
+    one = torch.ones(1)
+    assert not _torch.is_dual_level()
+    with _torch.forward_ad.dual_level():
+        assert _torch.is_dual_level()
+        dual = _torch.forward_ad.make_dual(one, one)
+        assert _torch.forward_ad.unpack_dual(dual * 2).tangent.item() == 2.0
+        with _torch.DisableTorchFunctionSubclass():
+            wrapper = Wrapper.of(one)
+        with pytest.raises(Exception):  # noqa: B017  # the wrapper here has no storage; what it met counts
+            _torch.forward_ad.make_dual(wrapper, wrapper)
+        with pytest.raises(Exception):  # noqa: B017
+            _torch.forward_ad.unpack_dual(wrapper)
+            raise ValueError("met")
+    assert {_torch.make_dual_function, _torch.unpack_dual_function} <= set(Wrapper.seen)
+
+
+def test_batches_and_traces_are_noticed() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append((_torch.is_batched_tensor(x), _torch.is_tracing()))
+        return x * 2
+
+    note(torch.ones(2))
+    torch.func.vmap(note)(torch.ones(2))
+    make_fx(note)(torch.ones(2))
+    assert seen == [(False, False), (True, False), (False, True)]
 
 
 def test_a_module_with_full_backward_hooks_is_inside_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """L3: ShardedTensor, what makes it, and what moves it."""
 
+from shardwise.tensor import forward_mode as _forward_mode  # noqa: F401  # registers dual numbers
 from shardwise.tensor import functions as _functions  # noqa: F401  # registers equal, copy_, torch.autograd.grad and others
 from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.random import init as _init  # noqa: F401  # registers torch.nn.init

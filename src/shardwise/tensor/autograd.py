@@ -3,18 +3,21 @@
 Local tensors are on the tape, not the ShardedTensor. A move is one node over this rank's local tensors. A rank that
 holds nothing takes part through an anchor, a tensor without elements, so that every rank's backward pass meets the
 same moves in the same order.
+
+In forward mode the local tensors have tangents. A move is linear, so tangents make the same move. While dual numbers
+are in use, ranks first agree on whether there are any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dispatch_mode_on
+from shardwise._torch import forward_ad, is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
@@ -87,6 +90,9 @@ def tape_inputs(
     return (anchor if anchor is not None else torch.empty(0, dtype=dtype, device=device),)
 
 
+Mover: TypeAlias = Callable[[LayoutMove, tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
 class _MoveFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: LayoutMove, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -100,7 +106,7 @@ class _MoveFunction(torch.autograd.Function):
 
 def _apply_move(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     held = inputs if link.src.local_shapes(link.comm.rank) else ()
-    moved = move_locals(link, tuple(t.detach() for t in held))
+    moved = _move_plain(link, held)
     return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
 
 
@@ -108,17 +114,77 @@ def move_gradients(link: LayoutMove, grads: tuple[Tensor, ...]) -> tuple[Tensor,
     """Run a move in a backward pass; it is recorded only where second derivatives are needed."""
     if torch.is_grad_enabled():
         return move_on_tape(link, grads)
-    return grads if link.changes_nothing else _apply_move(link, grads)
+    if link.changes_nothing:
+        return grads
+    return _move_duals(_apply_move, link, grads) if is_dual_level() else _apply_move(link, grads)
+
+
+NO_TANGENT = "_no_tangent"  # in the attributes of a ShardedTensor that was detached while dual numbers are in use
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether what is computed from a tensor is recorded, or has a tangent."""
+    if is_dual_level() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return NO_TANGENT not in tensor.__dict__
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def split_dual(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of a tensor and its tangent, zeros if it has none; both are recorded, or none of them."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    if tangent is None:
+        tangent = torch.zeros_like(primal)
+    if torch.is_grad_enabled() and primal.requires_grad and not tangent.requires_grad:
+        never = torch.zeros((), dtype=torch.bool, device=primal.device)
+        tangent = torch.where(never, primal, tangent)  # every rank's backward pass then meets the same moves
+    return primal, tangent
+
+
+def any_rank_has_tangents(tensors: Sequence[Tensor], comm: Comm, label: str) -> bool:
+    """Whether some local tensor of some rank has a tangent; every rank asks."""
+    known = any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    everyone: Comm = getattr(comm, "real", comm)  # of a rank that takes part without data
+    return b"1" in everyone.all_gather_bytes(b"1" if known else b"0", label=f"{label} (tangents)")
+
+
+def on_duals(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply a linear function to the value and to the tangent of a tensor, if there are tangents."""
+    if not is_dual_level() or forward_ad.unpack_dual(tensor).tangent is None:
+        return function(tensor)
+    primal, tangent = split_dual(tensor)
+    made: Tensor = forward_ad.make_dual(function(primal), function(tangent))
+    return made
+
+
+def _move_duals(move: Mover, link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Carry out a move of values and tangents."""
+    if not (link.dtype.is_floating_point or link.dtype.is_complex):
+        return move(link, inputs)
+    if not any_rank_has_tangents(inputs, link.comm, link.label):
+        return move(link, inputs)
+    dual_layout(link.src), dual_layout(link.dst)  # a pending maximum is not linear
+    pairs = [split_dual(t) for t in inputs]
+    values, tangents = (move(link, tuple(pair[i] for pair in pairs)) for i in (0, 1))
+    return tuple(map(forward_ad.make_dual, values, tangents))
 
 
 def move_locals(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Carry out a move on plain local tensors, without a tape; where a program is traced, as an operator."""
+    """Carry out a move on local tensors, without a tape; where a program is traced, as an operator."""
+    return _move_duals(_move_plain, link, locals_) if is_dual_level() else _move_plain(link, locals_)
+
+
+def _move_plain(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     record = MoveRecord(link.src, link.dst, link.comm, link.dtype, link.label, link.max_buffer_bytes, link.scale)
-    return call_move_operator(record, locals_) if is_dispatch_mode_on() else record.run(locals_)
+    held = tuple(t.detach() for t in locals_)
+    return call_move_operator(record, held) if is_dispatch_mode_on() else record.run(held)
 
 
 def move_on_tape(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Carry out a move with its backward recorded; `inputs` as `tape_inputs` gives them."""
+    return _move_duals(_move_recorded, link, inputs) if is_dual_level() else _move_recorded(link, inputs)
+
+
+def _move_recorded(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = _MoveFunction.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
     return outputs
 

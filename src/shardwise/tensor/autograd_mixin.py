@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardwise._torch import DisableTorchFunctionSubclass
+from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
+from shardwise.tensor.autograd import NO_TANGENT, dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
 from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text, replicated_layout
 
@@ -134,7 +134,8 @@ class AutogradMixin(AttributesMixin):
         if not self.local_parts and requires_grad and self._anchor is None:
             self._anchor = torch.empty(0, dtype=self.dtype, device=self.device)
         for tensor in self._tape_tensors():
-            tensor.requires_grad_(requires_grad)
+            if tensor.requires_grad != requires_grad:  # torch.func refuses even what changes nothing
+                tensor.requires_grad_(requires_grad)
         self._forget()
         return self
 
@@ -293,7 +294,10 @@ class AutogradMixin(AttributesMixin):
 
     def detach(self) -> Self:
         """The same values off the tape; the local tensors share their memory."""
-        return self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
+        made = self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
+        if is_dual_level():
+            made.__dict__[NO_TANGENT] = True
+        return made
 
     @on_local_tensors
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours

@@ -30,7 +30,9 @@ from shardwise._torch import (
     OpOverload,
     autograd_on_locals,
     below_autograd,
+    beside_func_transforms,
     current_dispatch_keys,
+    forward_ad,
     is_forward_grad_enabled,
     pytree,
 )
@@ -185,7 +187,10 @@ def set_engine(*, function: Answer, operator: Answer) -> None:
 def enter_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Answer a torch function, by the engine where there is one."""
+    """Answer a torch function, by the engine where there is one; where tensors have tangents no shortcut is taken."""
+    if forward_ad._current_level >= 0:
+        with beside_func_transforms(current_dispatch_keys()):
+            return call_function(func, types, args, kwargs)
     if not is_forward_grad_enabled():
         _refuse_without_tape(func, args, kwargs)
     return _engine.function(func, types, args, kwargs)
@@ -232,11 +237,15 @@ def _layer_of_entry(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractC
 def on_local_tensors(method: M) -> M:
     """Decorate a method of ShardedTensor that computes with the local tensors: they are always recorded.
 
-    Inside of a function that torch breaks down, recording is off for everything but operators on ShardedTensors.
+    Inside of a function that torch breaks down, recording is off for everything but operators on ShardedTensors. Inside
+    of `torch.func.jvp` local tensors have tangents of their own, and torch's transform is passed by.
     """
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            with beside_func_transforms(_state.keys or current_dispatch_keys()):
+                return method(self, *args, **kwargs)
         if _state.keys is None:
             return method(self, *args, **kwargs)
         with autograd_on_locals(_state.keys):
@@ -253,6 +262,11 @@ def call_operator(
     This is the one place where an operator's code is entered. Rules and steps need no guard of their own.
     """
     before = _state.keys
+    if before is None and forward_ad._current_level >= 0:  # not through a torch function: so through a transform
+        raise UnsupportedOpError(
+            f"{func} of a ShardedTensor inside of torch.func.jvp and another transform of torch.func: its tangent "
+            "would be lost; use torch.autograd.grad inside of torch.func.jvp"
+        )
     _state.keys = keys = (before or current_dispatch_keys()).below(func)
     try:
         with autograd_on_locals(keys):

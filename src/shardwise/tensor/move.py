@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._torch import is_dual_level
 from shardwise.comm import Comm, agree, name_ranks
 from shardwise.geometry import (
     Box,
@@ -170,7 +171,7 @@ def move_to(
     limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
     link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit)
     if not is_move_recorded(held):
-        return move_locals(link, tuple(t.detach() for t in held.local_parts)), None
+        return move_locals(link, held.local_parts), None
     dual_layout(dst), dual_layout(held.sharding)
     outputs = move_on_tape(link, tape_inputs(held.local_parts, held._anchor, held.dtype, held.device))
     return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])
@@ -180,6 +181,8 @@ def start_moves(
     held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
 ) -> RunningTransfers:
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
+    if is_dual_level():
+        raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
     room = 0
     batches: list[list[TransferJob]] = []
     for one, dst in zip(held, dsts, strict=True):

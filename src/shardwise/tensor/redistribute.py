@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch import is_dual_level
 from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
 from shardwise.geometry import Layout, LayoutError, MeshSpec, ShardingSpec
 from shardwise.tensor.comms import resolve_comm
@@ -228,7 +229,7 @@ def redistribute_many(
         for t, dst in zip(tensors, dsts, strict=False)
     ]
     agree(tensors[0].comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
-    if not async_op and any(is_move_recorded(t) for t in tensors):
+    if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
         return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
     running = start_moves(tensors, dsts, label, max_buffer_bytes)
 

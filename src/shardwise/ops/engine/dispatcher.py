@@ -45,6 +45,7 @@ from shardwise.ops.engine.two_step import DimRun, find_runs, is_in_one_run
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
+from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
 from shardwise.tensor.move import format_layout_text, move_to
@@ -138,7 +139,7 @@ def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     """Compute a call by what was decided for it; a call that fails leaves nothing behind."""
-    recorded = torch.is_grad_enabled() and tuple(t.requires_grad for t in tensors)
+    recorded = tuple(map(is_differentiated, tensors))
     key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_positions(tensors), recorded)
     known = _decisions.get(key)
     decision = _decide(call, tensors) if known is None else known[0]
@@ -263,9 +264,9 @@ def _written_indices(call: OperatorCall) -> set[int]:
 def _ask_for_strategies(
     call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]
 ) -> list[Strategy] | Steps:
-    rule, grad = find_rule(call.op), torch.is_grad_enabled()
+    rule = find_rule(call.op)
     metas = [
-        TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements, grad and t.requires_grad)
+        TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements, is_differentiated(t))
         for t, s in zip(tensors, specs, strict=True)
     ]
     if rule is None:

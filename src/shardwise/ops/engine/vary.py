@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients
+from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, on_duals
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -41,7 +41,7 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
     known = cache.get(key)
     if known is None or known[0] is not local or known[1] != local._version:
         link = _gradient_move(tensor, layout, key)
-        out: Tensor = _Vary.apply(link, local)  # type: ignore[no-untyped-call]  # untyped in torch
+        out = on_duals(lambda t: _Vary.apply(link, t), local)  # type: ignore[no-untyped-call]  # untyped in torch
         known = cache[key] = (local, local._version, out)
     return known[2]
 

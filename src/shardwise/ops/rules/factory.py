@@ -236,15 +236,3 @@ def _item(tensor: ShardedTensor) -> Any:
 register_sharding(aten.detach.default, Steps(_detach))
 register_sharding(aten._linalg_check_errors.default, Steps(_check_errors))
 register_sharding(aten._local_scalar_dense.default, Steps(_item))
-
-
-def _refuse_forward_mode(*args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedOpError(
-        "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) of a ShardedTensor is not supported: "
-        "it carries no tangent; use reverse mode (backward, torch.autograd.grad, torch.func.vjp), or compute on "
-        "local_tensor()"
-    )
-
-
-# What torch asks first when it makes a dual number, by either way.
-register_sharding([aten._make_dual.default, aten._has_same_storage_numel.default], Steps(_refuse_forward_mode))

@@ -29,6 +29,7 @@ from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.schema import written_slots
 from shardwise.ops.engine.two_step import cutting_axes, mesh_spec_of
+from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import move_to, replicated_layout
@@ -93,7 +94,7 @@ def _to_local_argument(op: Any, value: Any, lead: Sequence[Tensor], counts: Sequ
 
 def _gather_whole(op: Any, tensor: ShardedTensor) -> Tensor:
     """The value of a tensor that all lists are combined with; every rank needs it."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    if is_differentiated(tensor):
         raise UnsupportedOpError(f"{op}: no gradient passes to the one tensor beside lists; use a loop over the lists")
     spec = mesh_view(tensor.sharding)
     target = replicated_layout(tuple(tensor.shape), tensor.comm.ranks)
@@ -208,7 +209,7 @@ def _norm_group_key(tensor: Any, order: float) -> Any:
     """What tensors must have in common to be taken together; None for one that is taken alone."""
     if not isinstance(tensor, ShardedTensor) or not order > 0:
         return None
-    if math.isinf(order) and tensor.requires_grad and torch.is_grad_enabled():  # ties share gradients over ranks
+    if math.isinf(order) and is_differentiated(tensor):  # ties share gradients over ranks
         return None
     spec = mesh_spec_of(tensor)
     if spec is None or tensor.sharding.pending is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten
+from shardwise._torch import aten, forward_ad, is_dual_level
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.dispatcher import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
@@ -30,6 +30,7 @@ from shardwise.ops.engine.two_step import (
     resolve_partial,
 )
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
+from shardwise.tensor.autograd import is_differentiated, split_dual
 from shardwise.tensor.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -143,9 +144,15 @@ class _ShareGradient(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None, None
 
 
-def _attach_gradient(x: ShardedTensor, value: ShardedTensor, share: Tensor) -> ShardedTensor:
-    """The value, which is alike on the ranks that share it, on the tape of `x`."""
-    local: Tensor = _ShareGradient.apply(x.local_parts[0], value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+def _attach_gradient(
+    x: ShardedTensor, value: ShardedTensor, share: Tensor, dims: tuple[int, ...], name: str
+) -> ShardedTensor:
+    """The value, which is alike on the ranks that share it, on the tape of `x`; in forward mode with its tangent."""
+    given, tangent = split_dual(x.local_parts[0]) if is_dual_level() else (x.local_parts[0], None)
+    local: Tensor = _ShareGradient.apply(given, value.local_parts[0], share)  # type: ignore[no-untyped-call]  # untyped in torch
+    if tangent is not None:
+        shared = aten.sum.dim_IntList(wrap(x.sharding, (tangent * share,), x.comm), dims, True)
+        local = forward_ad.make_dual(local, resolve_partial(shared, name).local_parts[0])
     return wrap(value.sharding, (local,), x.comm)
 
 
@@ -183,7 +190,7 @@ def _extreme_with_gradient(op: str, x: Any, dim: Dims = None, keepdim: bool = Fa
     equal = plain.local_parts[0] == value.local_parts[0]
     alike = resolve_partial(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
     share = equal.to(x.dtype) / alike.local_parts[0]
-    return _squeeze_dims(_attach_gradient(x, value, share), dims, keepdim)
+    return _squeeze_dims(_attach_gradient(x, value, share, dims, name), dims, keepdim)
 
 
 # Positions over sharded dims
@@ -218,9 +225,9 @@ def _find_extremes(x: ShardedTensor, dims: tuple[int, ...], op: str, name: str) 
 def _value_and_position(op: str, x: Any, dim: int, keepdim: bool = False) -> tuple[ShardedTensor, ShardedTensor]:
     dims, x = all_dims(dim, x.ndim), resolve_partial(x, op)
     value, where = _find_extremes(x, dims, op, op)
-    if x.requires_grad and torch.is_grad_enabled():
+    if is_differentiated(x):
         chosen = (_dim_rows(x, dims[0]) == where.local_parts[0]).to(x.dtype)
-        value = _attach_gradient(x, value, chosen)
+        value = _attach_gradient(x, value, chosen, dims, op)
     return _squeeze_dims(value, dims, keepdim), _squeeze_dims(where, dims, keepdim)
 
 

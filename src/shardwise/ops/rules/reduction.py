@@ -177,8 +177,13 @@ def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Strategy]
 
 def _logsumexp_over_ranks(x: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
     dims = all_dims(dim, x.ndim)
-    rows = _gather_rows(x, dims, lambda local: torch.logsumexp(local, dims, True), "logsumexp")
+    rows = _gather_rows(x, dims, lambda local: _local_logsumexp(local, dims), "logsumexp")
     return aten.logsumexp.default(rows, dims, keepdim)
+
+
+def _local_logsumexp(local: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Of nothing it is -inf; torch's own tangent of that is not a number."""
+    return torch.logsumexp(local, dims, True) if local.numel() else local.sum(dims, True) - torch.inf
 
 
 @register_sharding(aten.linalg_vector_norm.default)
