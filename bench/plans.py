@@ -5,6 +5,9 @@ Every run starts from specs: the layouts are made anew, since the time to make t
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +19,8 @@ import numpy.typing as npt
 from bench.memory import Peak
 from bench.report import Cell, Figures, bar
 from bench.timing import Contender, medians
-from shardwise.geometry import ChunkSpec, EnumerableSpec, Layout, Mesh, MeshSpec, Shard, ShardingSpec
-from shardwise.transfer import Transfer, plan_transfer
+from shardwise.geometry import ChunkSpec, EnumerableSpec, Layout, Mesh, MeshSpec, Shard, ShardingSpec, parse_spec
+from shardwise.transfer import Topology, Transfer, plan_transfer
 
 SIDE = 65_536
 ITEMSIZE = 4
@@ -31,9 +34,13 @@ class PlanBenchSizes:
 
     ranks: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     repeats: int = 5
+    meshes: tuple[str, ...] = ("x=16384", "a=128,b=128", "a=16,b=32,c=32")
+    pairs: int = 100
+    tensors: int = 1000
 
 
-TINY = PlanBenchSizes(ranks=(4, 16), repeats=1)
+TINY = PlanBenchSizes(ranks=(4, 16), repeats=1, meshes=("x=4", "a=2,b=2"), pairs=3, tensors=3)
+HOSTS = Topology(ranks_per_host=8)
 
 
 def make_regular_specs(ranks: int) -> tuple[ShardingSpec, ShardingSpec]:
@@ -110,6 +117,50 @@ def _known_layouts(sizes: PlanBenchSizes) -> Figures:
     return Figures("One rank's part, layouts known", ["ranks", "ms"], rows)
 
 
+def _regular_pairs(sizes: PlanBenchSizes) -> Figures:
+    """Plans, their figures and their printed table between meshes with S(0), S(1), R and P on each axis."""
+    rows: list[list[Cell]] = []
+    for mesh in sizes.meshes:
+        axes = mesh.count("=")
+        texts = [", ".join(each) for each in itertools.product(("S(0)", "S(1)", "R", "P"), repeat=axes)]
+        every = list(itertools.product(texts, repeat=2))
+        chosen = random.Random(0).sample(every, min(sizes.pairs, len(every)))
+        for limit in (None, 1 << 28):
+            found = [_plan_pair(mesh, one, other, limit) for one, other in chosen]
+            times, peaks = (list(column) for column in zip(*found, strict=True))
+            label = "none" if limit is None else f"{limit >> 20} MiB"
+            slow = f"{' -> '.join(chosen[times.index(max(times))])}"
+            middle = sorted(times)[len(times) // 2]
+            rows.append([mesh, label, len(chosen), middle * 1e3, max(times) * 1e3, slow, max(peaks) / MB])
+    columns = ["mesh", "buffer limit", "pairs", "median, ms", "slowest, ms", "slowest pair", "peak memory, MB"]
+    return Figures("Plans and printed tables between regular layouts of many ranks", columns, rows)
+
+
+def _plan_pair(mesh: str, one: str, other: str, limit: int | None) -> tuple[float, float]:
+    """Seconds and the bytes at the peak of one plan, its table and its estimate."""
+    peak, started = Peak(), time.perf_counter()
+    src, dst = (parse_spec(f"on {mesh}: {text}").layout((SIDE, SIDE)) for text in (one, other))
+    transfer = plan_transfer(src, dst, itemsize=ITEMSIZE, topology=HOSTS, max_buffer_bytes=limit)
+    assert str(transfer) and transfer.estimate(HOSTS) >= 0
+    return time.perf_counter() - started, float(peak.grown() or 0)
+
+
+def _many_tensors(sizes: PlanBenchSizes) -> Figures:
+    """Plans of many tensors, each of its own shape, and the bytes that they move."""
+    rows: list[list[Cell]] = []
+    for mesh in sizes.meshes[:2]:
+        one, other = ("S(0)", "S(1)") if "," not in mesh else ("S(0), R", "S(1), S(1)")
+        specs = [parse_spec(f"on {mesh}: {text}") for text in (one, other)]
+        started = time.perf_counter()
+        moved = 0
+        for number in range(sizes.tensors):
+            src, dst = (spec.layout((SIDE + 64 * number, SIDE // 4)) for spec in specs)
+            moved += plan_transfer(src, dst, itemsize=ITEMSIZE).moved_bytes
+        assert moved > 0
+        rows.append([mesh, f"{one} -> {other}", sizes.tensors, time.perf_counter() - started])
+    return Figures("Plans of many tensors of different shapes", ["mesh", "pair", "tensors", "s"], rows)
+
+
 def run(sizes: PlanBenchSizes) -> list[Figures]:
     """The growth for regular and irregular layouts."""
     shape = f"shape ({SIDE:,}, {SIDE:,})"
@@ -118,5 +169,7 @@ def run(sizes: PlanBenchSizes) -> list[Figures]:
             f"Shard(0) over N ranks -> [Shard(0), Shard(1)] over a square mesh, {shape}", make_regular_specs, sizes
         ),
         _known_layouts(sizes),
+        _regular_pairs(sizes),
+        _many_tensors(sizes),
         _growth(f"N irregular pieces -> N other irregular pieces, {shape}", make_irregular_specs, sizes),
     ]

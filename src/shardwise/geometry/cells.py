@@ -102,8 +102,8 @@ def mesh_cells(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]
 
 def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[DimCuts, IntArray]:
     """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
-    if len(axes) == 1 and placements[axes[0]] == Shard(cast(Shard, placements[axes[0]]).dim):
-        return _cut_evenly(length, mesh.shape[axes[0]])
+    if axes and all(placements[axis] == Shard(cast(Shard, placements[axis]).dim) for axis in axes):
+        return _cut_evenly(length, [mesh.shape[axis] for axis in axes])
     parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
     for axis in axes:
         placement = placements[axis]
@@ -125,13 +125,18 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
     return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
 
 
-def _cut_evenly(length: int, count: int) -> tuple[DimCuts, IntArray]:
-    """The same for a plain split along one axis, by arithmetic: a dim over thousands of ranks is an ordinary one."""
-    coordinates = np.arange(count)
-    step = -(-length // count)
-    starts = np.minimum(coordinates * step, length)
-    lengths = np.minimum(step, length - starts)
-    return DimCuts(freeze_array(starts), freeze_array(lengths), freeze_array(np.zeros(count))), coordinates[:, None]
+def _cut_evenly(length: int, counts: Sequence[int]) -> tuple[DimCuts, IntArray]:
+    """The same for plain splits, by arithmetic: a dim over thousands of ranks is an ordinary one."""
+    starts, lengths = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for count in counts:
+        step = -(-lengths // count)
+        offsets = np.minimum(np.arange(count) * step[:, None], lengths[:, None])
+        starts, lengths = starts[:, None] + offsets, np.minimum(step[:, None], lengths[:, None] - offsets)
+        starts, lengths = starts.reshape(-1), lengths.reshape(-1)
+    coordinates = np.stack(np.unravel_index(np.arange(len(starts)), tuple(counts)), axis=1)
+    order = np.lexsort((lengths, starts))
+    cuts = DimCuts(freeze_array(starts[order]), freeze_array(lengths[order]), freeze_array(np.zeros(len(order))))
+    return cuts, coordinates[order]
 
 
 def _mesh_owners(

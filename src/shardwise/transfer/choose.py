@@ -65,18 +65,18 @@ def choose_senders(
     chosen = np.take(owners.rows[owners.starts[:-1]], sources) if len(sources) else np.zeros(0, np.int64)
     if int(owners.counts.max(initial=1)) <= 1:
         return chosen
-    own = _own_rows(owners, sources, dst_ranks)
+    own = own_rows(owners, sources, dst_ranks)
     chosen = np.where(own >= 0, own, chosen)
     open_demands = np.flatnonzero((own < 0) & (owners.counts[sources] > 1))
     if len(open_demands) == 0:
         return chosen
     pools, members = _pools(owners, sources[open_demands], dst_ranks[open_demands], topology)
     senders = _share_pools(pools, members, weights[open_demands])
-    chosen[open_demands] = _own_rows(owners, sources[open_demands], senders)
+    chosen[open_demands] = own_rows(owners, sources[open_demands], senders)
     return chosen
 
 
-def _own_rows(owners: Owners, sources: IntArray, ranks: IntArray) -> IntArray:
+def own_rows(owners: Owners, sources: IntArray, ranks: IntArray) -> IntArray:
     """The row of the source that this rank holds, or -1."""
     width = int(max(owners.ranks.max(initial=0), ranks.max(initial=0))) + 1
     source_of_row = np.repeat(np.arange(len(owners.counts)), owners.counts)

@@ -5,7 +5,7 @@ Ranks that exchange form groups (connected by edges). A transfer is a collective
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.totals import StepOutline, StepTotals, count_replicas
+from shardwise.transfer.totals import StepOutline, StepTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,40 @@ def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Col
         return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
     if steps[0].op is not None:
         return None
-    kinds = {_collective_kind(steps[0], group) for group in groups}
+    width = 1 + max(max(src.ranks, default=0), max(dst.ranks, default=0))
+    held, wanted = (_held_by_rank(layout, width) for layout in (src, dst))
+    kinds = set()
+    for group, routes in zip(groups, _split_by_group(steps[0].routes, groups), strict=True):
+        kinds.add(_collective_kind(np.array(group), routes, held, wanted))
+        if len(kinds) > 1 or None in kinds:
+            return None
     kind = kinds.pop()
-    return Collective(kind, groups) if not kinds and kind is not None else None
+    return None if kind is None else Collective(kind, groups)
+
+
+def _split_by_group(routes: Routes, groups: Sequence[tuple[int, ...]]) -> Iterator[Routes]:
+    """The moves of each group."""
+    number = np.zeros(int(routes.src_ranks.max(initial=0)) + 1, np.int64)
+    for place, group in enumerate(groups):
+        inside = [rank for rank in group if rank < len(number)]
+        number[inside] = place
+    of_route = number[routes.src_ranks]
+    order = np.argsort(of_route, kind="stable")
+    ends = np.searchsorted(of_route[order], np.arange(len(groups) + 1))
+    for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        yield routes.take(order[low:high])
 
 
 def recognise_from_totals(
     src: Layout, dst: Layout, outlines: Sequence[StepOutline], totals: Sequence[StepTotals]
 ) -> Collective | None:
-    """The same for steps whose moves are not listed, which have sources without replicas."""
-    if not any(total.boxes_out.any() for total in totals):
+    """The same for steps whose moves are not listed; with a replicated source, senders make up no known pattern."""
+    if not any(total.boxes_out.any() for total in totals) or src.cells is None:
         return None
     if len(outlines) == 2:
         return _recognise_all_reduce(src, dst)
+    if src.cells.replicas > 1:
+        return None
     outline, total = outlines[0], totals[0]
     groups = _groups_of_cells(outline)
     if outline.op is not None and src.pending is not None and dst.pending is None:
@@ -89,7 +110,8 @@ def _groups_of_cells(outline: StepOutline) -> tuple[tuple[int, ...], ...]:
 
 def _kind_from_totals(group: IntArray, held: IntArray, wanted: IntArray, total: StepTotals, dst: Layout) -> str | None:
     senders, receivers = group[total.sent[group] > 0], group[total.received[group] > 0]
-    replicas = count_replicas(dst)  # of two, one may always be where the source is
+    assert dst.cells is not None
+    replicas = dst.cells.replicas  # of two, one may always be where the source is
     once = replicas == 1 or (replicas == 2 and total.sent[group].sum() == total.copied[group].sum())
     if len(senders) == 1 and len(receivers) > 1:
         whole = (total.received[receivers] == held[senders[0]]).all()
@@ -163,16 +185,14 @@ def _is_reduce_scatter(src: Layout, dst: Layout, groups: tuple[tuple[int, ...], 
     return set(groups) <= owners and set(dst.ranks) <= set(src.ranks)
 
 
-def _collective_kind(step: Step, group: tuple[int, ...]) -> str | None:
-    """The pattern of one group."""
-    routes = step.routes.take(np.flatnonzero(np.isin(step.routes.src_ranks, group)))
+def _collective_kind(group: IntArray, routes: Routes, held: IntArray, wanted: IntArray) -> str | None:
+    """The pattern of one group, which has these moves; `held` and `wanted` are elements by rank."""
     senders, receivers = np.unique(routes.src_ranks), np.unique(routes.dst_ranks)
     if len(senders) == 1 and len(receivers) > 1:
-        return _one_sender_kind(step, routes, int(senders[0]), receivers)
+        return _one_sender_kind(routes, int(held[senders[0]]), receivers)
     if len(receivers) == 1 and len(senders) > 1:
         return "gather"
-    held = np.array([_held_elements(step.src, rank) for rank in group])
-    wanted = np.array([_held_elements(step.dst, rank) for rank in group])
+    held, wanted = held[group], wanted[group]
     sources, targets, amounts = _group_edges(routes, group)
     every = len(amounts) == int((held > 0).sum()) * (len(group) - 1) and (amounts == held[sources]).all()
     if every and (wanted == held.sum()).all():
@@ -186,27 +206,21 @@ def _collective_kind(step: Step, group: tuple[int, ...]) -> str | None:
     return None
 
 
-def _one_sender_kind(step: Step, routes: Routes, sender: int, receivers: IntArray) -> str | None:
-    if (
-        np.array([routes.elements()[routes.dst_ranks == r].sum() for r in receivers])
-        == _held_elements(step.src, sender)
-    ).all():
+def _one_sender_kind(routes: Routes, held: int, receivers: IntArray) -> str | None:
+    amounts = np.zeros(len(receivers), np.int64)
+    np.add.at(amounts, np.searchsorted(receivers, routes.dst_ranks), routes.elements())
+    if (amounts == held).all():
         return "broadcast"
     return "scatter" if _is_sent_once(routes) else None
 
 
-def _held_elements(layout: Layout, rank: int) -> int:
-    return int(layout.table.sizes[layout.rows_of(rank)].prod(axis=1).sum())
-
-
-def _group_edges(routes: Routes, group: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
+def _group_edges(routes: Routes, members: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """The edges of a group: the places of source and destination in it, and the elements."""
-    members = np.array(group)
     sources, targets = np.searchsorted(members, routes.src_ranks), np.searchsorted(members, routes.dst_ranks)
-    edges, index = np.unique(sources * len(group) + targets, return_inverse=True)
+    edges, index = np.unique(sources * len(members) + targets, return_inverse=True)
     amounts = np.zeros(len(edges), np.int64)
     np.add.at(amounts, index.reshape(-1), routes.elements())
-    return edges // len(group), edges % len(group), amounts
+    return edges // len(members), edges % len(members), amounts
 
 
 def _is_sent_once(routes: Routes) -> bool:

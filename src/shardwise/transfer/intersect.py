@@ -73,7 +73,7 @@ def overlaps_with_cells(offsets: IntArray, sizes: IntArray, cells: Cells) -> Ove
     if len(cells.dims) == 0:
         boxes = np.arange(len(offsets))
         return Overlaps(boxes, np.zeros(len(offsets), np.int64), offsets, sizes)
-    runs = [_dim_runs(offsets[:, d], sizes[:, d], cut) for d, cut in enumerate(cells.dims)]
+    runs = [dim_runs(offsets[:, d], sizes[:, d], cut) for d, cut in enumerate(cells.dims)]
     boxes, digits = expand_runs([run[1] for run in runs])
     flat = boxes
     starts = np.empty((len(boxes), len(runs)), np.int64)
@@ -98,11 +98,11 @@ def run_lengths(offsets: IntArray, sizes: IntArray, cells: Cells) -> IntArray:
     """
     total = np.ones(len(offsets), np.int64)
     for d, cut in enumerate(cells.dims):
-        total *= _dim_runs(offsets[:, d], sizes[:, d], cut)[1]
+        total *= dim_runs(offsets[:, d], sizes[:, d], cut)[1]
     return total
 
 
-def _dim_runs(offsets: IntArray, sizes: IntArray, cut: DimCuts) -> tuple[IntArray, IntArray, IntArray]:
+def dim_runs(offsets: IntArray, sizes: IntArray, cut: DimCuts) -> tuple[IntArray, IntArray, IntArray]:
     """The first non-empty cell each interval meets, how many it meets, and the numbers of the non-empty cells."""
     filled = np.flatnonzero(cut.lengths)
     begins = cut.starts[filled]

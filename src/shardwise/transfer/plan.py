@@ -39,8 +39,8 @@ def plan_transfer(
     _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
     options = PlanOptions(itemsize, topology, max_buffer_bytes)
     transfer = Transfer(src, dst, options, rank)
-    if transfer.is_listed:
-        assert transfer.steps  # what cannot be planned is refused here
+    if transfer.is_listed or max_buffer_bytes is not None:
+        _ = transfer.rounds  # what cannot be planned is refused here
     return transfer
 
 

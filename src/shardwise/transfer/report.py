@@ -78,7 +78,7 @@ def describe_transfer(transfer: Transfer) -> str:
 
 
 def _describe_step(transfer: Transfer, number: int, filled: int) -> str:
-    outline, total, rounds = transfer.outlines[number], transfer.totals[number], transfer.rounds_of(number)
+    outline, total, rounds = transfer.outlines[number], transfer.totals[number], transfer.rounds_by_step[number]
     sent = format_bytes(int(total.sent.sum()) * transfer.itemsize)
     senders, receivers = int((total.sent > 0).sum()), int((total.received > 0).sum())
     text = f"{senders} ranks send {sent} in {int(total.boxes_out.sum())} boxes to {receivers} ranks"

@@ -3,17 +3,12 @@
 A step takes addends of the source to addends of the destination: `terms[j]` lists the source addends that make up the
 destination's addend j. An empty list means the reduction's identity.
 
-Pending reductions are computed on ranks that have an addend and, if there is one, need the result. Each region is
-reduced on one rank, which receives the other addends; then the result goes to whoever else needs it. Regions that
-several ranks could reduce are cut in even parts, so that all take their share (an all-reduce becomes a reduce-scatter
-and an all-gather). This moves addends - 1 messages per element, and then only what is needed: the lower bound.
-
 One exchange turns one layout into another, or two where a pending reduction goes to several ranks:
 
 1. Without pending reductions: one step. Every destination piece is intersected with the source pieces; each part
    comes from the best replica.
 2. Pending in the source, not in the destination: if no destination box is replicated, one step that reduces on
-   arrival; else one step that reduces every region on one rank, and one that hands the results out.
+   arrival; else one step that reduces every region on one rank (`reduction`), and one that hands the results out.
 3. Pending in the destination: the same kind of reduction moves addend by addend; otherwise the value becomes the
    first addend and the others are filled with the reduction's identity.
 """
@@ -21,16 +16,15 @@ One exchange turns one layout into another, or two where a pending reduction goe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.placements import bounds, chunk_sizes
-from shardwise.geometry.specs import EnumerableSpec, GridSpec
 from shardwise.transfer.choose import choose_senders, index_owners
 from shardwise.transfer.intersect import (
     Overlaps,
@@ -39,17 +33,14 @@ from shardwise.transfer.intersect import (
     overlaps_with_cells,
     overlaps_with_layout,
 )
-from shardwise.transfer.routes import (
-    BufferTooSmallError,
-    Routes,
-    Step,
-    box_volumes,
-    constant_column,
-    degree_bound,
-    split_in_rounds,
-)
+from shardwise.transfer.reduction import has_replicas, reduction_layout
+from shardwise.transfer.rounds import BufferTooSmallError, bound_rounds, count_rounds, degree_bound, split_in_rounds
+from shardwise.transfer.routes import Routes, Step, box_volumes, constant_column
+from shardwise.transfer.spread import SpreadSenders
 from shardwise.transfer.topology import Topology
-from shardwise.transfer.totals import StepOutline, count_addends, overlapping_pairs
+from shardwise.transfer.totals import StepOutline, can_be_listed, count_addends
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,8 @@ class PlanOptions:
 
 def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> Step:
     """The step from one layout to another; with `rank`, only this rank's part of it."""
-    src, dst, terms = outline.src, outline.dst, outline.terms
-    only = rank if rank is not None and _can_plan_alone(src, dst, options) else None
+    src, dst = outline.src, outline.dst
+    only = rank if rank is not None and _can_plan_alone(outline, options) else None
     overlaps = _demands(outline, only)
     moves = _build_moves(outline, overlaps, options, only)
     local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
@@ -72,20 +63,19 @@ def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> S
         mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
     routes, copies = _sort_by_edge(moves, mine & ~local), _sort_by_edge(moves, mine & local)
     if options.max_buffer_bytes is not None:
-        degree = degree_bound(src, dst, max(map(len, terms))) or _max_degree(
-            moves if rank is None else _build_moves(outline, _demands(outline, None), options)
-        )
+        degree = _degree(outline, options, moves if rank is None else None)
         routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
     fills = unreached_rows(outline, rank)
     rounds = int(routes.rounds.max(initial=-1)) + 1
     return Step(src, dst, routes, copies, fills, outline.op, outline.scale, rounds)
 
 
-def _can_plan_alone(src: Layout, dst: Layout, options: PlanOptions) -> bool:
+def _can_plan_alone(outline: StepOutline, options: PlanOptions) -> bool:
     """Whether one rank's part follows from the pieces around it: regular layouts whose replica sets do not overlap."""
+    src, dst = outline.src, outline.dst
     if src.cells is None or dst.cells is None:
         return False
-    if src.cells.replicas == 1:
+    if src.cells.replicas == 1 or not outline.is_listed:
         return True
     if options.topology is not None:
         return False
@@ -104,14 +94,13 @@ def _demands(outline: StepOutline, rank: int | None) -> Overlaps:
         return Overlaps(reached[found.boxes], found.cells, found.starts, found.sizes)
     assert src.cells is not None and dst.cells is not None
     rows = dst.rows_of(rank)
-    needed = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells).cells
+    taking = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells)
     held = src.table.cells[src.rows_of(rank)]
-    if src.cells.replicas == 1:
+    if src.cells.replicas == 1 or not outline.is_listed:
         sending = _rows_of_cells(_source_overlaps(src, dst, np.unique(held)), dst)
-        taking = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells)
         taking = Overlaps(rows[taking.boxes], taking.cells, taking.starts, taking.sizes)
         return _join_overlaps(sending, taking)
-    return _rows_of_cells(_source_overlaps(src, dst, _same_owners(src, np.concatenate([needed, held]))), dst)
+    return _rows_of_cells(_source_overlaps(src, dst, _same_owners(src, np.concatenate([taking.cells, held]))), dst)
 
 
 def _same_owners(src: Layout, cells: IntArray) -> IntArray:
@@ -151,14 +140,18 @@ def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
 def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions, only: int | None = None) -> Routes:
     """One move for each demand and term, local ones included, in order of destination rows; with `only`, a rank's."""
     src, dst = outline.src, outline.dst
-    if only is not None and count_addends(src) > 1 and src.cells is not None and src.cells.replicas == 1:
+    alone = src.cells is not None and (src.cells.replicas == 1 or not outline.is_listed)
+    if only is not None and count_addends(src) > 1 and alone:
         overlaps, term = _expand_terms_of_rank(outline, overlaps, only)
     else:
         overlaps, term = _expand_terms(outline, overlaps)
     dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
     weights = box_volumes(overlaps.sizes) * options.itemsize
     sources = overlaps.cells * count_addends(src) + term
-    src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology)
+    if outline.is_listed:
+        src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology)
+    else:
+        src_rows = SpreadSenders(src, dst, options.topology).choose(overlaps.cells, term, overlaps.boxes)
     src_ranks = np.take(src.table.ranks, src_rows)
     round_zero = constant_column(0, len(src_rows))
     return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)
@@ -178,7 +171,7 @@ def _expand_terms(outline: StepOutline, overlaps: Overlaps) -> tuple[Overlaps, I
 
 
 def _expand_terms_of_rank(outline: StepOutline, overlaps: Overlaps, rank: int) -> tuple[Overlaps, IntArray]:
-    """The same for one rank of a source without replicas: what it needs, and of the rest only addends that it holds."""
+    """The same for one rank whose part is planned alone: what it needs, and of the rest only addends that it holds."""
     src, dst = outline.src.table, outline.dst.table
     needed = dst.ranks[overlaps.boxes] == rank
     own, own_terms = _expand_terms(outline, overlaps.take(np.flatnonzero(needed)))
@@ -202,6 +195,14 @@ def _sort_by_edge(moves: Routes, chosen: npt.NDArray[np.bool_]) -> Routes:
     return moves.take(rows[np.argsort(moves.src_ranks[rows] * width + moves.dst_ranks[rows], kind="stable")])
 
 
+def _degree(outline: StepOutline, options: PlanOptions, moves: Routes | None) -> int:
+    """The most messages in and out of a rank; `moves` are all moves of the step, if they are known."""
+    bound = degree_bound(outline.src, outline.dst, max(map(len, outline.terms)))
+    if bound is None:
+        bound = _max_degree(_build_moves(outline, _demands(outline, None), options) if moves is None else moves)
+    return bound
+
+
 def _max_degree(moves: Routes) -> int:
     """The most messages that go in and out of one rank."""
     remote = moves.src_ranks != moves.dst_ranks
@@ -220,122 +221,15 @@ def unreached_rows(outline: StepOutline, rank: int | None) -> IntArray:
     return rows if rank is None else rows[table.ranks[rows] == rank]
 
 
-def has_replicas(layout: Layout) -> bool:
-    """Whether some box of the layout is held by several ranks with the same values."""
-    return bool((index_owners(layout).counts > 1).any())
-
-
-def overlap_regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
-    """The regions where destination cells meet source cells, and the first table row of each destination cell."""
-    first = np.unique(dst.table.cells, return_index=True)[1]
-    return overlaps_with_layout(dst.table.offsets[first], dst.table.sizes[first], src), first
-
-
-def reduction_layout(src: Layout, dst: Layout) -> Layout:
-    """The layout in which each region is on the ranks that reduce it: a grid where the regions make one."""
-    found, first = overlap_regions(src, dst)
-    reducers = [
-        _reducers(src, dst, cell, int(dst.table.cells[first[box]]))
-        for cell, box in zip(found.cells.tolist(), found.boxes.tolist(), strict=True)
-    ]
-    grid = _grid_of_regions(found.starts, found.sizes, reducers)
-    if grid is not None:
-        return grid.layout(src.shape)
-    offsets, sizes, ranks = [], [], []
-    for start, size, members in zip(found.starts, found.sizes, reducers, strict=True):
-        for rank, begin, extent in _split_region(start, size, members):
-            offsets.append(begin)
-            sizes.append(extent)
-            ranks.append(rank)
-    columns = (len(ranks), src.ndim)
-    return EnumerableSpec.from_arrays(
-        np.array(offsets, np.int64).reshape(columns),
-        np.array(sizes, np.int64).reshape(columns),
-        np.array(ranks, np.int64),
-    ).layout(src.shape)
-
-
-def _grid_of_regions(starts: IntArray, sizes: IntArray, reducers: Sequence[IntArray]) -> GridSpec | None:
-    """The regions, each cut for its reducers, as a grid; None if they are cut in different numbers or dims."""
-    count = len(reducers[0]) if reducers else 0
-    if not count or starts.shape[1] == 0 or any(len(members) != count for members in reducers):
-        return None
-    at = [np.unique(starts[:, d], return_index=True) for d in range(starts.shape[1])]
-    dims = {_split_dim(size, count) for size in np.unique(sizes, axis=0)}
-    if math.prod(len(begins) for begins, _ in at) != len(starts) or len(dims) > 1:
-        return None
-    (dim,) = dims
-    splits = [sizes[rows, d].tolist() for d, (_, rows) in enumerate(at)]
-    cut = [chunk_sizes(length, count) for length in splits[dim]]
-    if min(map(min, cut)) == 0:
-        return None
-    order = np.lexsort(starts.T[::-1])
-    owners = np.array(reducers)[order].reshape(*(len(begins) for begins, _ in at), count)
-    splits[dim] = [length for part in cut for length in part]
-    return GridSpec(splits, np.moveaxis(owners, -1, dim + 1).reshape([len(split) for split in splits]))
-
-
-def _split_dim(size: IntArray, count: int) -> int:
-    """The dim along which a region is cut for so many ranks: the first that is long enough, else the longest."""
-    long_enough = np.flatnonzero(size >= count)
-    return int(long_enough[0]) if len(long_enough) else int(size.argmax())
-
-
-def _holders(layout: Layout, cell: int, addend: int | None) -> IntArray:
-    """The ranks that hold a cell: any addend of it, or one."""
-    if layout.cells is None:
-        return np.unique(layout.table.ranks[layout.table.cells == cell])
-    owners = layout.cells.owners.reshape(-1, layout.cells.addends, layout.cells.replicas)[cell]
-    return np.unique(owners if addend is None else owners[addend])
-
-
-def _reducers(src: Layout, dst: Layout, src_cell: int, dst_cell: int) -> IntArray:
-    holders = _holders(src, src_cell, None)
-    wanted = np.intersect1d(holders, _holders(dst, dst_cell, 0), assume_unique=True)
-    return wanted if len(wanted) else holders
-
-
-def _split_region(start: IntArray, size: IntArray, ranks: IntArray) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Cut a region in even parts."""
-    if len(size) == 0 or len(ranks) == 1:
-        yield int(ranks[0]), start.tolist(), size.tolist()
-        return
-    dim = _split_dim(size, len(ranks))
-    cuts = chunk_sizes(int(size[dim]), len(ranks))
-    for rank, offset, length in zip(ranks.tolist(), bounds(cuts), cuts, strict=False):
-        if length:
-            begin, extent = start.copy(), size.copy()
-            begin[dim] += offset
-            extent[dim] = length
-            yield rank, begin.tolist(), extent.tolist()
-
-
-def reduction_lower_bound(src: Layout, dst: Layout) -> int:
-    """The fewest elements that must move to resolve what is pending in `src` into `dst`.
-
-    For each element: one message less than it has addends, and one for each rank that needs the result, less one if
-    such a rank holds an addend.
-    """
-    needing = dst.table.take(np.flatnonzero(dst.table.addends == 0))
-    volumes, addends = box_volumes(needing.sizes), count_addends(src)
-    _, first = np.unique(needing.cells, return_index=True)
-    total = int(volumes[first].sum()) * (addends - 1) + int(volumes.sum())
-    return total - _elements_that_meet(src, dst)
-
-
-def _elements_that_meet(src: Layout, dst: Layout) -> int:
-    """The elements of which a rank that needs the result holds an addend, each once."""
-    every = StepOutline(src, dst, [range(count_addends(src))], None, (1, 1))
-    width = int(src.table.cells.max(initial=0)) + 1
-    met: dict[int, int] = {}
-    for a, b, volumes in overlapping_pairs(every, src.table.ranks, dst.table.ranks):
-        regions = dst.table.cells[b] * width + src.table.cells[a]
-        met.update(zip(regions.tolist(), volumes.tolist(), strict=True))
-    return sum(met.values())
-
-
 def outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
-    """What the steps from `src` to `dst` do."""
+    """What the steps from `src` to `dst` do, and whether their moves are listed."""
+    outlines = _outline_steps(src, dst)
+    if all(map(can_be_listed, outlines)):
+        return outlines
+    return tuple(replace(outline, is_listed=False) for outline in outlines)
+
+
+def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
     if src.pending is None:
         return (_outline_first_addend(src, dst),)
     if dst.pending is not None and dst.pending.op == src.pending.op:
@@ -350,16 +244,34 @@ def outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
     """The steps with their moves (with `rank`, its part); of several limits that are too small, the largest is told."""
-    steps: list[Step] = []
+    return _try_each(lambda outline: plan_step(outline, options, rank), outlines)
+
+
+def plan_rounds(outlines: Sequence[StepOutline], options: PlanOptions, steps: Sequence[Step] | None) -> tuple[int, ...]:
+    """The number of rounds of each step; `steps` are its moves before they are split, or None if not listed."""
+    limit = options.max_buffer_bytes
+    assert limit is not None
+
+    def count(outline: StepOutline) -> int:
+        degree = _degree(outline, options, None)
+        if steps is None:
+            return bound_rounds(outline, degree, options.itemsize, limit)
+        return count_rounds(steps[outlines.index(outline)].routes, degree, options.itemsize, limit)
+
+    return _try_each(count, outlines)
+
+
+def _try_each(call: Callable[[StepOutline], T], outlines: Sequence[StepOutline]) -> tuple[T, ...]:
+    done: list[T] = []
     refused: list[BufferTooSmallError] = []
     for outline in outlines:
         try:
-            steps.append(plan_step(outline, options, rank))
+            done.append(call(outline))
         except BufferTooSmallError as error:
             refused.append(error)
     if refused:
         raise max(refused, key=lambda error: error.needed)
-    return tuple(steps)
+    return tuple(done)
 
 
 def _outline_first_addend(src: Layout, dst: Layout) -> StepOutline:

@@ -1,11 +1,12 @@
 """How much does a step move, and between whom, without listing who sends what to whom?
 
-Between layouts of many ranks nearly every rank exchanges with every other one: the moves are too many to list. Where no
-source is replicated, each demand has one sender, and the totals follow from the pieces alone:
+Between regular layouts of many ranks nearly every rank exchanges with every other one: the moves are too many to list.
+The totals follow from the pieces and from the rule in `spread`, which decides each demand alone:
 
 1. A rank receives the volume of its destination pieces, once for each addend that is combined there.
-2. A rank sends the volume of its source pieces, once for each destination replica: the pieces cover the tensor.
-3. Both less what meets on the rank itself. Pairs of pieces with the same rank are few; so are those of one host.
+2. A rank sends its share of the demands of its source pieces.
+3. Both less what meets on the rank itself, and with replicas a demand that a host serves itself is not part of the
+   shares. Pairs of pieces with the same rank are few; so are those of one host.
 
 Counts of boxes are found in the same way, from the runs of cells that a piece meets along each dim.
 """
@@ -22,20 +23,26 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.intersect import expand_runs, overlaps_with_layout, run_lengths
 from shardwise.transfer.routes import box_volumes
+from shardwise.transfer.spread import SpreadSenders
 from shardwise.transfer.topology import Topology
 
-_PAIRS_AT_ONCE = 1 << 20
+LISTED_BOXES = 1 << 18  # more moves than these are not listed to make a plan
+_PAIRS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
 class StepOutline:
-    """What a step does, before it is planned: `terms[j]` lists the source addends of the destination's addend j."""
+    """What a step does, before it is planned: `terms[j]` lists the source addends of the destination's addend j.
+
+    Moves that are too many to be listed (`is_listed`) have senders that are chosen one by one, as `spread` says.
+    """
 
     src: Layout
     dst: Layout
     terms: Sequence[Sequence[int]]
     op: str | None
     scale: tuple[int, int]
+    is_listed: bool = True
 
     @cached_property
     def target_addends(self) -> IntArray:
@@ -56,14 +63,6 @@ def count_addends(layout: Layout) -> int:
     return 1 if layout.cells is None else layout.cells.addends
 
 
-def count_replicas(layout: Layout) -> int:
-    """How many ranks hold each value of a layout at most."""
-    if layout.cells is not None:
-        return layout.cells.replicas
-    filled = layout.table.cells[(layout.table.sizes > 0).all(axis=1)]
-    return int(np.bincount(filled).max(initial=1))
-
-
 @dataclass(frozen=True)
 class StepTotals:
     """Elements and boxes that each rank sends to and receives from others, and copies within itself, by rank number."""
@@ -75,44 +74,83 @@ class StepTotals:
     boxes_in: IntArray
 
 
-def has_step_totals(outline: StepOutline) -> bool:
-    """Whether the totals follow from the pieces alone: no source is replicated, and destination replicas are alike."""
-    return count_replicas(outline.src) == 1 and (outline.dst.cells is not None or count_replicas(outline.dst) == 1)
-
-
 def count_boxes(outline: StepOutline) -> int:
     """How many boxes the step moves or copies."""
     return int((_boxes_met(outline.dst, outline.src) * _weights_in(outline)).sum())
 
 
-def total_step(outline: StepOutline) -> StepTotals:
-    """The totals of a step for which `has_step_totals`."""
+def can_be_listed(outline: StepOutline) -> bool:
+    """Whether the moves are few, or the layouts have no product form that would do without a list."""
+    src, dst = outline.src, outline.dst
+    if src.cells is None or dst.cells is None or len(src.table) * len(dst.table) <= LISTED_BOXES:
+        return True
+    return count_boxes(outline) <= LISTED_BOXES
+
+
+def total_step(outline: StepOutline, topology: Topology | None) -> StepTotals:
+    """The totals of a step between regular layouts that is not listed; with the topology that it is planned for."""
     src, dst = outline.src.table, outline.dst.table
+    senders = SpreadSenders(outline.src, outline.dst, topology)
     width = 1 + max(int(src.ranks.max(initial=0)), int(dst.ranks.max(initial=0)))
-    copied, copies = (np.zeros(width, np.int64) for _ in range(2))
-    for _, b, volumes in overlapping_pairs(outline, src.ranks, dst.ranks):
-        np.add.at(copied, dst.ranks[b], volumes)
-        np.add.at(copies, dst.ranks[b], 1)
-    into, out = _weights_in(outline), _weights_out(outline)
-    return StepTotals(
-        sent=_sum_by_rank(src.ranks, box_volumes(src.sizes) * out, width) - copied,
-        received=_sum_by_rank(dst.ranks, box_volumes(dst.sizes) * into, width) - copied,
-        copied=copied,
-        boxes_out=_sum_by_rank(src.ranks, _boxes_met(outline.src, outline.dst) * out, width) - copies,
-        boxes_in=_sum_by_rank(dst.ranks, _boxes_met(outline.dst, outline.src) * into, width) - copies,
-    )
+    boxes, elements = senders.shares(outline.target_addends[src.addends] >= 0)
+    into = _weights_in(outline)
+    received = _sum_by_rank(dst.ranks, box_volumes(dst.sizes) * into, width)
+    boxes_in = _sum_by_rank(dst.ranks, _boxes_met(outline.dst, outline.src) * into, width)
+    copied = np.zeros(width, np.int64)
+    for demands in _near_demands(outline, senders, senders.topology):
+        np.subtract.at(elements, demands.by_share, demands.volumes)
+        np.subtract.at(boxes, demands.by_share, 1)
+        ranks = dst.ranks[demands.rows]
+        own = src.ranks[demands.senders] == ranks
+        np.add.at(elements, demands.senders[~own], demands.volumes[~own])
+        np.add.at(boxes, demands.senders[~own], 1)
+        np.add.at(copied, ranks[own], demands.volumes[own])
+        np.subtract.at(boxes_in, ranks[own], 1)
+    sent, boxes_out = (_sum_by_rank(src.ranks, amounts, width) for amounts in (elements, boxes))
+    return StepTotals(sent, received - copied, copied, boxes_out, boxes_in)
 
 
-def total_within_hosts(outline: StepOutline, totals: StepTotals, topology: Topology) -> StepTotals:
+def total_within_hosts(
+    outline: StepOutline, totals: StepTotals, topology: Topology, planned_for: Topology | None
+) -> StepTotals:
     """The part of the totals that stays within a host, without what stays within a rank."""
     src, dst, width = outline.src.table, outline.dst.table, len(totals.sent)
     sent, received, out, into = (np.zeros(width, np.int64) for _ in range(4))
-    for a, b, volumes in overlapping_pairs(outline, topology.host_of(src.ranks), topology.host_of(dst.ranks)):
-        other = src.ranks[a] != dst.ranks[b]
-        for ranks, elements, boxes in ((src.ranks[a], sent, out), (dst.ranks[b], received, into)):
-            np.add.at(elements, ranks[other], volumes[other])
-            np.add.at(boxes, ranks[other], 1)
+    senders = SpreadSenders(outline.src, outline.dst, planned_for)
+    for demands in _near_demands(outline, senders, topology):
+        a, b = src.ranks[demands.senders], dst.ranks[demands.rows]
+        near = (a != b) & (topology.host_of(a) == topology.host_of(b))
+        for ranks, elements, boxes in ((a[near], sent, out), (b[near], received, into)):
+            np.add.at(elements, ranks, demands.volumes[near])
+            np.add.at(boxes, ranks, 1)
     return StepTotals(sent, received, np.zeros(width, np.int64), out, into)
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """Columns over demands: destination row, elements, the source row that serves it, and the one by share alone."""
+
+    rows: IntArray
+    volumes: IntArray
+    senders: IntArray
+    by_share: IntArray
+
+
+def _near_demands(outline: StepOutline, senders: SpreadSenders, topology: Topology | None) -> Iterator[Demands]:
+    """The demands that a rank of the same host (without a topology: the same rank) could serve, each once."""
+    src, dst = outline.src.table, outline.dst.table
+    keys = (src.ranks, dst.ranks)
+    if topology is not None:
+        keys = (topology.host_of(src.ranks), topology.host_of(dst.ranks))
+    for a, b, volumes in overlapping_pairs(outline, *keys):
+        if senders.replicas > 1 and len(b):
+            sources = a // senders.replicas
+            first = np.unique(sources * len(dst) + b, return_index=True)[1]
+            a, b, volumes = a[first], b[first], volumes[first]
+        chosen, by_share = (
+            choose(src.cells[a], src.addends[a], b) for choose in (senders.choose, senders.choose_by_share)
+        )
+        yield Demands(b, volumes, chosen, by_share)
 
 
 def overlapping_pairs(
@@ -142,12 +180,6 @@ def overlapping_pairs(
 def _weights_in(outline: StepOutline) -> IntArray:
     """How often each destination row is reached: once for each addend that is combined there."""
     return outline.term_counts[outline.dst.table.addends]
-
-
-def _weights_out(outline: StepOutline) -> IntArray:
-    """How often each source row is needed: by every destination replica, if its addend is used at all."""
-    replicas = 1 if outline.dst.cells is None else outline.dst.cells.replicas
-    return np.where(outline.target_addends[outline.src.table.addends] >= 0, replicas, 0)
 
 
 def _boxes_met(layout: Layout, other: Layout) -> IntArray:

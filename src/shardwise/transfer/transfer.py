@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,20 +13,12 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
 from shardwise.transfer.collectives import Collective, recognise_collective, recognise_from_totals
+from shardwise.transfer.reduction import reduction_lower_bound
 from shardwise.transfer.report import describe_transfer, format_transfer_table
 from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.steps import PlanOptions, outline_steps, plan_steps, reduction_lower_bound
+from shardwise.transfer.steps import PlanOptions, outline_steps, plan_rounds, plan_steps
 from shardwise.transfer.topology import Topology
-from shardwise.transfer.totals import (
-    StepOutline,
-    StepTotals,
-    count_boxes,
-    has_step_totals,
-    total_step,
-    total_within_hosts,
-)
-
-LISTED_BOXES = 1 << 18  # more moves than these are not listed to make a plan
+from shardwise.transfer.totals import LISTED_BOXES, StepOutline, StepTotals, total_step, total_within_hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +48,25 @@ class Transfer:
         return plan_steps(self.outlines, self.options, self.rank)
 
     @cached_property
+    def unsplit_steps(self) -> tuple[Step, ...]:
+        """The same before a buffer limit splits the moves in rounds; the figures are computed from these."""
+        return self.steps if self.max_buffer_bytes is None else plan_steps(self.outlines, self._unlimited, self.rank)
+
+    @property
+    def _unlimited(self) -> PlanOptions:
+        return replace(self.options, max_buffer_bytes=None)
+
+    @cached_property
     def is_listed(self) -> bool:
         """Whether the moves were listed to make the plan."""
-        if self.rank is not None or self.max_buffer_bytes is not None or self.src.cells is None:
-            return True
-        if self.dst.cells is None or len(self.src.table) * len(self.dst.table) <= LISTED_BOXES:
-            return True
-        return not all(map(has_step_totals, self.outlines)) or sum(map(count_boxes, self.outlines)) <= LISTED_BOXES
+        return self.rank is not None or self.outlines[0].is_listed
 
     @cached_property
     def totals(self) -> tuple[StepTotals, ...]:
         """What each step moves, by rank."""
-        return tuple(map(total_routes, self.steps)) if self.is_listed else tuple(map(total_step, self.outlines))
+        if self.is_listed:
+            return tuple(map(total_routes, self.unsplit_steps))
+        return tuple(total_step(outline, self.options.topology) for outline in self.outlines)
 
     @property
     def itemsize(self) -> int:
@@ -81,17 +80,22 @@ class Transfer:
     @property
     def rounds(self) -> int:
         """The number of exchanges, over all steps."""
-        return sum(self.rounds_of(number) for number in range(len(self.outlines)))
+        return sum(self.rounds_by_step)
 
-    def rounds_of(self, number: int) -> int:
-        """The number of exchanges of one step."""
-        return self.steps[number].rounds if self.is_listed else int(self.totals[number].boxes_out.any())
+    @cached_property
+    def rounds_by_step(self) -> tuple[int, ...]:
+        """The number of exchanges of each step; at most so many, if moves are not listed and ranks hold many pieces."""
+        if self.max_buffer_bytes is not None:
+            return plan_rounds(self.outlines, self.options, self.unsplit_steps if self.is_listed else None)
+        if self.is_listed:
+            return tuple(step.rounds for step in self.steps)
+        return tuple(int(total.boxes_out.any()) for total in self.totals)
 
     @cached_property
     def bytes_by_edge(self) -> Mapping[tuple[int, int], int]:
         """The bytes that go from one rank to another, for each pair of ranks that exchange any."""
         edges: dict[tuple[int, int], int] = {}
-        for step in self.steps:
+        for step in self.unsplit_steps:
             sources, targets, nbytes = edge_bytes(step.routes, self.itemsize)
             for edge, amount in zip(zip(sources.tolist(), targets.tolist(), strict=True), nbytes.tolist(), strict=True):
                 edges[edge] = edges.get(edge, 0) + amount
@@ -103,14 +107,14 @@ class Transfer:
         Where they are not listed, the number of boxes is given, which is larger if ranks hold several pieces.
         """
         if self.is_listed:
-            columns = _merge_edges(self.steps, self.itemsize)
+            columns = _merge_edges(self.unsplit_steps, self.itemsize)
             return list(zip(*(column[:count].tolist() for column in columns), strict=True)), len(columns[0])
         shown: list[tuple[int, int, int]] = []
         for rank in self.sent_bytes:
             if len(shown) >= count:
                 break
-            part = Transfer(self.src, self.dst, self.options, rank)
-            edges = zip(*(column.tolist() for column in _merge_edges(part.steps, self.itemsize)), strict=True)
+            steps = plan_steps(self.outlines, self._unlimited, rank)
+            edges = zip(*(column.tolist() for column in _merge_edges(steps, self.itemsize)), strict=True)
             shown += [edge for edge in edges if edge[0] == rank]
         return shown[:count], sum(int(total.boxes_out.sum()) for total in self.totals)
 
@@ -133,8 +137,8 @@ class Transfer:
         """
         if len(self.outlines) == 1 and (self.src.pending is None or self.dst.pending is not None):
             if self.rank is not None or not self.is_listed:
-                return self.moved_bytes  # a source that is not replicated leaves no choice
-            return _needed_elements(self.steps[0]) * self.itemsize
+                return self.moved_bytes  # all that is needed, less what is copied locally
+            return _needed_elements(self.unsplit_steps[0]) * self.itemsize
         return reduction_lower_bound(self.src, self.dst) * self.itemsize
 
     @cached_property
@@ -171,17 +175,20 @@ class Transfer:
         if self.rank is not None:
             return None
         if self.is_listed:
-            return recognise_collective(self.src, self.dst, self.steps)
+            return recognise_collective(self.src, self.dst, self.unsplit_steps)
         return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
 
     def estimate(self, topology: Topology) -> float:
         """Seconds by an alpha-beta model: in each step the busiest port, within or between hosts, sets the time."""
         if self.is_listed:
-            return sum(_step_seconds(step, self.itemsize, topology) for step in self.steps)
-        return sum(
-            _seconds_from_totals(outline, total, self.itemsize, topology)
-            for outline, total in zip(self.outlines, self.totals, strict=True)
-        )
+            steps = zip(self.unsplit_steps, self.rounds_by_step, strict=True)
+            return sum(_step_seconds(step, rounds, self.itemsize, topology) for step, rounds in steps)
+        return sum(self._estimate_unlisted(number, topology) for number in range(len(self.outlines)))
+
+    def _estimate_unlisted(self, number: int, topology: Topology) -> float:
+        outline, total = self.outlines[number], self.totals[number]
+        near = total_within_hosts(outline, total, topology, self.options.topology)
+        return _seconds_from_totals(outline, total, near, self.rounds_by_step[number], self.itemsize, topology)
 
     def inverse(self) -> Transfer:
         """The transfer back, from the destination to the source, with the same options."""
@@ -192,7 +199,9 @@ class Transfer:
             return NotImplemented
         if (self.src, self.dst, self.options, self.rank) != (other.src, other.dst, other.options, other.rank):
             return False
-        return not self.is_listed or all(a.same_as(b) for a, b in zip(self.steps, other.steps, strict=True))
+        return not self.is_listed or all(
+            a.same_as(b) for a, b in zip(self.unsplit_steps, other.unsplit_steps, strict=True)
+        )
 
     def __hash__(self) -> int:
         return hash((self.src, self.dst, self.options, self.rank))
@@ -203,7 +212,7 @@ class Transfer:
         `edges` says whether the bytes of each edge are part of it; by default they are, if they are not too many.
         """
         topology = None if self.options.topology is None else self.options.topology.to_json()
-        few = self.is_listed and sum(len(step.routes) for step in self.steps) <= LISTED_BOXES
+        few = self.is_listed and sum(len(step.routes) for step in self.unsplit_steps) <= LISTED_BOXES
         listed = few if edges is None else edges
         return {
             "src": layout_to_json(self.src),
@@ -278,7 +287,7 @@ def _needed_elements(step: Step) -> int:
     return needed - int(step.copies.elements().sum())
 
 
-def _step_seconds(step: Step, itemsize: int, topology: Topology) -> float:
+def _step_seconds(step: Step, rounds: int, itemsize: int, topology: Topology) -> float:
     sources, targets, nbytes = edge_bytes(step.routes, itemsize)
     near = topology.host_of(sources) == topology.host_of(targets)
     worst = 0.0
@@ -288,16 +297,16 @@ def _step_seconds(step: Step, itemsize: int, topology: Topology) -> float:
             totals = np.zeros(len(distinct), np.int64)
             np.add.at(totals, index.reshape(-1), nbytes[chosen])
             times = [
-                link.seconds(m * max(1, step.rounds), b)
-                for m, b in zip(messages.tolist(), totals.tolist(), strict=True)
+                link.seconds(m * max(1, rounds), b) for m, b in zip(messages.tolist(), totals.tolist(), strict=True)
             ]
             worst = max(worst, max(times, default=0.0))
     return worst
 
 
-def _seconds_from_totals(outline: StepOutline, total: StepTotals, itemsize: int, topology: Topology) -> float:
-    """The same without listed edges; a rank sends one message for each box, at most one to each rank."""
-    near = total_within_hosts(outline, total, topology)
+def _seconds_from_totals(
+    outline: StepOutline, total: StepTotals, near: StepTotals, rounds: int, itemsize: int, topology: Topology
+) -> float:
+    """The same without listed edges; a rank sends one message for each box, at most one to each rank in a round."""
     worst = 0.0
     for peers, all_boxes, near_boxes, elements, near_elements in (
         (outline.dst.ranks, total.boxes_out, near.boxes_out, total.sent, near.sent),
@@ -307,6 +316,7 @@ def _seconds_from_totals(outline: StepOutline, total: StepTotals, itemsize: int,
             (topology.within, near_boxes, near_elements),
             (topology.between, all_boxes - near_boxes, elements - near_elements),
         ):
-            times = np.minimum(boxes, len(peers)) * link.latency + amount * itemsize / link.bandwidth
+            messages = np.minimum(boxes, len(peers)) * max(1, rounds)
+            times = messages * link.latency + amount * itemsize / link.bandwidth
             worst = max(worst, float(times.max(initial=0.0)))
     return worst
