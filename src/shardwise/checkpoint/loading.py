@@ -82,6 +82,8 @@ def match_state(
     held_tensors, held_values = stored_names(index), stored_values(index)
     own = [*(leaf.name for leaf in tensors), *values]
     wanted = {name: source for name in own if (source := rename(name)) is not None}
+    for name in _find_tied_names(tensors, wanted, held_tensors):
+        del wanted[name]
     problems = _kind_problems(wanted, {leaf.name for leaf in tensors}, held_tensors, held_values)
     if strict:
         problems += _missing_problems(wanted, {**held_tensors, **held_values})
@@ -99,6 +101,17 @@ def match_state(
         )
     chosen = {name: held_values[wanted[name]] for name in values if name in wanted and wanted[name] in held_values}
     return MatchedState(found, chosen)
+
+
+def _find_tied_names(tensors: Sequence[Leaf], wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
+    """The entries that are not stored but are the very memory of one that is: a tied weight is stored once."""
+
+    def memory(leaf: Leaf) -> tuple[object, ...]:
+        return leaf.layout, leaf.dtype, tuple((t.data_ptr(), t.stride()) for t in leaf.locals)
+
+    missing = [leaf for leaf in tensors if leaf.name in wanted and wanted[leaf.name] not in held]
+    stored = {memory(leaf) for leaf in tensors if leaf.name in wanted and wanted[leaf.name] in held} if missing else ()
+    return [leaf.name for leaf in missing if memory(leaf) in stored]
 
 
 def _make_renamer(names: StateNames) -> Callable[[str], str | None]:

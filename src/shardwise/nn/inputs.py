@@ -2,15 +2,17 @@
 
 Tensors among a model's arguments become ShardedTensors before its forward runs. Lengths of parts are exchanged, so that
 they may differ from rank to rank and from batch to batch. Plain tensors that the forward makes itself (positions,
-masks) are the same on every rank and are read as replicated.
+masks) are the same on every rank and are read as replicated. With an `output_plan` of "plain" the outputs of the
+outermost module come back as plain tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,40 +24,70 @@ from shardwise.comm import Comm, DisagreementError
 from shardwise.comm.traced import traced_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
-from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.model_plan import PLAIN, ModelPlan
+from shardwise.nn.plain_outputs import BatchSplits, find_batch_splits, make_plain
 from shardwise.ops.engine.mixed import plain_as_replicated
 from shardwise.ops.engine.view_sharding import NoViewError, express_shard
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
-InputScope = tuple[nn.Module, AbstractContextManager[None]]
 _input_scopes: ContextVar[tuple[InputScope, ...]] = ContextVar("shardwise_inputs", default=())
+_whole_batch: ContextVar[bool] = ContextVar("shardwise_whole_batch", default=False)
+
+
+@dataclass(frozen=True)
+class InputScope:
+    """A module whose forward runs: how its plain tensors are read, and how its batch is split over ranks."""
+
+    module: nn.Module
+    reading: AbstractContextManager[None]
+    splits: BatchSplits
+
+
+@contextmanager
+def whole_batch_inputs() -> Iterator[None]:
+    """Read plain inputs of sharded models, and plain tensors near sharded ones, as the same on every rank."""
+    token = _whole_batch.set(True)
+    try:
+        with plain_as_replicated():
+            yield
+    finally:
+        _whole_batch.reset(token)
 
 
 def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
-    """Make a model read its plain inputs as a plan says."""
-    placements = plan.input_placements
-    assert placements is not None
+    """Make a model read its plain inputs, and return its outputs, as a plan says."""
+    given = plan.input_placements
+    assert given is not None
+    replicated = plan.replicated.placements
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        placements = replicated if _whole_batch.get() else given
         taken: tuple[Any, Any]
         if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests
-            taken = tuple(_place_tensors(args, plan.mesh, placements, comm)), kwargs
+            placed = _place_tensors(args, plan.mesh, placements, comm)
+            taken = tuple(placed), kwargs
         else:
-            taken = place_inputs((args, kwargs), plan.mesh, placements, comm)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            placed = _place_tensors(leaves, plan.mesh, placements, comm)
+            taken = pytree.tree_unflatten(placed, structure)
+        splits = find_batch_splits(placed, placements)
         reading = plain_as_replicated()
         reading.__enter__()
-        _input_scopes.set((*_input_scopes.get(), (module, reading)))
+        _input_scopes.set((*_input_scopes.get(), InputScope(module, reading, splits)))
         return taken
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(_leave_input_scope, always_call=True)
-
-
-def _leave_input_scope(module: nn.Module, _args: Any, _output: Any) -> None:
-    opened = _input_scopes.get()
-    if opened and opened[-1][0] is module:  # not so if the inputs could not be placed
+    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        opened = _input_scopes.get()
+        if not opened or opened[-1].module is not module:  # the inputs could not be placed
+            return None
         _input_scopes.set(opened[:-1])
-        opened[-1][1].__exit__(None, None, None)
+        opened[-1].reading.__exit__(None, None, None)
+        if plan.output_plan != PLAIN or len(opened) > 1 or output is None:  # None: the forward raised
+            return None
+        return make_plain(output, plan.mesh, opened[-1].splits)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> Any:

@@ -65,7 +65,7 @@ def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
-REPLICATED = "replicated"
+REPLICATED, PLAIN = "replicated", "plain"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class ModelPlan:
     - `lengths`: the numbers behind names in `groups(q,k,v)`.
     - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements
       such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
+    - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
+      tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
 
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -91,9 +93,11 @@ class ModelPlan:
     axis: str | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
     input_plan: str | None = None
+    output_plan: str | None = None
 
     def __post_init__(self) -> None:
         _check_kinds(self.mesh, self.parameters)
+        _check_output_plan(self.output_plan, self.input_plan)
         try:
             placements = self.input_placements
         except LayoutError as error:
@@ -194,6 +198,16 @@ def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
                 f"{pattern!r}: a plan by patterns has placements as strings, such as 'tp: S(0)', got "
                 f"{type(text).__name__}; specs of single parameters belong in a ShardingPlan"
             )
+
+
+def _check_output_plan(output_plan: object, input_plan: str | None) -> None:
+    if output_plan not in (None, PLAIN):
+        raise PlanError(f"output_plan is {PLAIN!r} or None, got {output_plan!r}")
+    if output_plan is not None and input_plan is None:
+        raise PlanError(
+            f"output_plan {PLAIN!r} needs an input_plan, such as {REPLICATED!r}: without one each layer reads and "
+            "returns this rank's own batch, which is plain already"
+        )
 
 
 def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:

@@ -29,7 +29,7 @@ except ImportError:
 else:
     _yaml = yaml
 
-FIELDS = {"mesh": str, "axis": str, "input_plan": str, "lengths": dict, "parameters": dict}
+FIELDS = {"mesh": str, "axis": str, "input_plan": str, "output_plan": str, "lengths": dict, "parameters": dict}
 
 
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
     {'mesh': 'tp=4', 'parameters': {'up.weight': 'S(0)'}}
     """
     data: dict[str, Any] = {"mesh": str(plan.mesh)}
-    data |= {k: v for k in ("axis", "input_plan") if (v := getattr(plan, k)) is not None}
+    data |= {k: v for k in ("axis", "input_plan", "output_plan") if (v := getattr(plan, k)) is not None}
     data |= {"lengths": dict(plan.lengths)} if plan.lengths else {}
     return data | {"parameters": dict(plan.parameters)}
 
@@ -60,7 +60,7 @@ def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPl
     if "mesh" not in data or "parameters" not in data:
         raise PlanError(f"{source}: a plan has at least mesh and parameters, got {', '.join(data) or 'nothing'}")
     _check_values(data, source)
-    rest = {name: data[name] for name in ("axis", "lengths", "input_plan") if name in data}
+    rest = {name: data[name] for name in ("axis", "lengths", "input_plan", "output_plan") if name in data}
     return ModelPlan(read_mesh(data["mesh"]), data["parameters"], **rest)
 
 

@@ -5,25 +5,25 @@
 2. Each planned parameter becomes a ShardedTensor; each module with a `Sharder` is replaced by what it returns.
    Parameters on the meta device get their local parts only, and their values afterwards.
 3. Forward hooks say how plain inputs are read, redistribute outputs and return local tensors.
-4. Values of parameters that had none come from the user's `init(model)` (a checkpoint, say) or from `reset_parameters`
-   of the modules that own them. torch's random fills give the same values in every layout: no rank needs the whole.
+4. Values of what had none come from the user's `init(model)` (a checkpoint, say), from `reset_parameters` of the modules
+   that own it, or from their constructors (`shardwise.nn.meta_values`). What has none then is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Comm, DisagreementError
 from shardwise.compat.specs import ChunkShardingSpec, shard_tensor
 from shardwise.embedding.local_batch import register_local_batch_hooks
-from shardwise.embedding.slabs import owned_rows
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.nn.inputs import register_input_hooks
+from shardwise.nn.meta_values import Initialiser, MissingValues, mark_without_values
+from shardwise.nn.model_methods import adapt_methods
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan_checks import (
@@ -39,8 +39,7 @@ from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-Initialiser: TypeAlias = Callable[[nn.Module], object]
-RESET_METHODS = ("reset_parameters", "_reset_parameters")
+OutputSpecs: TypeAlias = dict[str, ShardingSpec]
 
 
 def shard_or_allocate(
@@ -48,66 +47,11 @@ def shard_or_allocate(
 ) -> ShardedTensor:
     """A tensor laid out by a spec: the values of the source rank, or none for a tensor on the meta device."""
     if tensor.is_meta:
-        return empty(spec, *tensor.shape, dtype=tensor.dtype, process_group=process_group)
+        made = empty(spec, *tensor.shape, dtype=tensor.dtype, process_group=process_group)
+        mark_without_values(made)
+        return made
     sharded: ShardedTensor = shard_tensor(tensor, spec, src_rank, process_group)
     return sharded
-
-
-def owners_of_meta(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that own tensors on the meta device, by path."""
-    return {path: part for path, part in module.named_modules() if _meta_names(part)}
-
-
-def _meta_names(part: nn.Module) -> list[str]:
-    tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-    return [name for name, tensor in tensors if tensor.is_meta]
-
-
-def check_initialisers(owners: dict[str, nn.Module], init: Initialiser | None) -> None:
-    """Raise unless all that has no values can get some."""
-    if init is not None:
-        return
-    silent = [
-        f"{path or type(part).__name__} ({', '.join(_meta_names(part))})"
-        for path, part in owners.items()
-        if not any(hasattr(part, reset) for reset in RESET_METHODS)
-    ]
-    if silent:
-        raise ValueError(
-            f"{'; '.join(silent)}: tensors on the meta device whose modules have no reset_parameters(); "
-            "pass init=, a function that fills the model"
-        )
-
-
-def initialise(module: nn.Module, owners: dict[str, nn.Module], init: Initialiser | None) -> None:
-    """Give values to what was allocated without."""
-    if init is not None:
-        if owners:
-            init(module)
-        return
-    for part in owners.values():
-        padding = getattr(part, "padding_idx", None)
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and padding is not None:
-            _reset_table(part, padding)
-        else:
-            next(getattr(part, reset) for reset in RESET_METHODS if hasattr(part, reset))()
-
-
-def _reset_table(part: nn.Embedding | nn.EmbeddingBag, padding: int) -> None:
-    """As torch does: normal values, and zeros for the padding."""
-    nn.init.normal_(part.weight)
-    weight = part.weight
-    if not isinstance(weight, ShardedTensor):
-        with torch.no_grad():
-            weight[padding].fill_(0)
-        return
-    for band in owned_rows(weight.sharding, weight.comm.rank, None).slabs:
-        local = weight.local_parts[band.slot].detach()
-        _, rows = band.runs.find(np.array([padding % weight.shape[0]]))
-        band.take_columns(local)[rows.tolist()] = 0
-
-
-OutputSpecs: TypeAlias = dict[str, ShardingSpec]
 
 
 def shard_parameter(
@@ -174,7 +118,7 @@ def shard_module(
     if not isinstance(plan, ShardingPlan | ModelPlan):
         raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
     comm = resolve_comm(process_group)
-    empty: dict[str, nn.Module] = {}
+    missing = MissingValues(module, init)
 
     def check() -> PlanFields:
         check_source(src_rank, comm)
@@ -183,8 +127,7 @@ def shard_module(
             if isinstance(plan, ModelPlan)
             else _check_named_plan(module, plan, comm)
         )
-        empty.update(owners_of_meta(module))
-        check_initialisers(empty, init)
+        missing.find_sources()
         return {"src_rank": src_rank, "init": init is not None, **fields}
 
     check_on_all_ranks(comm, check)
@@ -192,7 +135,8 @@ def shard_module(
         _shard_by_patterns(module, plan, src_rank, comm)
     else:
         _shard_by_names(module, plan, src_rank, process_group)
-    initialise(module, empty, init)
+    missing.fill()
+    check_on_all_ranks(comm, missing.check)
 
 
 def _check_named_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> PlanFields:
@@ -262,7 +206,12 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
     specs = plan.specs(module)
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
     layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
-    return {**layout_texts(layouts), "mesh": str(plan.mesh), "input_plan": plan.input_plan}
+    return {
+        **layout_texts(layouts),
+        "mesh": str(plan.mesh),
+        "input_plan": plan.input_plan,
+        "output_plan": plan.output_plan,
+    }
 
 
 def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
@@ -281,6 +230,7 @@ def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group:
     if plan.input_plan is not None:
         _replicate_buffers(module, plan, src_rank, group)
         register_input_hooks(module, plan, group)
+    adapt_methods(module, plan, group)
 
 
 def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from shardwise._torch import decompose, is_composite
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
+from shardwise.geometry import (
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    format_placement,
+)
 from shardwise.ops.engine.choose import (
     Operand,
     choose_strategies,
@@ -427,7 +437,8 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
             dim = placement.dim % max(1, len(shape))
             shape[dim] = sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
     placements = [
-        cut_like(p or Replicate(), lead, shape) or Replicate() for p, lead in zip(given, decision.cuts, strict=True)
+        cut_like(_drop_single_group(p) or Replicate(), lead, shape) or Replicate()
+        for p, lead in zip(given, decision.cuts, strict=True)
     ]
     for axis, ranks in enumerate(decision.mesh.shape):
         if ranks == 1 and isinstance(placements[axis], Partial):
@@ -437,6 +448,12 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
             f"the rule of {call.op} shards an output along a dim that no input is sharded along; specify its sizes"
         )
     return mesh_spec(decision.mesh, tuple(placements), decision.order).layout(shape)
+
+
+def _drop_single_group(placement: Placement | None) -> Placement | None:
+    """A Shard of one group is a plain one: rules write it to say how long the dim of an output is."""
+    one = isinstance(placement, Shard) and placement.groups is not None and len(placement.groups) == 1
+    return Shard(placement.dim) if isinstance(placement, Shard) and one else placement
 
 
 def _describe_accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:

@@ -80,7 +80,9 @@ def _attention_batch_strategies(
     for dim in range(q.ndim - 2):
         alike = q.shape[dim] == k.shape[dim] == v.shape[dim]
         if alike or (grouped and dim == q.ndim - 3 and _do_groups_fit(q, k)):
-            found.append(_attention_strategy(Shard(dim), (Shard(dim),) * 3, mask, dim, q.ndim))
+            # The result has the heads of the queries, however large the keys are: one group of that many.
+            heads = Shard(dim) if alike else Shard(dim, groups=(q.shape[dim],))
+            found.append(_attention_strategy(heads, (Shard(dim),) * 3, mask, dim, q.ndim))
     return found
 
 
