@@ -7,9 +7,11 @@ A plan is a value. It is checked against a model on the meta device, for any num
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -116,6 +118,17 @@ class ModelPlan:
             return (Replicate(),) * self.mesh.ndim
         return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
 
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data, as files of plans have it."""
+        data: dict[str, Any] = {"mesh": str(self.mesh)}
+        data |= {k: v for k in ("axis", "input_plan", "output_plan") if (v := getattr(self, k)) is not None}
+        data |= {"lengths": dict(self.lengths)} if self.lengths else {}
+        return data | {"parameters": dict(self.parameters)}
+
+    def __str__(self) -> str:
+        """The plan as TOML, as `save_plan` writes it: to edit and to load again."""
+        return to_toml(self.to_data()).rstrip()
+
     def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
         """The spec of every parameter; raises `PlanError` with all that does not fit."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
@@ -169,6 +182,26 @@ class ModelPlan:
         specs = self.specs(module)
         for name, tensor in module.named_parameters():
             yield name, tensor, specs[name].layout(tuple(tensor.shape))
+
+
+def to_toml(data: Mapping[str, Any]) -> str:
+    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML.
+
+    >>> print(to_toml({"mesh": "tp=2", "parameters": {"up.weight": "S(0)"}}), end="")
+    mesh = "tp=2"
+    <BLANKLINE>
+    [parameters]
+    "up.weight" = "S(0)"
+    """
+    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    for key, table in data.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quote_toml(value: str | int) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _unify_shared_specs(

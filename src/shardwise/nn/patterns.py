@@ -1,8 +1,9 @@
 """Which parameter does a pattern name, and what does its text say for each axis of the mesh?
 
-A pattern is a parameter's path in which `*` matches one part and `**` any number of parts:
+A pattern is a parameter's path in which `*` matches one part, `**` any number of parts, `{q,k,v}` one of several:
 
     "blocks.*.mlp.up.weight": "S(0)"                 for the plan's axis, or the mesh's only one
+    "blocks.*.{q,k,v}_proj.weight": "S(0)"           three layers of each block
     "blocks.*.attn.qkv.weight": "tp: S(0) groups(q,k,v)"   other axes replicate; q, k and v are numbers of the plan
     "embed.weight": "R, S(1)"                        one placement for each axis
 
@@ -20,6 +21,7 @@ from shardwise.geometry import LayoutError, Mesh, Placement, Replicate, parse_pl
 _LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_ALTERNATIVE_DOT = re.compile(r"\.(?![^{}]*\})")  # a dot outside of {self_attn.q,mlp.up}
 _MAX_SUGGESTIONS = 3
 
 
@@ -71,8 +73,21 @@ def _find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
     if not pattern:
         raise PlanError("a pattern is a parameter's path such as 'blocks.*.weight'; got an empty one")
-    texts = [".*" if part == "**" else re.escape(part).replace(r"\*", r"[^.]*") for part in pattern.split(".")]
+    texts = [".*" if part == "**" else _part_expression(part, pattern) for part in _ALTERNATIVE_DOT.split(pattern)]
     return re.compile(r"\.".join(texts).replace(r".*\.", r"(?:.*\.)?"))
+
+
+def _part_expression(part: str, pattern: str) -> str:
+    """The regular expression of one part of a pattern.
+
+    >>> _part_expression("{q,k}_proj", "layers.{q,k}_proj")
+    '(?:q|k)_proj'
+    """
+    text = re.escape(part).replace(r"\*", r"[^.]*")
+    text = re.sub(r"\\\{([^{}]*)\\\}", lambda m: f"(?:{'|'.join(w.strip() for w in m[1].split(','))})", text)
+    if r"\{" in text or r"\}" in text:
+        raise PlanError(f"the pattern {pattern!r}: a brace has no partner; alternatives are written {{q,k,v}}")
+    return text
 
 
 def read_placements(

@@ -13,13 +13,14 @@ q = 4096
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.model_plan import ModelPlan, to_toml
 from shardwise.nn.patterns import PlanError, read_mesh
 
 try:
@@ -39,10 +40,7 @@ def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
     >>> plan_to_data(ModelPlan(Mesh.of(tp=4), {"up.weight": "S(0)"}))
     {'mesh': 'tp=4', 'parameters': {'up.weight': 'S(0)'}}
     """
-    data: dict[str, Any] = {"mesh": str(plan.mesh)}
-    data |= {k: v for k in ("axis", "input_plan", "output_plan") if (v := getattr(plan, k)) is not None}
-    data |= {"lengths": dict(plan.lengths)} if plan.lengths else {}
-    return data | {"parameters": dict(plan.parameters)}
+    return plan.to_data()
 
 
 def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPlan:
@@ -80,12 +78,12 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
     if kind == "json":
         path.write_text(json.dumps(data, indent=2) + "\n")
     elif kind == "toml":
-        path.write_text(_to_toml(data))
+        path.write_text(to_toml(data))
     else:
         path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False))
 
 
-def load_plan(path: str | Path) -> ModelPlan:
+def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
     """Read a plan from a .toml, .json or .yaml file."""
     path = Path(path)
     kind, text = _plan_file_kind(path), path.read_text()
@@ -119,16 +117,3 @@ def _parse_yaml(path: Path, text: str) -> Any:
         return module.safe_load(text)
     except module.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _to_toml(data: Mapping[str, Any]) -> str:
-    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML."""
-    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
-    for key, table in data.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _quote_toml(value: str | int) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -5,12 +5,13 @@
 2. Each planned parameter becomes a ShardedTensor; each module with a `Sharder` is replaced by what it returns.
    Parameters on the meta device get their local parts only, and their values afterwards.
 3. Forward hooks say how plain inputs are read, redistribute outputs and return local tensors.
-4. Values of what had none come from the user's `init(model)` (a checkpoint, say), from `reset_parameters` of the modules
-   that own it, or from their constructors (`shardwise.nn.meta_values`). What has none then is an error.
+4. Values of what had none come from the user's `init(model)` (a checkpoint, say), from `reset_parameters` of the
+   modules that own it, or from their constructors (see `meta_values`). What has none then is an error.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ from shardwise.nn.plan_checks import (
     lay_out_specs,
     layout_texts,
 )
+from shardwise.nn.plan_files import load_plan
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -98,13 +100,13 @@ def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
 
 def shard_module(
     module: nn.Module,
-    plan: ShardingPlan | ModelPlan,
+    plan: ShardingPlan | ModelPlan | str | os.PathLike[str],
     src_rank: int = 0,
     process_group: GroupOrComm | None = None,
     *,
     init: Initialiser | None = None,
 ) -> None:
-    """Shard a model in place as a plan says; called on every rank.
+    """Shard a model in place as a plan, or a file of one, says; called on every rank.
 
     Parameters on the meta device are allocated in their local parts only. They get values from `init(model)`, which may
     load a checkpoint, or else from their modules' `reset_parameters`: the same values for every layout.
@@ -115,6 +117,7 @@ def shard_module(
     >>> type(model[0].weight).__name__
     'ShardedTensor'
     """
+    plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if not isinstance(plan, ShardingPlan | ModelPlan):
         raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
     comm = resolve_comm(process_group)

@@ -1,0 +1,198 @@
+"""A plan for a model of transformers without typing it: from its own `tp_plan` and `ep_plan`, else by its structure.
+
+The names of the mesh's axes say what each is for:
+
+- `tp`: linear layers are split by columns and then by rows, embeddings by rows of the table;
+- `ep`: experts are divided, each rank has some of them whole;
+- `dp`: each rank has its own part of the batch;
+- `fsdp`: as `dp`, and parameters of two dims and more are split along dim 0 as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.geometry import Mesh
+from shardwise.hf.patterns import fold_patterns
+from shardwise.hf.structure import LinearPairs, find_linear_pairs, is_linear, out_features
+from shardwise.nn.model_plan import PLAIN, REPLICATED, ModelPlan
+from shardwise.nn.patterns import PlanError
+
+TENSOR_AXIS, EXPERT_AXIS, DATA_AXES, FSDP_AXIS = "tp", "ep", ("dp", "fsdp"), "fsdp"
+_AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES)
+
+
+def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None) -> ModelPlan:
+    """The plan of a model for a mesh with the axes tp, ep, dp and fsdp (some of them); print it to edit it.
+
+    A model without a `tp_plan` of its own is followed through one forward pass without values; `example` has the
+    arguments of that pass, where they cannot be made from the model's config.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+    ...     def forward(self, x):
+    ...         return x + self.down(self.up(x).relu())
+    >>> print(plan(Block(), Mesh.of(dp=2, tp=2), {"x": torch.ones(1, 4)}))
+    mesh = "dp=2,tp=2"
+    input_plan = "dp: S(0)"
+    output_plan = "plain"
+    <BLANKLINE>
+    [parameters]
+    "up.*" = "tp: S(0)"
+    "down.weight" = "tp: S(1)"
+    """
+    unknown = [axis for axis in mesh.axes if axis not in _AXES]
+    if unknown:
+        raise PlanError(f"the axis {unknown[0]!r} of {mesh} says nothing: name axes {', '.join(_AXES)}")
+    placements: dict[str, dict[str, str]] = {}
+    if TENSOR_AXIS in mesh.axes:
+        _add(placements, TENSOR_AXIS, _split_linear_layers(model, mesh.shape[mesh.axes.index(TENSOR_AXIS)], example))
+    if EXPERT_AXIS in mesh.axes:
+        _add(placements, EXPERT_AXIS, _split_experts(model))
+    if FSDP_AXIS in mesh.axes:
+        _add(placements, FSDP_AXIS, {n: "S(0)" for n, p in model.named_parameters() if p.ndim > 1})
+    names = [name for name, _ in model.named_parameters()]
+    texts = {n: ", ".join(f"{a}: {t}" for a, t in _in_order(placements[n], mesh)) for n in names if n in placements}
+    data = [f"{axis}: S(0)" for axis in mesh.axes if axis in DATA_AXES]
+    return ModelPlan(mesh, fold_patterns(texts, names), input_plan=", ".join(data) or REPLICATED, output_plan=PLAIN)
+
+
+def _add(placements: dict[str, dict[str, str]], axis: str, found: Mapping[str, str]) -> None:
+    for name, text in found.items():
+        placements.setdefault(name, {})[axis] = text
+
+
+def _in_order(by_axis: Mapping[str, str], mesh: Mesh) -> list[tuple[str, str]]:
+    return [(axis, by_axis[axis]) for axis in mesh.axes if axis in by_axis]
+
+
+def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
+    own = getattr(model, "_tp_plan", None)
+    found = _follow_tp_plan(model, own, ranks) if own else _follow_structure(model, ranks, example)
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__}: no layers were found that can be split over {ranks} ranks of axis "
+            f"{TENSOR_AXIS!r}; write a ModelPlan, or use another number of ranks"
+        )
+    return found
+
+
+def _follow_tp_plan(model: nn.Module, own: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """The placements of parameters by the styles that the model lists for its modules."""
+    heads = _count_heads(model)
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        for style in (own.get(_fold_numbers(name)), own.get(_fold_numbers(name.rpartition(".")[0]))):
+            text = None if style is None else _read_style(style, name, parameter)
+            if text is not None and heads.get(name.split(".")[-2], 0) % ranks == 0:
+                found[name] = text
+                break
+    return found
+
+
+def _count_heads(model: nn.Module) -> dict[str, int]:
+    """How many heads a layer has that must not be cut, by the name of the layer."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    queries = int(getattr(config, "num_attention_heads", 0) or 0)
+    keys = int(getattr(config, "num_key_value_heads", 0) or queries)
+    return {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+
+
+def _fold_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _read_style(style: str, name: str, parameter: Tensor) -> str | None:
+    """What a style of transformers does to a parameter: `packed` ones fuse two layers."""
+    rows, columns = parameter.ndim - 2, parameter.ndim - 1
+    if "embedding_rowwise" in style:
+        return "S(0)"
+    if "colwise" in style:
+        dim = max(rows, 0)
+        half = parameter.shape[dim] // 2
+        return f"S({dim}) groups({half},{half})" if "packed" in style else f"S({dim})"
+    if "rowwise" in style and parameter.ndim > 1:
+        return f"S({columns})"
+    return None
+
+
+def _split_experts(model: nn.Module) -> dict[str, str]:
+    own = getattr(model, "_ep_plan", None) or {}
+    found = {n: "S(0)" for n, p in model.named_parameters() if own.get(_fold_numbers(n)) == "grouped_gemm"}
+    if not found:
+        raise PlanError(f"{type(model).__name__} lists no experts in an ep_plan: the axis {EXPERT_AXIS!r} has no use")
+    return found
+
+
+def _follow_structure(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
+    """Columns and rows as a forward pass meets them; tables of the vocabulary by rows."""
+    pairs = _run_without_values(model, make_example(model) if example is None else example)
+    modules, vocabulary = dict(model.named_modules()), _find_vocabulary(model)
+    for name, part in modules.items():
+        if is_linear(part) and id(part.weight) in vocabulary:
+            pairs.rows.pop(name, None)
+    rows = pairs.usable_rows(ranks)
+    found = {name: "S(0)" for name, p in model.named_parameters() if id(p) in vocabulary}
+    for row, columns in rows.items():
+        for name in columns:
+            found |= _split_columns(name, modules[name], pairs, ranks)
+        found[f"{row}.weight"] = "S(1)" if isinstance(modules[row], nn.Linear) else "S(0)"
+    return found
+
+
+def _find_vocabulary(model: nn.Module) -> set[int]:
+    """The tables of token embeddings and the layers that give logits, by the id of the parameter."""
+    ends = [getattr(model, get, lambda: None) for get in ("get_input_embeddings", "get_output_embeddings")]
+    parts = [part for get in ends if isinstance(part := _try(get), nn.Module) and hasattr(part, "weight")]
+    return {id(part.weight) for part in parts if isinstance(part, nn.Embedding | nn.Linear)}
+
+
+def _try(get: Any) -> Any:
+    try:
+        return get()
+    except NotImplementedError:  # a model without tokens
+        return None
+
+
+def _split_columns(name: str, part: nn.Module, pairs: LinearPairs, ranks: int) -> dict[str, str]:
+    groups = pairs.groups.get(name, ())
+    fused = f" groups({','.join(map(str, groups))})" if sum(groups) == out_features(part) else ""
+    dim = 0 if isinstance(part, nn.Linear) else 1
+    bias = {f"{name}.bias": f"S(0){fused}"} if getattr(part, "bias", None) is not None else {}
+    return {f"{name}.weight": f"S({dim}){fused}", **bias}
+
+
+def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearPairs:
+    try:
+        return find_linear_pairs(model, example)
+    except Exception as error:
+        raise PlanError(
+            f"{type(model).__name__} has no tp_plan, and a forward pass without values fails: {error}; pass "
+            "example=, the arguments of one forward pass, or write a ModelPlan"
+        ) from error
+
+
+def make_example(model: nn.Module) -> dict[str, Tensor]:
+    """Arguments for one forward pass of a model of transformers, from its config."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if config is None or name is None:
+        raise PlanError(f"{type(model).__name__} has no config: pass example=, the arguments of one forward pass")
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    if name == "pixel_values":
+        size = config.image_size
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        found = {name: torch.zeros(1, config.num_channels, *sides)}
+    elif name == "input_features":
+        found = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    else:
+        found = {name: ids}
+    return {**found, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else found

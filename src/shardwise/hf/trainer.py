@@ -1,0 +1,140 @@
+"""The Trainer of transformers for a model that is sharded by a plan: its loop, arguments and files, unchanged.
+
+What differs: batches are divided over the axes that split inputs and are the same along all others, the model is not
+wrapped in DistributedDataParallel, and every rank takes part in saving, of which one writes whole tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+
+from shardwise._torch import pytree
+from shardwise.geometry import Shard
+from shardwise.nn.inputs import place_inputs
+from shardwise.nn.model_methods import ShardedBy, gather_state
+from shardwise.nn.patterns import PlanError
+from shardwise.tensor.redistribute import shard
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+
+class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types without transformers
+    """`transformers.Trainer` for a model that `shard_module` sharded by a plan with `output_plan="plain"`."""
+
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.sharded_by = _find_plan(model)
+        self._one_loss_for_all = False
+        super().__init__(model, *args, **kwargs)
+        # Skips DistributedDataParallel and calls save_pretrained on every rank; set after the constructor, which
+        # refuses to checkpoint optimizers of such models.
+        self.is_distributed_loading_by_transformers = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        self.accelerator.gather_for_metrics = self.gather_function = self._gather_rows
+
+    def _data_ranks(self) -> tuple[int, int]:
+        """Into how many parts batches are divided, and which of them this rank has."""
+        mesh, comm = self.sharded_by.plan.mesh, self.sharded_by.comm
+        placements = self.sharded_by.plan.input_placements or ()
+        count, index, position = 1, 0, mesh.coordinates(comm.rank)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                count, index = count * mesh.shape[axis], index * mesh.shape[axis] + position[mesh.axes[axis]]
+        return count, index
+
+    def _prepare_data_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        accelerator, (count, index) = self.accelerator, self._data_ranks()
+        made = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=count,
+            process_index=index,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=[],  # each rank draws the same order from the seed
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(made)
+        return made
+
+    def _gather_rows(self, tree: Any, use_gather_object: bool = False) -> Any:
+        """The rows of all ranks with other batches, without those that were added to fill the last batch."""
+        plan, state = self.sharded_by.plan, self.accelerator.gradient_state
+        whole = pytree.tree_map(
+            lambda t: t.full() if isinstance(t, ShardedTensor) else t,
+            place_inputs(tree, plan.mesh, plan.input_placements or (), self.sharded_by.comm),
+        )
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return whole
+        return pytree.tree_map(lambda t: t[: state.remainder] if isinstance(t, Tensor) and t.ndim else t, whole)
+
+    def get_tp_size(self) -> int:
+        """How many ranks have the same batch."""
+        ranks = int(self.accelerator.num_processes)
+        return ranks if self._one_loss_for_all else max(1, ranks // self._data_ranks()[0])
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the whole batch, as every rank has it: nothing is averaged over ranks afterwards."""
+        self._one_loss_for_all = True
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            self._one_loss_for_all = False
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing to do: replicated parameters and their gradients are equal on all ranks."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().create_optimizer(*args, **kwargs)
+        made.register_load_state_dict_post_hook(shard_optimizer_state)
+        return made
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        own: Any = self.optimizer  # type: ignore[has-type]  # set by the Trainer
+        self.optimizer = _WholeState(own, self.sharded_by)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = own
+
+
+class _WholeState:
+    """Stands for an optimizer whose state is written whole."""
+
+    def __init__(self, optimizer: Any, by: ShardedBy) -> None:
+        leaves, structure = pytree.tree_flatten(optimizer.state_dict())
+        whole = gather_state({str(i): leaf for i, leaf in enumerate(leaves)}, by.comm)
+        self._state = pytree.tree_unflatten([whole.get(str(i)) for i in range(len(leaves))], structure)
+
+    def state_dict(self) -> Any:
+        return self._state
+
+
+def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lay whole states (momenta, averages) of an optimizer out like their parameters: after `load_state_dict`."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, ShardedTensor):
+            continue
+        for key, value in state.items():
+            plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+            if plain and value.ndim and value.shape == parameter.shape:
+                state[key] = shard(value, parameter.sharding, None, comm=parameter.comm)
+
+
+def _find_plan(model: Any) -> ShardedBy:
+    by = getattr(model, "_sharded_by", None)
+    if not isinstance(by, ShardedBy):
+        raise PlanError("ShardedTrainer trains a model that shard_module sharded by a ModelPlan; shard it first")
+    if by.plan.output_plan is None:
+        raise PlanError("ShardedTrainer needs plain losses: write output_plan='plain' in the plan")
+    return by
