@@ -176,14 +176,20 @@ def _rebuild_buffers(module: nn.Module, part: nn.Module, names: list[str]) -> di
 def _run_init_weights(module: nn.Module, part: nn.Module, names: list[str]) -> dict[str, Tensor]:
     """What `_init_weights(part)` of a model of transformers writes to the buffers of a part, on a copy of it."""
     fill = next((f for m in module.modules() if (f := getattr(m, "_init_weights", None)) is not None), None)
-    if fill is None or any(True for _ in part.parameters(recurse=False)):
-        return {}  # it would draw the parameters too, and a copy shares them
+    if fill is None:
+        return {}
     twin = copy.copy(part)
+    twin._parameters = {name: _put_on_meta(parameter) for name, parameter in part._parameters.items()}
     twin._buffers = {name: _allocate_like(buffer) for name, buffer in part._buffers.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         fill(twin)
     made = {name: twin._buffers[name] for name in names}
     return {name: value for name, value in made.items() if value is not None and not _has_pattern(value)}
+
+
+def _put_on_meta(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """A parameter without values: what draws random numbers for it does nothing."""
+    return None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _allocate_like(buffer: Tensor | None) -> Tensor | None:
@@ -213,15 +219,17 @@ def _run_constructor(part: nn.Module, names: list[str]) -> dict[str, Tensor]:
 
 
 def _find_arguments(part: nn.Module) -> dict[str, Any] | None:
-    """The arguments of a module's constructor, from its attributes of the same names; None if one is unknown."""
+    """The arguments of a module's constructor, from its attributes of the same names; None if one is unknown.
+
+    A default is no answer: the module may have been made with another value.
+    """
     found: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(type(part).__init__).parameters.items())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in ("device", "dtype"):
             continue
-        if name in part.__dict__:
-            found[name] = part.__dict__[name]
-        elif parameter.default is parameter.empty:
+        if name not in part.__dict__:
             return None
+        found[name] = part.__dict__[name]
     return found
 
 
@@ -237,7 +245,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def put_on_meta(_module: nn.Module, _name: str, value: Any) -> Any:
         if threading.get_ident() != thread or not isinstance(value, nn.Parameter):
             return None
-        return nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+        return _put_on_meta(value)
 
     handle = register_module_parameter_registration_hook(put_on_meta)
     try:

@@ -1,0 +1,54 @@
+"""Models and frameworks of others: skipped where they are not installed, with their warnings left to them.
+
+With SHARDWISE_MODELS_TABLE=docs/models.md the table of families and layouts is written from the results.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.models.families import write_table
+
+RESULTS: dict[tuple[str, str], str] = {}
+
+
+def _make_torchvision_importable() -> None:
+    """A torchvision that was built for another device has no operators, and its import asks for two of them."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import torchvision  # noqa: F401
+    except RuntimeError:
+        import torch
+
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        globals()["_torchvision"] = library  # its operators live as long as it does
+
+
+_make_torchvision_importable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    cell = dict(report.user_properties)
+    if report.when == "call" and "family" in cell:
+        RESULTS[str(cell["family"]), str(cell["layout"])] = str(cell.get("shown", "")) if report.passed else ""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("SHARDWISE_MODELS_TABLE")
+    if path and RESULTS:
+        Path(path).write_text(write_table(RESULTS))

@@ -1,0 +1,165 @@
+"""The families of the gallery, small and random, and the layouts in which each is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import Mesh
+
+VOCABULARY, LENGTH, ROWS = 64, 8, 4
+LAYOUTS = {
+    "tp2": Mesh.of(tp=2),
+    "dp2": Mesh.of(dp=2),
+    "fsdp2": Mesh.of(fsdp=2),
+    "2x2": Mesh.of(dp=2, tp=2),
+}
+DECODER: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+ENCODER: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model's class and config in transformers, and what its batches are."""
+
+    title: str
+    model: str
+    config: str
+    options: Mapping[str, Any]
+    batch: Callable[[], dict[str, Tensor]]
+
+    def build(self, transformers: Any) -> nn.Module:
+        """A small model with random weights, the same in each call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made: nn.Module = getattr(transformers, self.model)(getattr(transformers, self.config)(**self.options))
+        return made.eval()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=_generator())
+
+
+def _text() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), "labels": tokens()}
+
+
+def _images() -> dict[str, Tensor]:
+    images = torch.randn(ROWS, 3, 16, 16, generator=_generator())
+    return {"pixel_values": images, "labels": torch.arange(ROWS) % 2}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(ROWS, 8, 32, generator=_generator()), "labels": tokens()}
+
+
+FAMILIES = {
+    "llama": Family("Llama", "LlamaForCausalLM", "LlamaConfig", DECODER, _text),
+    "mistral": Family("Mistral", "MistralForCausalLM", "MistralConfig", dict(DECODER, sliding_window=4), _text),
+    "qwen3": Family("Qwen3", "Qwen3ForCausalLM", "Qwen3Config", dict(DECODER, head_dim=8), _text),
+    "gemma2": Family("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config", dict(DECODER, head_dim=8), _text),
+    "phi3": Family("Phi-3 (fused QKV)", "Phi3ForCausalLM", "Phi3Config", DECODER, _text),
+    "gpt2": Family(
+        "GPT-2 (fused QKV)",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        dict(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            bos_token_id=1,
+            eos_token_id=None,
+            pad_token_id=0,
+        ),
+        _text,
+    ),
+    "bert": Family("BERT", "BertForMaskedLM", "BertConfig", dict(ENCODER, vocab_size=VOCABULARY), _text),
+    "t5": Family(
+        "T5",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        dict(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            eos_token_id=None,
+        ),
+        _text,
+    ),
+    "vit": Family("ViT", "ViTForImageClassification", "ViTConfig", dict(ENCODER, image_size=16, patch_size=8), _images),
+    "whisper": Family(
+        "Whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        dict(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,
+            decoder_start_token_id=1,
+        ),
+        _speech,
+    ),
+}
+
+
+def write_table(results: Mapping[tuple[str, str], str]) -> str:
+    """The page of families and layouts: what was shown of each."""
+    columns = [*dict.fromkeys(layout for _, layout in results)]
+    rows = [*dict.fromkeys(family for family, _ in results)]
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {row} | {' | '.join(results.get((row, column)) or '-' for column in columns)} |" for row in rows]
+    return _PAGE.format(table="\n".join(lines))
+
+
+_PAGE = """# Models that train unchanged
+
+Written by `make test-models`, from what passed. The models are small and random; each starts from the same weights as
+a dense copy on one process, and is compared with it: *T* trained (the loss of each step and all parameters at the end are
+equal), *S* saved by `save_pretrained`, and loaded both by `from_pretrained` and in parts by `shardwise.hf.load`,
+*G* `generate()` gives the same tokens.
+
+- **tp2**: layers are split over 2 ranks, by the plan that `shardwise.hf.plan` makes
+- **dp2**: each of 2 ranks has its own part of the batch
+- **fsdp2**: the same, and the parameters are split over the ranks as well
+- **2x2**: 4 ranks, `dp` x `tp`
+
+{table}
+
+[How to do it](hugging_face.md), and with [Lightning, accelerate, peft and TorchRec](frameworks.md).
+"""
