@@ -149,10 +149,14 @@ def write_table(results: Mapping[tuple[str, str], str]) -> str:
 
 _PAGE = """# Models that train unchanged
 
-Written by `make test-models`, from what passed. The models are small and random; each starts from the same weights as
-a dense copy on one process, and is compared with it: *T* trained (the loss of each step and all parameters at the end are
-equal), *S* saved by `save_pretrained`, and loaded both by `from_pretrained` and in parts by `shardwise.hf.load`,
-*G* `generate()` gives the same tokens.
+Written by `make test-models`, from what passed. The models are small and random. Each starts from the same weights as
+a dense copy on one process, and is compared with it:
+
+- *T*: trained; the loss of each step, and all parameters at the end, are equal
+- *S*: saved by `save_pretrained`; loaded by `from_pretrained`, and in parts by `shardwise.hf.load`
+- *G*: `generate()` gives the same tokens
+
+The layouts:
 
 - **tp2**: layers are split over 2 ranks, by the plan that `shardwise.hf.plan` makes
 - **dp2**: each of 2 ranks has its own part of the batch
