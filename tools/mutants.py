@@ -236,7 +236,8 @@ def record(root: Path = ROOT, to: Path = RECORD, tests: Sequence[str] = (), jobs
 
 
 def _test_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+    """The files of tests below a folder; the folder itself where its tests are doctests."""
+    return [path] if path.is_file() else sorted(path.rglob("test_*.py")) or [path]
 
 
 def _environment(root: Path, **extra: str) -> dict[str, str]:
@@ -299,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="note which tests run which lines (minutes)")
     parser.add_argument(
-        "--tests", nargs="+", default=["tests/pure", "tests/local", "tests/ranks"], help="what --record runs"
+        "--tests", nargs="+", default=["src", "tests/pure", "tests/local", "tests/ranks"], help="what --record runs"
     )
     parser.add_argument("--package", choices=PACKAGES, action="append", help="all of them unless given")
     parser.add_argument("--sample", type=int, default=100, help="mutants of each package")

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardwise
 import shardwise.tensor.random.fill as drawing
 from shardwise.comm import Comm, DisagreementError, run_local
 from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial
@@ -202,9 +203,46 @@ def asked(comm: Comm, generator: torch.Generator | None = None, **fields: Any) -
 def test_streams_count_up_and_the_first_rank_decides() -> None:
     def body(comm: Comm) -> list[Stream]:
         generator = torch.Generator().manual_seed(10 + comm.rank)
-        return [asked(comm, generator) for _ in range(3)]
+        torch.manual_seed(20 + comm.rank)
+        return [*(asked(comm, generator) for _ in range(3)), *(asked(comm) for _ in range(3))]
 
-    assert run_local(body, 3) == [[Stream(10, 0), Stream(10, 1), Stream(10, 2)]] * 3
+    first, *others = run_local(body, 3, timeout=20.0)
+    assert others == [first] * 2
+    assert first[0] == Stream(10) and len(set(first)) == 6
+    assert [stream.count for stream in first[3:]] == [0, 1, 2]
+
+
+def test_the_state_of_a_generator_names_its_stream() -> None:
+    """Also of one that another Python object stands for, as operators get it, and in another process."""
+
+    def body(comm: Comm) -> None:
+        generator = torch.Generator().manual_seed(3)
+        first = asked(comm, generator)
+        state = generator.get_state()
+        second, third = asked(comm, generator), asked(comm, generator)
+        again = torch.Generator().manual_seed(99)
+        again.set_state(state)
+        assert len({first, second, third}) == 3 and [asked(comm, again), asked(comm, again)] == [second, third]
+
+    run_local(body, 2, timeout=20.0)
+
+
+@pytest.mark.parametrize("draw", ["uniform_", "normal_", "random_", "bernoulli_", "bernoulli", "like"])
+def test_a_generator_gives_other_numbers_at_each_call(draw: str) -> None:
+    def values(generator: torch.Generator) -> torch.Tensor:
+        spec = ChunkSpec(0, (0, 1))
+        x = shardwise.full(spec, (64,), 0.5)
+        if draw == "like":
+            return shardwise.rand_like(x, generator=generator).full()
+        return getattr(x, draw)(generator=generator).full()
+
+    def body(comm: Comm) -> None:
+        generator = torch.Generator().manual_seed(1)
+        one, other = values(generator), values(generator)
+        assert not torch.equal(one, other)
+        assert torch.equal(one, values(generator.manual_seed(1)))
+
+    run_local(body, 2, timeout=20.0)
 
 
 def test_seeding_again_starts_again_and_other_seeds_keep_their_count() -> None:

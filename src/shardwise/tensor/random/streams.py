@@ -1,9 +1,11 @@
 """Which numbers does the next random tensor get? Those of a `Stream`: a seed, and how many tensors were drawn before.
 
-1. The seed is torch's own, as `torch.manual_seed` set it, that of a `generator=`, or that of `shardwise.manual_seed`.
-2. The count is kept for each seed, by the comm (or the generator). Seeding again starts it again, also with the same
-   seed. With each stream one number is drawn from the generator, so that its state says where in the count it is: a
-   state that is set again (`torch.set_rng_state`, activation checkpointing) produces the same streams again.
+1. The seed is torch's own, as `torch.manual_seed` set it, or that of `shardwise.manual_seed`.
+2. The count is kept for each seed, by the comm. Seeding again starts it again, also with the same seed. With each
+   stream one number is drawn from the generator, so that its state says where in the count it is: a state that is set
+   again (`torch.set_rng_state`, activation checkpointing) produces the same streams again.
+   A `generator=` counts nothing: its seed is the first stream, and its state is the seed of every later one. (Torch
+   hands it to operators as another Python object each time, so nothing can be kept for it either.)
 3. Ranks may have been seeded differently, or not at all (torch then picks a seed for each process). So the first rank's
    seed and count apply to all: one small exchange, which also detects ranks that make different requests.
 """
@@ -15,7 +17,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +33,6 @@ _COMPUTED_AGAIN = (
     "that are threads of one process share torch's generator, so they cannot draw the same numbers again; start one "
     "process for each rank"
 )
-_GENERATORS_FORGET = torch.Generator.__weakrefoffset__ != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,11 @@ class _StreamCounts:
     pinned: tuple[int, int] | None = None
 
 
-_CountsByOwner: TypeAlias = "WeakKeyDictionary[Comm | torch.Generator, _StreamCounts]"
-_stream_counts: _CountsByOwner = WeakKeyDictionary()
-_generators: dict[int, tuple[torch.Generator, _StreamCounts]] = {}
+_stream_counts: WeakKeyDictionary[Comm, _StreamCounts] = WeakKeyDictionary()
 
 
-def _stream_counts_of(owner: Comm | torch.Generator) -> _StreamCounts:
-    """The counts of a comm or a generator; generators of older torch take no weak reference and are kept."""
-    if isinstance(owner, torch.Generator) and not _GENERATORS_FORGET:
-        return _generators.setdefault(id(owner), (owner, _StreamCounts()))[1]
-    return _stream_counts.setdefault(owner, _StreamCounts())
+def _stream_counts_of(comm: Comm) -> _StreamCounts:
+    return _stream_counts.setdefault(comm, _StreamCounts())
 
 
 def manual_seed(seed: int, process_group: GroupOrComm | None = None) -> None:
@@ -112,18 +107,19 @@ def next_stream(
     >>> def body(comm):
     ...     generator = torch.Generator().manual_seed(comm.rank)
     ...     streams = [next_stream(comm, fields={"shape": (4,)}, label="rand", generator=generator) for _ in range(2)]
-    ...     return [(s.seed, s.count) for s in streams]
-    >>> run_local(body, 2)
-    [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
+    ...     return streams
+    >>> streams, others = run_local(body, 2)
+    >>> streams == others, streams[0], streams[0] == streams[1]
+    (True, Stream(seed=0, count=0), False)
     """
     fields = {**fields, "seed": seed}
     if seed is not None:
         return _agree_on_stream(comm, Stream(seed), fields, label, problem)
     if problem is None and generator is None and not _is_alone_in_process(comm) and is_in_backward():
         problem = _COMPUTED_AGAIN
-    own = _peek_stream(comm, generator)
+    own = _peek_stream(comm) if generator is None else _stream_at(generator)
     stream = _agree_on_stream(comm, own, fields, label, problem)
-    _count_stream(comm, generator, own.seed, stream.count)
+    _move_on(comm, generator, own.seed, stream.count)
     return stream
 
 
@@ -133,8 +129,8 @@ def take_stream_alone(comm: Comm, generator: torch.Generator | None, seed: int |
         return Stream(seed)
     if generator is None and not _is_alone_in_process(comm) and is_in_backward():
         raise RuntimeError(_COMPUTED_AGAIN)
-    own = _peek_stream(comm, generator)
-    _count_stream(comm, generator, own.seed, own.count)
+    own = _peek_stream(comm) if generator is None else _stream_at(generator)
+    _move_on(comm, generator, own.seed, own.count)
     return own
 
 
@@ -152,13 +148,21 @@ def keep_streams(comm: Comm) -> Iterator[None]:
             torch.set_rng_state(state)
 
 
-def _count_stream(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
+def _move_on(comm: Comm, generator: torch.Generator | None, seed: int, count: int) -> None:
+    """Make the next stream another one."""
+    if generator is None:
+        _count_stream(comm, seed, count)
+    else:
+        _advance_generator(generator)
+
+
+def _count_stream(comm: Comm, seed: int, count: int) -> None:
     """Count a stream, note the states of the generator before and after it."""
-    book = _stream_counts_of(comm if generator is None else generator)
+    book = _stream_counts_of(comm)
     known = book.counts.get(seed, 0) if is_in_backward() else 0
     book.counts[seed] = max(known, count + 1)
-    source = torch.default_generator if generator is None else generator
-    if generator is None and not _is_alone_in_process(comm):
+    source = torch.default_generator
+    if not _is_alone_in_process(comm):
         return
     if len(book.places) > _MOST_PLACES:
         book.places.clear()
@@ -177,12 +181,19 @@ def _agree_on_stream(comm: Comm, own: Stream, fields: Mapping[str, object], labe
     return Stream(*_WORDS.unpack(told[0][16:]))
 
 
-def _peek_stream(comm: Comm, generator: torch.Generator | None) -> Stream:
+def _stream_at(generator: torch.Generator) -> Stream:
+    """The next stream of a generator: that of its seed, later that of its state."""
+    if _is_fresh(generator):
+        return Stream(generator.initial_seed())
+    return Stream(int.from_bytes(_state_of(generator)[:8], "little"))
+
+
+def _peek_stream(comm: Comm) -> Stream:
     """This rank's idea of the next stream."""
-    book = _stream_counts_of(comm if generator is None else generator)
-    source = torch.default_generator if generator is None else generator
+    book = _stream_counts_of(comm)
+    source = torch.default_generator
     torch_seed = source.initial_seed()
-    owned = generator is not None or _is_alone_in_process(comm)
+    owned = _is_alone_in_process(comm)
     if owned and not is_in_backward() and _is_fresh(source):
         book.counts.pop(torch_seed & _MASK, None)
         book.pinned = None
