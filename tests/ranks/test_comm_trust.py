@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
 from shardwise.comm.launch import _host_store
+from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.links import FrameKind
+from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import SameHostEngine
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
@@ -139,6 +141,63 @@ def test_calls_that_differ_fail_on_every_rank(world: Ranks, name: str, shared: b
         world.restart()
     for text in texts:
         assert "the ranks made different calls" in text and "()" not in text, texts
+
+
+def make_other_calls_natively(name: str, with_host: bool) -> tuple[str, str]:
+    """The engine for device memory, over gloo in its place; how a right call and then a wrong one ended."""
+    comm = comm_for(False)
+    host = GlooEngine(comm.process_group, comm.rank, comm.ranks, TIMEOUT) if with_host else None
+    comm._engine = NativeEngine(comm.process_group, comm.rank, comm.ranks, torch.device("cpu"), host)
+    texts = []
+    for odd in (False, comm.rank == 1):
+        try:
+            CALLS[name](comm, odd, 9).wait()
+            comm.barrier(label="after")
+            texts.append("done")
+        except CommError as error:
+            texts.append(f"{error} {error.ranks}")
+    return texts[0], texts[1]
+
+
+@pytest.mark.parametrize("name", ["reduction", "dtype of a reduction", "label", "label of an exchange"])
+def test_calls_on_device_memory_are_compared_over_the_host(world: Ranks, name: str) -> None:
+    for first, second in world.run(make_other_calls_natively, name, True):
+        assert first == "done"
+        assert "the ranks made different calls" in second and "or not in one before" not in second
+
+
+@pytest.mark.parametrize("name", ["reduction", "dtype of a reduction", "label of an exchange"])
+def test_without_a_host_backend_calls_are_compared_at_the_next_gathering(world: Ranks, name: str) -> None:
+    for first, second in world.run(make_other_calls_natively, name, False):
+        assert first == "done"
+        assert "the ranks made different calls" in second and "or not in one before it" in second
+
+
+def join_a_subset_alone(stopped: bool) -> tuple[str, float]:
+    """Rank 1 never joins; with `stopped` the store does not answer either."""
+    comm = comm_for(False, timeout=2.0)
+    if comm.rank == 1:
+        time.sleep(8)
+        return "away", 0.0
+    began = time.monotonic()
+    wait = dist.new_group
+    try:
+        if stopped:
+            dist.new_group = lambda *args, **kwargs: time.sleep(30)
+        comm.ranks = (0, 1, 2)  # a subset is not the whole
+        comm.subset((0, 1))
+    except CommError as error:
+        return f"{error} {error.ranks}", time.monotonic() - began
+    finally:
+        dist.new_group = wait
+    return "made", 0.0
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["away", "store hangs"])
+def test_a_subset_is_made_within_the_time_out(world: Ranks, stopped: bool) -> None:
+    (text, seconds), _ = world.run(join_a_subset_alone, stopped)
+    world.restart()
+    assert "rank 1" in text and "(1,)" in text and seconds < 2.0 + 5
 
 
 def drop_a_handle(shared: bool) -> str:

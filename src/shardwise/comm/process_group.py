@@ -11,9 +11,13 @@ Tensors that live elsewhere than the engine's memory are copied there and back (
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -23,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.faults import FaultLog, PendingCalls, TransportError
+from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
@@ -137,11 +141,36 @@ class ProcessGroupComm:
         if wanted == self.ranks:
             return self
         if wanted not in self._subsets:
-            group = dist.new_group(list(wanted), use_local_synchronization=True)
+            group = self._new_group(wanted)
             self._subsets[wanted] = ProcessGroupComm(
                 group, self.device, self.timeout, shared_memory=self._shared_memory
             )
         return self._subsets[wanted]
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Make torch's group of these ranks within the time-out: torch asks its store, whose host may hang."""
+        made: Future[dist.ProcessGroup] = Future()
+
+        def make() -> None:
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # a property of the thread
+                limit = timedelta(seconds=self.timeout)
+                made.set_result(dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, name="shardwise-new-group", daemon=True).start()
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        try:
+            return made.result(self.timeout + _FAULT_GRACE_SECONDS)
+        except FutureTimeoutError:
+            accident = TransportError(f"no answer within {self.timeout:g} s", others, timed_out=True)
+        except RuntimeError as error:
+            accident = to_transport_error(error, others)
+        call = tensors.describe_call("subset", str(list(ranks)))
+        grace = min(_FAULT_GRACE_SECONDS, self.timeout)
+        raise self._board.explain(accident, number=self._calls, label=f"subset {list(ranks)}", call=call, grace=grace)
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
@@ -210,10 +239,14 @@ class ProcessGroupComm:
     def _choose_engine(self) -> Engine:
         backend = self._backends.get(self.device.type)
         if backend is not None and backend != "gloo":
-            return NativeEngine(self.process_group, self.rank, self.ranks, self.device)
-        gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
+            host = self._gloo_engine() if self._backends.get("cpu") == "gloo" else None
+            return NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
+        gloo = self._gloo_engine()
         wanted = self._shared_memory
         return connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted) or gloo
+
+    def _gloo_engine(self) -> GlooEngine:
+        return GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
 
 
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:

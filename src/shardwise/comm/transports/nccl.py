@@ -1,6 +1,7 @@
 """Device memory over a group whose backend takes it (nccl): torch's own collectives, on the current stream.
 
-Ranks compare what they call where bytes of the host are gathered; a collective on device memory is not held up for it.
+Ranks compare what they call before a collective starts, over the group's host backend (`cpu:gloo,cuda:nccl`). A group
+without one has no room for that: there ranks compare all calls since the last time when they next gather bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,29 @@ from shardwise.comm.faults import TransportError, to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.rank_text import name_ranks
+from shardwise.comm.transports.gloo import GlooEngine
 
 _HEAD = struct.Struct("<qI")
 
 
 class NativeEngine:
-    """Moves device tensors between the ranks of a group."""
+    """Moves device tensors between the ranks of a group; `host` moves what is on the host, if the group can."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], device: torch.device) -> None:
-        self._group, self._ranks, self.device = group, ranks, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        host: GlooEngine | None = None,
+    ) -> None:
+        self._group, self._ranks, self.device, self._host = group, ranks, device, host
+        self._calls = 0  # a checksum of all calls
         self._others = self.awaited = tuple(r for r in ranks if r != rank)
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Post all sends and receives as one batch."""
+        self._compare(call)
         posts = [dist.P2POp(dist.irecv, t, peer, self._group) for peer, ts in receives.items() for t in ts]
         posts += [dist.P2POp(dist.isend, t, peer, self._group) for peer, ts in sends.items() for t in ts]
         if not posts:
@@ -42,31 +53,35 @@ class NativeEngine:
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Gather as bytes, so that every dtype is taken."""
-        whole, part = as_bytes(out, label=call), as_bytes(tensor, label=call)
-        return self._start(partial(all_gather_single, whole, part, self._group))
+        self._compare(call)
+        return self._gather_into(out, tensor, call)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce and scatter on the device."""
+        self._compare(call)
         return self._start(partial(reduce_scatter_single, out, tensor, _torch_op(op), self._group))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce in place on the device."""
+        self._compare(call)
         return self._start(partial(dist.all_reduce, tensor, op=_torch_op(op), group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Broadcast as bytes."""
+        self._compare(call)
         view = as_bytes(tensor, label=call)
         return self._start(partial(dist.broadcast, view, src, group=self._group, async_op=True))
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
-        """Gather the lengths and what is called, then the bytes padded to the longest."""
-        check = zlib.crc32(call.encode())
+        """Gather over the host, or on the device the lengths and what was called, then bytes padded to the longest."""
+        if self._host is not None:
+            return self._host.all_gather_bytes(data, call=call)
+        self._calls = check = zlib.crc32(call.encode(), self._calls)
         heads = [_HEAD.unpack(head) for head in self._gather(_HEAD.pack(len(data), check), call)]
         other = [rank for rank, (_, theirs) in zip(self._ranks, heads, strict=True) if theirs != check]
         if other:
-            raise TransportError(
-                f"the ranks made different calls: {name_ranks(other)} not in {call}", other, exact=True
-            )
+            reason = f"the ranks made different calls: {name_ranks(other)} not in {call}, or not in one before it"
+            raise TransportError(reason, other, exact=True)
         sizes = [size for size, _ in heads]
         parts = self._gather(data.ljust(max(sizes), b"\0"), call) if max(sizes) else [b""] * len(sizes)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
@@ -77,10 +92,21 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _compare(self, call: str) -> None:
+        """Fail on every rank if a rank makes another call, before the collective starts."""
+        if self._host is not None:
+            self._host.all_gather_bytes(b"", call=call)
+        else:
+            self._calls = zlib.crc32(call.encode(), self._calls)
+
+    def _gather_into(self, out: Tensor, tensor: Tensor, call: str) -> Work:
+        whole, part = as_bytes(out, label=call), as_bytes(tensor, label=call)
+        return self._start(partial(all_gather_single, whole, part, self._group))
+
     def _gather(self, data: bytes, call: str) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         out = mine.new_empty(len(self._ranks) * len(data))
-        self.all_gather_into(out, mine, call=call).wait()
+        self._gather_into(out, mine, call).wait()
         whole = out.cpu().numpy().tobytes()
         return [whole[i * len(data) : (i + 1) * len(data)] for i in range(len(self._ranks))]
 
