@@ -33,6 +33,7 @@ class CommTrace:
     answers: Sequence[tuple[str, Sequence[bytes]]] = ()
     asked: list[tuple[str, bytes]] = field(default_factory=list)
     twins: dict[int, TracedComm] = field(default_factory=dict)
+    calls_backward: bool = False
 
     def twin_of(self, comm: Comm) -> TracedComm:
         """The traced comm that stands for a comm."""
@@ -124,6 +125,13 @@ def traced_comm(comm: Comm) -> Comm:
     """
     trace = _active.get()
     return comm if trace is None else trace.twin_of(comm)
+
+
+def note_backward() -> None:
+    """Note that the program calls backward itself."""
+    trace = _active.get()
+    if trace is not None:
+        trace.calls_backward = True
 
 
 def real_comm(comm: Comm) -> Comm:

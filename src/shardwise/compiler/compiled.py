@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._torch import is_dispatch_mode_on
+from shardwise._torch import is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
 from shardwise.comm.traced import CommTrace, NotTraceableError
 from shardwise.compiler.agreement import Answers, TraceReport, compare_traces
@@ -89,7 +89,7 @@ class CompiledProgram:
         return getattr(self.__dict__["_target"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dispatch_mode_on() or torch.compiler.is_compiling():
+        if is_dispatch_mode_on() or is_dual_level() or torch.compiler.is_compiling():
             return self._target(*args, **kwargs)
         leaves, structure = split_arguments(args, kwargs)
         state = self._known_state()
@@ -200,6 +200,7 @@ class CompiledProgram:
                 calls_backward = True
             except Exception as error:  # whatever stops a trace: the program runs without a graph, or raises it there
                 problem = f"{type(error).__name__}: {_first_line(error)}"
+                calls_backward = trace.calls_backward and not self._in_step
         moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]
         return kind, TraceReport(problem, calls_backward, trace.asked, moves)
 
@@ -207,6 +208,8 @@ class CompiledProgram:
         self, kind: Kind, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, trace: CommTrace
     ) -> None:
         check_traceable(state, self._in_step)
+        if self._in_step and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise NotTraceableError("a whole step has an argument that requires grad; let the function use it by name")
         arguments = TracedArguments(structure, tuple(describe_leaf(leaf) for leaf in leaves))
         gradients = self._has_gradients(state) if self._in_step else [False] * len(state.local_tensors())
         program = FlatProgram(

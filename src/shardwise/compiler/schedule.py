@@ -1,28 +1,285 @@
-"""When do the moves of a graph start, and when are they waited for?"""
+"""When do the moves of a graph start, and when are they waited for?
+
+1. A move may start once its inputs are computed; views and casts of inputs are computed with the start. It is waited
+   for before the first node that uses its result.
+2. Walking through the nodes, each move starts as soon as it may, those that are used first before others, as long as
+   the results of moves that are under way stay within a memory limit. So parameters of the next layers are gathered,
+   and gradients of the last ones reduced, while others are computed with.
+3. Small moves that may start share an exchange. They are collected up to a size, or until one of them is needed.
+4. Each start and wait takes a token of the one before, so that no compiler changes their order: all ranks must keep it.
+
+Everything is decided from layouts and the order of nodes, which are the same on every rank; the ranks compare the
+result.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from shardwise.tensor.move_operator import find_record
+from shardwise._torch import aten, present_ops
+from shardwise.tensor.move_operator import MoveRecord, find_record
+from shardwise.tensor.parts import plan_for_rank
+
+SMALL_BYTES = 256 << 10
+BUCKET_BYTES = 1 << 20
+VIEWS = set(
+    present_ops(
+        [
+            aten.detach.default,
+            aten.alias.default,
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.reshape.default,
+            aten.t.default,
+            aten.transpose.int,
+            aten.permute.default,
+        ]
+    )
+)
+FREE = VIEWS | set(present_ops([aten._to_copy.default, aten.clone.default]))
+
+
+@dataclass(eq=False)
+class GraphMove:
+    """One move of a graph: where it may start at the earliest, and where its result is used first."""
+
+    node: Node
+    record: MoveRecord
+    ready: int
+    use: int
+    needs: list[GraphMove] = field(default_factory=list)
+    state: str = "waiting"  # then "running", then "done"
+
+    @property
+    def size(self) -> int:
+        """The bytes of its result on the rank that gets most."""
+        return max(self.record.dst.elements_per_rank().values(), default=0) * self.record.dtype.itemsize
+
+    def may_start(self, index: int) -> bool:
+        """Whether its inputs are computed before the node of this index."""
+        return self.state == "waiting" and self.ready <= index and all(m.state == "done" for m in self.needs)
 
 
 @dataclass
 class Schedule:
-    """The moves of a graph in order, as texts that are the same on every rank."""
+    """The moves of a graph in order, as texts that are the same on every rank, and as lines for people."""
 
     events: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    summary: str = ""
+    count: int = 0
+
+    @property
+    def summary(self) -> str:
+        """How many moves there are, and in how many exchanges."""
+        return f"{self.count} moves in {sum(e.startswith('start') for e in self.events)} exchanges"
 
 
-def schedule_moves(graph: GraphModule, memory_limit: int) -> Schedule:
-    """Schedule."""
-    found = Schedule()
-    for node in graph.graph.nodes:
-        if node.target is torch.ops.shardwise.move.default:
-            found.events.append(find_record(node.args[1]).text())
-    return found
+def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
+    """Split the moves of a graph in starts and waits, in place."""
+    graph = module.graph
+    _view_results_late(graph)
+    nodes = list(graph.nodes)
+    moves = _find_moves(nodes)
+    schedule, writer, timeline = Schedule(count=len(moves)), _Writer(graph), _Timeline(moves, memory_limit)
+    if moves:
+        first = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+        for index in range(first, len(nodes)):
+            for kind, group in timeline.events_before(index, at_start=index == first):
+                schedule.events.append(f"{kind} " + " + ".join(m.record.text() for m in group))
+                writer.write(kind, group, nodes[index])
+                schedule.lines.append(_describe_event(kind, group, nodes[index], index))
+        writer.erase(moves)
+        module.recompile()
+    return schedule
+
+
+def _view_results_late(graph: Graph) -> None:
+    """Put views of the results of moves before the nodes that use them: so that moves are waited for late."""
+    made = {n for n in graph.nodes if n.target is getitem and n.args[0].target is torch.ops.shardwise.move.default}
+    for node in graph.nodes:
+        if node.target in VIEWS and node.args[0] in made:
+            made.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in made and node.target in VIEWS and node.users:
+            min(node.users).prepend(node)
+
+
+def _find_moves(nodes: Sequence[Node]) -> list[GraphMove]:
+    """The moves that send something, in the order in which they were traced."""
+    number = {node: i for i, node in enumerate(nodes)}
+    found: dict[Node, GraphMove] = {}
+    for node in nodes:
+        if node.target is not torch.ops.shardwise.move.default or _sends_nothing(record := _record_of(node)):
+            continue
+        uses = [number[user] for part in node.users for user in part.users]
+        move = GraphMove(node, record, -1, min(uses, default=len(nodes) - 1))
+        for value in _leave_free_nodes(node.args[0]):
+            made = found.get(value.args[0]) if value.target is getitem else None  # type: ignore[arg-type]  # a node
+            if made is None:
+                move.ready = max(move.ready, number[value] + 1)
+            else:
+                move.needs.append(made)
+        found[node] = move
+    return sorted(found.values(), key=lambda m: (m.use, m.ready, number[m.node]))
+
+
+def _record_of(node: Node) -> MoveRecord:
+    number = node.args[1]
+    assert isinstance(number, int)
+    return find_record(number)
+
+
+def _sends_nothing(record: MoveRecord) -> bool:
+    plan = plan_for_rank(record.src, record.dst, record.dtype.itemsize, record.max_buffer_bytes, record.comm.rank)
+    return plan.rank is None and all(step.rounds == 0 for step in plan.steps)
+
+
+def _leave_free_nodes(inputs: Any) -> Iterator[Node]:
+    """The nodes from which inputs of a move are computed, beyond views and casts."""
+    for value in inputs:
+        if not isinstance(value, Node):
+            continue
+        if value.target in FREE:
+            yield from _leave_free_nodes([value.args[0]])
+        else:
+            yield value
+
+
+class _Timeline:
+    """Which moves are under way, as the nodes of a graph are walked through."""
+
+    def __init__(self, moves: Sequence[GraphMove], limit: int) -> None:
+        self._moves, self._limit = moves, limit
+        self._running: list[list[GraphMove]] = []
+
+    def events_before(self, index: int, at_start: bool) -> Iterator[tuple[str, list[GraphMove]]]:
+        """The starts and waits before the node of an index."""
+        while True:
+            needed = next((g for g in self._running if any(m.use <= index for m in g)), None)
+            if needed is not None:
+                self._running.remove(needed)
+                for move in needed:
+                    move.state = "done"
+                yield "wait", needed
+                continue
+            group = self._next_group(index, at_start)
+            if group is None:
+                return
+            for move in group:
+                move.state = "running"
+            self._running.append(group)
+            yield "start", group
+
+    def _next_group(self, index: int, at_start: bool) -> list[GraphMove] | None:
+        """What starts next: what is needed now, or else what may and fits in the limit."""
+        free = [move for move in self._moves if move.may_start(index)]
+        forced = [move for move in free if move.use <= index]
+        room = self._limit - sum(move.size for group in self._running for move in group)
+        large = next((move for move in free if move.size > SMALL_BYTES and move.size <= room), None)
+        small = _take_bucket([move for move in free if move.size <= SMALL_BYTES], max(room, 0))
+        if forced:
+            return small if forced[0] in small else [forced[0]]
+        if sum(move.size for move in small) >= BUCKET_BYTES - SMALL_BYTES or (at_start and small):
+            return small
+        return None if large is None else [large]
+
+
+def _take_bucket(small: Sequence[GraphMove], room: int) -> list[GraphMove]:
+    """The first of some small moves that fit in one exchange."""
+    taken: list[GraphMove] = []
+    size = 0
+    for move in small:
+        if size + move.size > min(BUCKET_BYTES, room) or (taken and move.record.comm is not taken[0].record.comm):
+            break
+        taken.append(move)
+        size += move.size
+    return taken
+
+
+class _Writer:
+    """Writes starts and waits into a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._last: Node | None = None
+        self._started: dict[int, tuple[Node, list[Any], int]] = {}
+
+    def write(self, kind: str, group: list[GraphMove], before: Node) -> None:
+        """Write a start or a wait before a node."""
+        numbers = [move.node.args[1] for move in group]
+        with self._graph.inserting_before(before):
+            if kind == "start":
+                given: list[Any] = [value for move in group for value in move.node.args[0]]  # type: ignore[union-attr]
+                locals_ = [self._compute_before(value, before) for value in given]
+                after = [] if self._last is None else [self._last]
+                slot = len(self._started)
+                self._last = self._call(torch.ops.shardwise.start_moves.default, locals_, after, numbers, slot)
+                self._started[id(group)] = self._last, locals_, slot
+                return
+            token, locals_, slot = self._started[id(group)]
+            after = list(dict.fromkeys([token, self._last or token]))
+            waited = self._call(torch.ops.shardwise.wait_moves.default, locals_, after, numbers, slot)
+            self._replace_results(group, waited)
+
+    def _call(self, op: Any, locals_: list[Any], after: list[Any], numbers: list[Any], slot: int) -> Node:
+        node = self._graph.call_function(op, (locals_, after, numbers, slot))
+        node.meta["val"] = op(_values_of(locals_), _values_of(after), numbers, slot)
+        return node
+
+    def _compute_before(self, value: Node, before: Node) -> Node:
+        """An input of a start; views and casts that come later are made here."""
+        if value < before:
+            return value
+        made = self._graph.node_copy(value, lambda node: self._compute_before(node, before))
+        made.meta = dict(value.meta)
+        return made
+
+    def _replace_results(self, group: Sequence[GraphMove], waited: Node) -> None:
+        position = 0
+        for move in group:
+            made = [self._take(waited, position + i) for i in range(len(move.record.out_shapes))]
+            position += len(made)
+            for part in list(move.node.users):
+                part.replace_all_uses_with(made[part.args[1]])  # type: ignore[index]  # the number of a result
+        self._last = self._take(waited, position)
+
+    def _take(self, waited: Node, position: int) -> Node:
+        node = self._graph.call_function(getitem, (waited, position))
+        node.meta["val"] = waited.meta["val"][position]
+        return node
+
+    def erase(self, moves: Sequence[GraphMove]) -> None:
+        """Remove the moves that were split."""
+        for move in moves:
+            inputs = move.node.all_input_nodes
+            for part in list(move.node.users):
+                self._graph.erase_node(part)
+            self._graph.erase_node(move.node)
+            for node in inputs:
+                self._erase_unused(node)
+
+    def _erase_unused(self, node: Node) -> None:
+        """Remove views and casts that were made for a move alone."""
+        if node.target in FREE and not node.users:
+            inputs = node.all_input_nodes
+            self._graph.erase_node(node)
+            for other in inputs:
+                self._erase_unused(other)
+
+
+def _values_of(arguments: Any) -> Any:
+    """What stands for the values of nodes: tensors without data."""
+    return [value.meta["val"] if isinstance(value, Node) else value for value in arguments]
+
+
+def _describe_event(kind: str, group: Sequence[GraphMove], before: Node, index: int) -> str:
+    names = ", ".join(f"{m.record.label} {list(m.record.dst.shape)}" for m in group[:4])
+    more = f" and {len(group) - 4} more" if len(group) > 4 else ""
+    size = sum(m.size for m in group)
+    return f"before node {index} ({before.name}): {kind} {names}{more}, {size} bytes"

@@ -3,8 +3,8 @@
 1. Where a program is traced, a move is a call of `shardwise::move` on this rank's local tensors. Which move it is, is
    a constant: a number under which a table has the layouts, the comm and the rest (`MoveRecord`). The number is a
    digest of the record, so that code that was compiled and cached means the same move in another process.
-2. A graph may start a group of moves early and wait for them late. `start_moves` returns a token, which orders it
-   before what follows; `wait_moves` takes the tokens and the local tensors again, so that they stay alive until then.
+2. A graph may start a group of moves early and wait for them late; a slot says which start a wait is for. Both return
+   a token, which orders them before what follows. A wait takes the local tensors again: they stay alive until then.
 3. On tensors without data (fake tensors) the results are empty tensors of the destination's shapes.
 """
 
@@ -77,7 +77,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 _records: dict[int, MoveRecord] = {}
-_running: dict[int, RunningTransfers] = {}
+_running: dict[tuple[int, ...], RunningTransfers] = {}
 
 
 def record_move(record: MoveRecord) -> int:
@@ -126,26 +126,22 @@ def _split_locals(locals_: Sequence[Tensor], records: Sequence[MoveRecord]) -> l
     return found
 
 
-def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]) -> Tensor:
+def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> Tensor:
     records = [_records[number] for number in transfers]
     jobs = [record.make_job(parts) for record, parts in zip(records, _split_locals(locals_, records), strict=True)]
-    _running[_group_key(transfers)] = RunningTransfers([jobs], records[0].comm, records[0].label)
+    _running[slot, *transfers] = RunningTransfers([jobs], records[0].comm, records[0].label)
     return _make_token()
 
 
-def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]) -> list[Tensor]:
+def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> list[Tensor]:
     """The destination tensors of all moves of a group, and a token."""
     outputs: list[Tensor] = []
-    results = _running.pop(_group_key(transfers)).wait()
+    results = _running.pop((slot, *transfers)).wait()
     for number, moved in zip(transfers, results, strict=True):
         for tensor in moved:
             rescale(tensor, _records[number].scale)
         outputs += moved
     return [*outputs, _make_token()]
-
-
-def _group_key(transfers: Sequence[int]) -> int:
-    return hash(tuple(transfers))
 
 
 def _make_token() -> Tensor:
@@ -167,12 +163,12 @@ define_operator(
     lambda locals_, transfer: _fake_results(locals_, [transfer]),
 )
 define_operator(
-    "start_moves(Tensor[] locals, Tensor[] after, int[] transfers) -> Tensor",
+    "start_moves(Tensor[] locals, Tensor[] after, int[] transfers, int slot) -> Tensor",
     _start_moves,
-    lambda locals_, after, transfers: _make_token(),
+    lambda locals_, after, transfers, slot: _make_token(),
 )
 define_operator(
-    "wait_moves(Tensor[] locals, Tensor[] after, int[] transfers) -> Tensor[]",
+    "wait_moves(Tensor[] locals, Tensor[] after, int[] transfers, int slot) -> Tensor[]",
     _wait_moves,
-    lambda locals_, after, transfers: [*_fake_results(locals_, transfers), _make_token()],
+    lambda locals_, after, transfers, slot: [*_fake_results(locals_, transfers), _make_token()],
 )

@@ -52,13 +52,13 @@ from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, split_call, written_slots
 from shardwise.ops.engine.two_step import DimRun, find_runs, is_in_one_run
-from shardwise.ops.engine.vary import vary_along
+from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
-from shardwise.tensor.move import format_layout_text, move_to
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -371,8 +371,7 @@ def _align_input(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTen
         return tensor
     if tensor.sharding == wanted:
         return wrap(wanted, tensor.local_parts, tensor.comm, dtype=tensor.dtype, anchor=tensor._anchor)
-    locals_, anchor = move_to(tensor, wanted, name)
-    return wrap(wanted, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
+    return move_input(tensor, wanted, name)
 
 
 def _record_call(name: str, decision: Decision, outputs: Any) -> None:

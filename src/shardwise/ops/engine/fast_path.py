@@ -32,12 +32,12 @@ from shardwise._torch import (
 )
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
-from shardwise.ops.engine.vary import vary_along
+from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import format_layout_text, move_to
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types, wrap
 
 
@@ -146,13 +146,8 @@ def _align_all_inputs(
     made: dict[int, ShardedTensor] = {}
     for tensor, layout in zip(tensors, wanted, strict=True):
         if id(tensor) not in made:
-            made[id(tensor)] = tensor if layout is None else _move_input(tensor, layout, label)
+            made[id(tensor)] = tensor if layout is None else move_input(tensor, layout, label)
     return [made[id(tensor)] for tensor in tensors]
-
-
-def _move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
-    locals_, anchor = move_to(tensor, layout, label)
-    return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
 
 
 UNKNOWN: Any = object()

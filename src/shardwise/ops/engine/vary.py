@@ -4,20 +4,28 @@ Where an operation differs from rank to rank along an axis, the gradients that i
 `vary` passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor
 and its axes, however often the tensor is used; once more after the local tensor was changed in place, as an optimizer
 that works on local tensors does.
+
+A tensor that was moved to be replicated, as a sharded parameter is gathered, and then varies, is one node on the tape:
+its gradients are summed and cut by one move, which takes half the bytes of a sum everywhere that is cut afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise._torch import is_dual_level
 from shardwise.geometry import Layout, MeshSpec, Partial
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, on_duals
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.move import move_to
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+_SOURCE = "_moved_from"
 
 
 class _Vary(torch.autograd.Function):
@@ -31,6 +39,27 @@ class _Vary(torch.autograd.Function):
         return None, *move_gradients(ctx.link, (grads[0].contiguous(),))
 
 
+class _MoveAndVary(torch.autograd.Function):
+    """From the tensors before a move to its result; gradients are summed and moved back at once."""
+
+    @staticmethod
+    def forward(ctx: Any, link: LayoutMove, moved: Tensor, *sources: Tensor) -> Tensor:
+        ctx.link = link
+        return moved.view_as(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *move_gradients(ctx.link, (grads[0].contiguous(),))
+
+
+def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
+    """A tensor in the layout in which an operator wants it; from which one it was moved is noted."""
+    locals_, anchor = move_to(tensor, layout, label)
+    moved = wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
+    moved.__dict__[_SOURCE] = tensor
+    return moved
+
+
 def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Tensor:
     """The local tensor of a tensor that is replicated along these axes, its gradient summed over them."""
     local = tensor.local_parts[0]
@@ -40,10 +69,19 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
     key = tuple(axes)
     known = cache.get(key)
     if known is None or known[0] is not local or known[1] != local._version:
-        link = _gradient_move(tensor, layout, key)
-        out = on_duals(lambda t: _Vary.apply(link, t), local)  # type: ignore[no-untyped-call]  # untyped in torch
+        out = _record_varying(tensor, local, layout, key)
         known = cache[key] = (local, local._version, out)
     return known[2]
+
+
+def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+    link = _gradient_move(tensor, layout, axes)
+    source: ShardedTensor | None = tensor.__dict__.get(_SOURCE)
+    if source is None or is_dual_level():
+        return on_duals(lambda t: _Vary.apply(link, t), local)  # type: ignore[no-untyped-call]  # untyped in torch
+    back = LayoutMove(source.sharding, layout, tensor.comm, tensor.dtype, "parameter").backward()
+    both = replace(link, dst=back.dst, scale=back.scale, label="gradient of a moved tensor")
+    return _MoveAndVary.apply(both, local.detach(), *source._tape_tensors())  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _gradient_move(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> LayoutMove:
