@@ -26,7 +26,7 @@ class Deep(nn.Module):
         return x
 
 
-def _trace(comm: Comm, memory_limit: int) -> tuple[list[str], list[str], bool]:
+def _trace(comm: Comm, memory_limit: int) -> tuple[list[list[str]], bool]:
     model = Deep()
     for i, parameter in enumerate(model.parameters()):
         parameter.data = numbers(*parameter.shape, seed=i, dtype=torch.float32) / WIDTH**0.5
@@ -44,15 +44,15 @@ def _trace(comm: Comm, memory_limit: int) -> tuple[list[str], list[str], bool]:
         for p, q in zip(model.parameters(), whole.parameters(), strict=True)
     )
     schedules = run._order[0].schedules
-    return ([event.split()[0] for event in schedules[name].events] for name in ("forward", "backward")), right  # type: ignore[return-value]
+    return [[event.split()[0] for event in schedules[name].events] for name in ("forward", "backward")], right
 
 
-def trace(memory_limit: int) -> tuple[list[str], list[str]]:
+def trace(memory_limit: int) -> list[list[str]]:
+    """The starts and waits of the forward and of the backward graph."""
     (first, right), (second, other) = run_local(lambda comm: _trace(comm, memory_limit), 2, timeout=60.0)
-    forward, backward = first
     assert right and other
-    assert [forward, backward] == list(second)
-    return forward, backward
+    assert first == second
+    return first
 
 
 def most_at_once(events: list[str]) -> int:

@@ -127,6 +127,11 @@ def traced_comm(comm: Comm) -> Comm:
     return comm if trace is None else trace.twin_of(comm)
 
 
+def is_tracing() -> bool:
+    """Whether this thread traces a program."""
+    return _active.get() is not None
+
+
 def note_backward() -> None:
     """Note that the program calls backward itself."""
     trace = _active.get()

@@ -27,9 +27,9 @@ from shardwise._torch import (
     autocast_device_types,
     has_saved_tensors_hooks,
     is_any_autocast_enabled,
-    is_dispatch_mode_on,
     make_wrapper_subclass,
 )
+from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.vary import move_input, vary_along
@@ -435,7 +435,7 @@ def _call_with_key(
 ) -> Any:
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
         return call_function(func, types, args, kwargs)
-    shortcut = _shortcuts.get(key, None if is_dispatch_mode_on() else UNKNOWN)  # a trace has no values to compare
+    shortcut = _shortcuts.get(key, None if is_tracing() else UNKNOWN)  # a trace has no values to compare
     if shortcut is None or (shortcut is not UNKNOWN and shortcut.compared and has_saved_tensors_hooks()):
         return call_function(func, types, args, kwargs)  # checkpointed code saves the same at both times
     if shortcut is UNKNOWN:

@@ -77,7 +77,7 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
 def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     link = _gradient_move(tensor, layout, axes)
     source: ShardedTensor | None = tensor.__dict__.get(_SOURCE)
-    if source is None or is_dual_level():
+    if source is None or source.sharding.pending is not None or is_dual_level():
         return on_duals(lambda t: _Vary.apply(link, t), local)  # type: ignore[no-untyped-call]  # untyped in torch
     back = LayoutMove(source.sharding, layout, tensor.comm, tensor.dtype, "parameter").backward()
     both = replace(link, dst=back.dst, scale=back.scale, label="gradient of a moved tensor")
