@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
 from shardwise.comm.launch import _host_store
+from shardwise.comm.protocol import CompletedWork
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.links import FrameKind
 from shardwise.comm.transports.nccl import NativeEngine
@@ -109,6 +110,12 @@ CALLS: dict[str, Callable[[ProcessGroupComm, bool, int], Any]] = {
         torch.ones(n, dtype=torch.int32 if odd else torch.float32),
         label="w",
     ),
+    "size of a gather": lambda comm, odd, n: comm.all_gather_into(
+        torch.ones(2 * (n + odd)), torch.ones(n + odd), label="w"
+    ),
+    "barrier for a reduction": lambda comm, odd, n: (
+        comm.barrier(label="w") or CompletedWork() if odd else comm.all_reduce(torch.ones(n), label="w")
+    ),
     "source of a broadcast": lambda comm, odd, n: comm.broadcast(torch.ones(n), int(odd), label="w"),
     "reduction of a scatter": lambda comm, odd, n: comm.reduce_scatter_into(
         torch.ones(n), torch.ones(2 * n), "min" if odd else "sum", label="w"
@@ -132,6 +139,9 @@ def make_other_calls(name: str, shared: bool, count: int) -> str:
         *((name, True, LARGE) for name in CALLS),
         ("reduction", True, 9),
         ("reduction", False, 9),
+        ("size of a gather", False, 9),
+        ("size of a gather", False, 900),
+        ("barrier for a reduction", False, 9),
         ("dtype of a reduction", False, LARGE),
     ],
 )

@@ -135,14 +135,28 @@ class GlooEngine:
             raise TransportError(reason, other, exact=True)
 
     def _gather_small(self, tensor: Tensor, tag: int, call: str) -> Tensor:
-        """The bytes of every rank, one row each, through memory of our own: a call that fails leaves theirs alone."""
-        head = torch.frombuffer(bytearray(_SLOT_HEADER.pack(0, tag).ljust(_HEAD_BYTES, b"\0")), dtype=torch.uint8)
-        mine = torch.cat([head, as_bytes(tensor, label=call)])
-        rows = mine.new_empty((len(self._ranks), len(mine)))
-        self._native(all_gather_single(rows.view(-1), mine, self._group))
+        """The bytes of every rank, one row each, through memory of our own: a call that fails leaves theirs alone.
+
+        What is called is compared in a first slot, as long as that of `all_gather_bytes`: gloo ends a process that
+        gets more bytes than it expects.
+        """
+        data = as_bytes(tensor, label=call)
+        slot = torch.zeros(_SLOT, dtype=torch.uint8)
+        slot[: _SLOT_HEADER.size] = torch.frombuffer(bytearray(_SLOT_HEADER.pack(0, tag)), dtype=torch.uint8)
+        fitting = data[: _SLOT - _HEAD_BYTES]
+        slot[_HEAD_BYTES : _HEAD_BYTES + len(fitting)] = fitting
+        rows = self._gather_rows(slot)
         checks = [_SLOT_HEADER.unpack(row[: _SLOT_HEADER.size].numpy().tobytes())[1] for row in rows]
         self._check_calls(checks, tag, call)
-        return rows[:, _HEAD_BYTES:]
+        found = rows[:, _HEAD_BYTES : _HEAD_BYTES + len(fitting)]
+        if len(data) == len(fitting):
+            return found
+        return torch.cat([found, self._gather_rows(data[len(fitting) :])], dim=1)
+
+    def _gather_rows(self, mine: Tensor) -> Tensor:
+        rows = mine.new_empty((len(self._ranks), len(mine)))
+        self._native(all_gather_single(rows.view(-1), mine, self._group))
+        return rows
 
     def _exchange(self, sends: Edges, receives: Edges, tag: int) -> Work:
         works: list[tuple[int, dist.Work | None]] = []
