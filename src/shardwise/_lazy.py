@@ -15,10 +15,13 @@ from typing import Any
 from shardwise._version import SUPPORTED_TORCH
 
 
-def read_stub(stub: Path) -> dict[str, str]:
-    """Return the module of each name that a stub imports, in the order of the names."""
+def read_stub(stub: Path, package: str) -> dict[str, tuple[str, str | None]]:
+    """Return the module of each name that a stub imports and the name there, in order; None for a module of its own."""
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
-    found = {alias.name: str(node.module) for node in imports for alias in node.names}
+    found: dict[str, tuple[str, str | None]] = {}
+    for module, alias in ((str(node.module), alias) for node in imports for alias in node.names):
+        inside = module == package
+        found[alias.asname or alias.name] = (f"{package}.{alias.name}", None) if inside else (module, alias.name)
     return dict(sorted(found.items()))
 
 
@@ -29,25 +32,28 @@ def attach_stub(
 
     The module `first` is imported before every name, except for names of the modules in `unless`.
     """
-    module_of = read_stub(Path(file).with_suffix(".pyi"))
+    origins = read_stub(Path(file).with_suffix(".pyi"), package)
 
     def load(name: str) -> Any:
-        module = module_of.get(name)
-        if module is None:
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, own = origins[name]
         before = [first] if first and module not in unless else []
-        value = _import_name([*before, module], name, package)
+        value = _import_name([*before, module], own, f"{package}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: list(module_of), list(module_of)
+    # `from shardwise import *` must not hide a module of the caller's, such as torch's nn.
+    names = [name for name, (_, own) in origins.items() if own is not None]
+    return load, lambda: list(origins), names
 
 
-def _import_name(modules: Sequence[str], name: str, package: str) -> Any:
-    """Import modules, and return a name of the last one; an AttributeError inside them is not hidden by `import`."""
+def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:
+    """Import modules, and return the last one or a name of it; an AttributeError inside is not hidden by `import`."""
     try:
-        return getattr([import_module(module) for module in modules][-1], name)
+        last = [import_module(module) for module in modules][-1]
+        return last if name is None else getattr(last, name)
     except AttributeError as error:
         raise ImportError(
-            f"{package}.{name} cannot be loaded: {error}; shardwise supports {SUPPORTED_TORCH}", name=name
+            f"{asked} cannot be loaded: {error}; shardwise supports {SUPPORTED_TORCH}", name=name
         ) from error

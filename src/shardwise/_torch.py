@@ -129,6 +129,10 @@ assert_async: Any = _private("_assert_async")
 # Nested lists, tuples and dicts of tensors, as torch itself takes them apart; `torch.utils.pytree` has fewer functions.
 pytree: Any = _private("utils._pytree")
 
+# What `torch.nn.utils.rnn` calls to pack sequences and to pad them again: the functions that a tensor can answer.
+pack_padded_sequence = _private("_pack_padded_sequence")
+pad_packed_sequence = _private("_pad_packed_sequence")
+
 # Decompositions of operators that have no rule: tried before an operator is refused. The table has no public name.
 decomposition_table: dict[Any, Any] = _private("_decomp.decomposition_table")
 

@@ -23,8 +23,9 @@ import shardwise
 import shardwise.compat
 from shardwise.comm import Comm, run_local
 from shardwise.compat import to_dtensor
-from shardwise.compat.dtensor.layouts import spec_from_dtensor, torch_placements
+from shardwise.compat.dtensor.layouts import torch_placements
 from shardwise.geometry import LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard
+from shardwise.tensor.dtensors import spec_from_dtensor
 
 SQUARE, CUBE = Mesh.of(dp=2, tp=2), Mesh.of(pp=2, dp=3, tp=2)
 
@@ -84,7 +85,7 @@ def test_what_torch_has_no_words_for_is_refused() -> None:
 def test_what_we_have_no_words_for_is_refused() -> None:
     with pytest.raises(LayoutError, match="do not order the axes"):
         spec_from_dtensor(torchs(SQUARE), (_StridedShard(0, split_factor=3), TorchShard(0)), (12,))
-    private = type("_MaskPartial", (), {"dim": 0})()
+    private = type("_MaskPartial", (TorchPartial,), {})()
     with pytest.raises(LayoutError, match="has no counterpart; redistribute"):
         spec_from_dtensor(torchs(SQUARE), (private, TorchReplicate()), (12,))
 

@@ -18,7 +18,7 @@ from shardwise.testing.fuzz import (
     Input,
     Program,
     Round,
-    Step,
+    Statement,
     Tally,
     Verdict,
     random_program,
@@ -75,7 +75,7 @@ def planted() -> Iterator[None]:
 
 
 def _program(code: str, *inputs: Input, rounds: int = 1) -> Program:
-    return Program(2, inputs or (ROWS,), (Step("planted", code),), tuple(map(Round, range(rounds))))
+    return Program(2, inputs or (ROWS,), (Statement("planted", code),), tuple(map(Round, range(rounds))))
 
 
 @pytest.mark.timeout(240)
@@ -155,16 +155,16 @@ def test_which_errors_are_refusals() -> None:
 
 def test_an_aliased_round_passes_one_tensor_twice() -> None:
     other = replace(ROWS, name="a1")
-    steps = (Step("is", "v0 = a0 is a1"), Step("add_", "a0.add_(a1)"))
+    steps = (Statement("is", "v0 = a0 is a1"), Statement("add_", "a0.add_(a1)"))
     program = Program(2, (ROWS, other), steps, (Round(0), Round(0, (("a1", "a0"),))))
     verdict = run_on_threads(program)
     assert verdict.ran == ("is", "add_", "is", "add_"), verdict
 
 
 def test_shrinking_keeps_the_statement_that_fails(planted: None) -> None:
-    noise = [Step("mul", "v0 = a0 * a1"), Step("sum", "v1 = v0.sum(0)")]
-    wrong = Step("running", "v2 = torch.ops.shardwise_fuzz.running(v0)")
-    after = [Step("add_", "v2.add_(1)"), Step("exp", "v3 = torch.exp(v2 / 8)")]
+    noise = [Statement("mul", "v0 = a0 * a1"), Statement("sum", "v1 = v0.sum(0)")]
+    wrong = Statement("running", "v2 = torch.ops.shardwise_fuzz.running(v0)")
+    after = [Statement("add_", "v2.add_(1)"), Statement("exp", "v3 = torch.exp(v2 / 8)")]
     inputs = (ROWS, replace(ROWS, name="a1", requires_grad=True, fill="normal"))
     program = Program(2, inputs, (*noise, wrong, *after), (Round(0), Round(1), Round(2, (("a1", "a0"),))), True)
     small = shrink(program, lambda p: run_on_threads(p).kind == WRONG)

@@ -20,6 +20,7 @@ from shardwise.compat._shard.metadata import ShardMetadata
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.ops.engine.mixed import MixedTensorsError
+from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import S0, S1, P, R, assert_gradient, assert_same, check, forget, lay, numbers
 
 LAYOUTS = {"S0": S0, "S1": S1, "R": R, "P": P}
@@ -99,6 +100,70 @@ def _flat(value: Any) -> list[Any]:
 def test_recurrent_layers(name: str, weights: str, given: str) -> None:
     """Input and parameters replicated; the batch sharded; the parameters sharded."""
     compare_modules(RECURRENT[name], LAYOUTS[weights], given, numbers(3, 4, 4, seed=9))
+
+
+IN_FLOAT32: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(4, 3, 2, bidirectional=True, batch_first=True),
+    "GRU": lambda: nn.GRU(4, 3, 2, bidirectional=True, batch_first=True),
+    "RNN": lambda: nn.RNN(4, 3, 2, bidirectional=True, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("given", ("on tp=2: R", "on tp=2: S(0)", "on tp=2: S(0) sizes(3,0)", "on tp=2: S(2)"))
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_recurrent_layers_in_the_kernels_of_float32(name: str, given: str) -> None:
+    """Torch has other kernels for float32, and turns their result in place where the batch comes first."""
+    whole = numbers(3, 5, 4, seed=9).float()
+
+    def body(comm: Comm) -> None:
+        dense, held = filled(IN_FLOAT32[name]()), sharded(filled(IN_FLOAT32[name]()), R)
+        one = whole.clone().requires_grad_()
+        other = lay(one, given)
+        expected, found = _flat(dense(one)), _flat(held(other))
+        torch.stack([t.square().sum() for t in expected]).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack([t.full().square().sum() for t in found]).sum().backward()  # type: ignore[no-untyped-call]
+        pairs = [*zip(found, expected, strict=True), (other.grad, one.grad)]
+        pairs += [(a.grad, b.grad) for a, b in zip(held.parameters(), dense.parameters(), strict=True)]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours.full(), theirs)
+
+    run(body)
+
+
+def test_dropout_between_recurrent_layers_does_not_depend_on_the_layout() -> None:
+    def body(comm: Comm, given: str) -> Any:
+        manual_seed(5)
+        layers = sharded(filled(nn.LSTM(4, 4, 3, dropout=0.5, dtype=torch.float64)), R)
+        output, (hidden, cell) = layers(lay(numbers(3, 4, 4, seed=9), given))
+        assert tuple(hidden.shape) == tuple(cell.shape) == (3, 4, 4)
+        return output.full()
+
+    whole, cut = (run(lambda comm, given=given: body(comm, given))[0] for given in ("on tp=2: R", "on tp=2: S(1)"))
+    dense = filled(nn.LSTM(4, 4, 3, dtype=torch.float64))(numbers(3, 4, 4, seed=9))[0]
+    torch.testing.assert_close(cut, whole)
+    assert not torch.allclose(whole, dense)
+
+
+def test_packed_sequences_of_a_replicated_batch() -> None:
+    whole, lengths = numbers(4, 5, 4, seed=9), torch.tensor([5, 3, 2, 1])
+
+    def through(layer: nn.Module, batch: Any) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(batch, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)[0]
+
+    def body(comm: Comm) -> None:
+        dense = filled(nn.LSTM(4, 3, 2, dtype=torch.float64))
+        held = sharded(filled(nn.LSTM(4, 3, 2, dtype=torch.float64)), R)
+        batch = lay(whole, R)
+        assert_same([through(held, batch)], [through(dense, whole)])
+        through(dense, whole).square().sum().backward()
+        through(held, batch).square().sum().backward()
+        for a, b in zip(held.parameters(), dense.parameters(), strict=True):
+            assert_gradient(a, b)
+        with pytest.raises(UnsupportedOpError, match=r"packed sequences are of whole batches.*redistribute"):
+            through(held, lay(whole, S0))
+
+    run(body)
 
 
 @pytest.mark.parametrize("given", ("R", "S0"))

@@ -495,3 +495,52 @@ def test_blank_state_takes_a_checkpoint_of_another_world_and_training_goes_on(na
     run_local(steps, 3, 0, 2)
     for found in run_local(steps, 2, 2, 4):
         torch.testing.assert_close(found, expected)
+
+
+class _FusedAttention(nn.Module):
+    """One projection for queries, keys and values, taken apart by a view, as in many vision models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).reshape(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = nn.functional.scaled_dot_product_attention(query, key, value)
+        found: Tensor = self.out(heads.transpose(1, 2).reshape(x.shape))
+        return found
+
+
+ATTENTION: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module, Any], Any]]]] = {
+    "MultiheadAttention": lambda: (nn.MultiheadAttention(8, 2, batch_first=True), lambda m, x: m(x, x, x)[0]),
+    "MultiheadAttention, time first": lambda: (nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0]),
+    "encoder layer": lambda: (
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda m, x: m(x),
+    ),
+    "fused projection": lambda: (_FusedAttention(), lambda m, x: m(x)),
+}
+
+
+@pytest.mark.parametrize("batch", (1, 2, 3, 4))
+@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_parameter_by_rows_suits_attention_for_each_batch(name: str, ranks: int, batch: int) -> None:
+    torch.manual_seed(0)
+    dense, call = ATTENTION[name]()
+    dense = dense.double()
+    whole = torch.randn(batch, 3, 8, dtype=torch.float64)
+    expected = call(dense, whole).detach()
+    call(dense, whole).square().sum().backward()
+
+    def body(comm: Comm) -> None:
+        model: Any = copy.deepcopy(dense)
+        model.zero_grad()
+        shard_module(model, ModelPlan(Mesh.of(tp=ranks), {"**": "S(0)"}, input_plan="replicated"))
+        found = call(model, whole)
+        torch.testing.assert_close(found.full().detach(), expected)
+        found.square().sum().backward()
+        for own, other in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full(), other.grad)
+
+    run_local(body, ranks)

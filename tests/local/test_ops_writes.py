@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from shardwise import Mesh, Replicate, Shard, run_local
+from shardwise import Mesh, MeshSpec, ModelPlan, Partial, Replicate, Shard, from_local, run_local, shard_module
 from shardwise.comm import Comm
 from shardwise.geometry import Placement
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -109,5 +111,70 @@ def test_a_conjugate_is_computed_at_once_and_not_written_to() -> None:
         assert torch.equal(torch._neg_view(x), lay_out(-values, MESH, (Shard(0),)))
         with pytest.raises(UnsupportedOpError, match="a conjugate or negative was copied"):
             x.conj().mul_(2)
+
+    run_local(body, 2)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "ReLU": lambda: nn.ReLU(inplace=True),
+    "ReLU6": lambda: nn.ReLU6(inplace=True),
+    "SiLU": lambda: nn.SiLU(inplace=True),
+    "Mish": lambda: nn.Mish(inplace=True),
+    "Hardswish": lambda: nn.Hardswish(inplace=True),
+    "Hardsigmoid": lambda: nn.Hardsigmoid(inplace=True),
+    "Hardtanh": lambda: nn.Hardtanh(inplace=True),
+    "LeakyReLU": lambda: nn.LeakyReLU(inplace=True),
+    "ELU": lambda: nn.ELU(inplace=True),
+    "CELU": lambda: nn.CELU(inplace=True),
+    "SELU": lambda: nn.SELU(inplace=True),
+    "Threshold": lambda: nn.Threshold(0.1, 0.0, inplace=True),
+    "RReLU, not training": lambda: nn.RReLU(inplace=True).eval(),
+}
+BETWEEN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "linears": lambda act: nn.Sequential(nn.Linear(6, 8), act, nn.Linear(8, 4)),
+    "convolutions": lambda act: nn.Sequential(nn.Conv2d(3, 8, 2), act, nn.Conv2d(8, 4, 1)),
+}
+PLANS: dict[str, dict[str, str]] = {
+    "columns, then rows": {"0.weight": "S(0)", "0.bias": "S(0)", "2.weight": "S(1)"},
+    "rows, then columns: the activation gets a pending sum": {"0.weight": "S(1)", "2.weight": "S(0)", "2.bias": "S(0)"},
+    "replicated": {},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("layers", BETWEEN)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_that_write_to_their_input(name: str, layers: str, plan: str) -> None:
+    """Between layers that keep their input or output for the backward pass; twice, so that it is remembered."""
+    torch.manual_seed(0)
+    dense = BETWEEN[layers](ACTIVATIONS[name]()).double()
+    batch = torch.randn(2, 6, dtype=torch.float64) if layers == "linears" else torch.randn(2, 3, 4, 4).double()
+    expected = dense(batch).detach()
+    dense(batch).square().sum().backward()
+
+    def body(comm: Comm) -> None:
+        model: Any = copy.deepcopy(dense)
+        model.zero_grad()
+        shard_module(model, ModelPlan(MESH, PLANS[plan], input_plan="replicated"))
+        for _ in range(2):
+            model.zero_grad()
+            torch.testing.assert_close(model(batch).full().detach(), expected)
+            model(batch).square().sum().backward()
+            for own, whole in zip(model.parameters(), dense.parameters(), strict=True):
+                torch.testing.assert_close(own.grad.full(), whole.grad)
+
+    run_local(body, 2)
+
+
+def test_a_write_to_a_pending_sum_reaches_views_of_it() -> None:
+    def body(comm: Comm) -> None:
+        pending = from_local(VALUES * (1 if comm.rank else -2), MeshSpec(MESH, (Partial(),)), VALUES.shape)
+        rows = pending[1:3]
+        pending.relu_()
+        assert pending.placements == (Partial(),)
+        assert torch.equal(pending.full(), (-VALUES).relu())
+        pending.add_(1)
+        pending.exp_()
+        assert torch.equal(rows.full(), ((-VALUES).relu() + 1).exp()[1:3])
 
     run_local(body, 2)

@@ -248,6 +248,16 @@ def test_reductions_have_their_numbers() -> None:
     assert [_torch.reduction_number(n) for n in ("none", "mean", "sum")] == [0, 1, 2]
 
 
+def test_packed_sequences_are_made_by_these_functions() -> None:
+    data, sizes = _torch.pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 1]), True)
+    assert (tuple(data.shape), sizes.tolist()) == ((4, 1), [2, 1, 1])
+    padded, lengths = _torch.pad_packed_sequence(data, sizes, True, 0.0, 3)
+    assert (padded[1, 1].item(), lengths.tolist()) == (0.0, [3, 1])
+    Wrapper.seen = []
+    torch.nn.utils.rnn.pack_padded_sequence(Wrapper.of(torch.ones(2, 3, 1)), torch.tensor([3, 1]), batch_first=True)
+    assert _torch.pack_padded_sequence in Wrapper.seen
+
+
 def test_no_other_file_uses_private_names() -> None:
     found = [
         f"{path.relative_to(SRC)}:{node.lineno} {PRIVATE.search(ast.unparse(node))}"

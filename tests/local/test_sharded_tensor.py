@@ -235,7 +235,7 @@ def test_shard_that_cannot_be_is_refused_on_every_rank() -> None:
     assert "different specs: " in spec and "pass the same on every rank" in spec
     assert "the ranks pass different arguments: spec is" in hidden and "on rank 2; pass the same" in hidden
     assert "rank 2: ChunkSpec(dim=3): a tensor of shape (4, 6) has a dim from -2 to 1" in dim
-    assert "the spec names rank 4, not in the comm (ranks 0-3)" in ranks
+    assert "the layout names rank 4, not in the comm (ranks 0-3)" in ranks
     assert "dim 0 of length 4 is split into sizes (1, 2), which must sum to 4" in sizes
     assert "different requires_grads: False on ranks 0, 1, 3 and True on rank 2" in grad
 

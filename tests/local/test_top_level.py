@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -25,3 +27,13 @@ def test_names_of_modules_are_those_of_the_package() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'shard_modul'"):
         shardwise.shard_modul  # noqa: B018  # the attribute is what is asked for
+
+
+def test_packages_load_on_first_use_and_do_not_hide_names_of_the_caller() -> None:
+    """As the README has it: `import shardwise; shardwise.compat.install()`, without another import."""
+    code = "import shardwise; print(shardwise.compat.install, shardwise.compat._shard, shardwise.nn.ModelPlan)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert {"checkpoint", "compat", "nn", "testing"} <= set(dir(shardwise))
+    assert not {"checkpoint", "compat", "nn", "testing"} & set(shardwise.__all__)
+    with pytest.raises(AttributeError, match=r"module 'shardwise.compat' has no attribute '_shards'"):
+        shardwise.compat._shards  # type: ignore[attr-defined]  # noqa: B018  # the attribute is what is asked for

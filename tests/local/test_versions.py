@@ -94,12 +94,13 @@ def test_a_lazy_name_shows_the_real_error() -> None:
     assert last.endswith(f"shardwise supports {SUPPORTED_TORCH}")
 
 
-@pytest.mark.parametrize("package", ["shardwise", "shardwise.checkpoint"])
+@pytest.mark.parametrize("package", ["shardwise", "shardwise.checkpoint", "shardwise.compat"])
 def test_the_stub_lists_the_names(package: str) -> None:
     path = SRC.parent / package.replace(".", "/")
-    modules, loaded = read_stub(path / "__init__.pyi"), import_module(package)
-    assert list(modules) == loaded.__all__ == dir(loaded)
-    assert all(f"{name} as {name}" in (path / "__init__.pyi").read_text() for name in modules)
+    origins, loaded = read_stub(path / "__init__.pyi", package), import_module(package)
+    assert list(origins) == dir(loaded)
+    assert [name for name, (_, own) in origins.items() if own is not None] == loaded.__all__
+    assert all(f" as {name}" in (path / "__init__.pyi").read_text() for name in origins)
 
 
 def test_supported_versions_are_the_bounds_of_the_project() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.testing.fuzz import Input, ProcessRanks, Program, Round, Step, random_program
+from shardwise.testing.fuzz import Input, ProcessRanks, Program, Round, Statement, random_program
 from shardwise.testing.fuzz.run import APART, WRONG
 
 PROGRAMS = 40
@@ -29,16 +29,16 @@ def test_programs_are_right_or_refused_by_all_ranks(ranks: ProcessRanks, size: i
 
 def test_a_rank_that_computes_something_else_is_noticed(ranks: ProcessRanks) -> None:
     other = "v0 = a0 + float(torch.distributed.get_rank()) if hasattr(a0, 'full') else a0 + 0"
-    verdict = ranks.run(_program(Step("other", other)))
+    verdict = ranks.run(_program(Statement("other", other)))
     assert verdict.kind == WRONG
 
 
 def test_a_rank_that_waits_alone_is_noticed() -> None:
     waits = "v0 = a0.full() if hasattr(a0, 'full') and torch.distributed.get_rank() == 0 else 0"
     with ProcessRanks(3.0) as worlds:
-        assert worlds.run(_program(Step("waits", waits))).kind == APART
-        assert not worlds.run(_program(Step("sum", "v0 = a0.sum()"))).failed
+        assert worlds.run(_program(Statement("waits", waits))).kind == APART
+        assert not worlds.run(_program(Statement("sum", "v0 = a0.sum()"))).failed
 
 
-def _program(step: Step) -> Program:
+def _program(step: Statement) -> Program:
     return Program(2, (Input("a0", "float64", (4, 3), "on tp=2: S(0)"),), (step,), (Round(0),))

@@ -19,9 +19,9 @@ from torch import Tensor
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import MAX_DEPTH, Json, Scalar
 from shardwise.comm import Comm
-from shardwise.compat.dtensor.layouts import TENSOR_MODULE, spec_from_dtensor
 from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype
 from shardwise.tensor import ShardedTensor, redistribute_many, wrap
+from shardwise.tensor.dtensors import TENSOR_MODULE, spec_from_dtensor
 from shardwise.tensor.move import replicated_layout, single_rank_layout
 
 

@@ -1,7 +1,7 @@
 """How ranks talk: the `Comm` interface, over a torch process group or over the threads of one process."""
 
 from shardwise.comm.agree import agree
-from shardwise.comm.current import current_comm, default_comm, use_comm
+from shardwise.comm.current import advise_ranks, current_comm, default_comm, use_comm
 from shardwise.comm.launch import LocalWorld, Outcome, launch
 from shardwise.comm.local import LocalComm
 from shardwise.comm.process_group import ProcessGroupComm, comm_from_device_mesh
@@ -19,6 +19,7 @@ __all__ = [
     "ProcessGroupComm",
     "ReduceOp",
     "Work",
+    "advise_ranks",
     "agree",
     "comm_from_device_mesh",
     "current_comm",

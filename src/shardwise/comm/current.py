@@ -65,6 +65,20 @@ def default_comm() -> Comm:
     return _alone
 
 
+def advise_ranks(comm: Comm) -> str:
+    """What to do about ranks that a comm does not have, as the end of an error message.
+
+    >>> advise_ranks(default_comm())
+    'this process is a world by itself: call torch.distributed.init_process_group() first, or start ranks with ...'
+    """
+    if comm.process_group is None and comm.world_size == 1:
+        return (
+            "this process is a world by itself: call torch.distributed.init_process_group() first, or start ranks with "
+            "shardwise.launch, torchrun or shardwise.run_local"
+        )
+    return f"start that many processes, or name ranks among these {comm.world_size}"
+
+
 def given_world() -> tuple[int, int] | None:
     """Return the rank and size that torchrun's variables give this process; None if they are not set.
 

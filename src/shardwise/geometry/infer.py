@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from shardwise.geometry.box import Piece
 from shardwise.geometry.cells import PieceTable
+from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import ShardingSpec, build_checked_table
 from shardwise.geometry.mesh import IntArray, Mesh
 from shardwise.geometry.placements import Placement, Replicate, Shard, chunk_sizes
@@ -116,3 +118,39 @@ def _mesh(shape: tuple[int, ...], sizes: Sequence[tuple[int, ...]], owners: IntA
 
 def _shard(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> Shard:
     return Shard(dim) if sizes == chunk_sizes(shape[dim], len(sizes)) else Shard(dim, sizes)
+
+
+def infer_from_parts(spec: MeshSpec, parts: Mapping[int, tuple[int, ...]]) -> tuple[MeshSpec, tuple[int, ...]]:
+    """The spec and the global shape of a tensor whose ranks hold parts of these shapes.
+
+    Parts of one shape may be cut by any axes. Where they differ, one axis cuts one dim in these lengths.
+
+    >>> infer_from_parts(MeshSpec(Mesh.of(dp=2, tp=2), (Shard(0), Shard(1))), dict.fromkeys(range(4), (3, 5)))[1]
+    (6, 10)
+    >>> infer_from_parts(MeshSpec(Mesh.of(dp=2), (Shard(0),)), {0: (3, 5), 1: (1, 5)})
+    (MeshSpec(dp=2, (Shard(0, sizes=(3, 1)),)), (4, 5))
+    """
+    ranks = spec.mesh.ranks.reshape(-1).tolist()
+    missing = [rank for rank in ranks if rank not in parts]
+    if missing:
+        raise LayoutError(f"rank {missing[0]} of the mesh {spec.mesh} has no local tensor; pass shape=")
+    first = parts[ranks[0]]
+    cuts = [(axis, p) for axis, p in enumerate(spec.resolved(first).placements) if isinstance(p, Shard)]
+    if all(parts[rank] == first for rank in ranks):
+        counts = [math.prod(spec.mesh.shape[a] for a, p in cuts if p.dim == d) for d in range(len(first))]
+        return spec, tuple(n * count for n, count in zip(first, counts, strict=True))
+    if len(cuts) == 1:
+        axis, placement = cuts[0]
+        groups = spec.mesh.groups(axis)
+        sizes = {tuple(parts[r][placement.dim] if len(parts[r]) > placement.dim else -1 for r in g) for g in groups}
+        alike = {tuple(n for d, n in enumerate(parts[r]) if d != placement.dim) for r in ranks}
+        if len(sizes) == 1 and len(alike) == 1:
+            lengths = sizes.pop()
+            given = [Shard(placement.dim, sizes=lengths) if a == axis else p for a, p in enumerate(spec.placements)]
+            shape = tuple(sum(lengths) if d == placement.dim else n for d, n in enumerate(first))
+            return MeshSpec(spec.mesh, given, spec.order), shape
+    told = "; ".join(f"{parts[r]} on rank {r}" for r in ranks[:6])
+    raise LayoutError(
+        f"the parts have the shapes {told}, which {spec!r} does not explain: parts differ along "
+        "one axis that shards, and in its dim only; pass shape=, or a Layout"
+    )

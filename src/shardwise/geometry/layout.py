@@ -302,3 +302,6 @@ class Layout:
 def rebuild_layout(spec: ShardingSpec, shape: tuple[int, ...]) -> Layout:
     """Make the layout that pickle wrote."""
     return spec.layout(shape)
+
+
+_rebuild = rebuild_layout  # pickles may name it so

@@ -22,13 +22,18 @@ def freeze_array(values: Any) -> IntArray:
 
 
 class Mesh:
-    """Named axes over an n-D array of distinct ranks.
+    """Named axes over an n-D array of distinct ranks: `Mesh(names, ranks)`.
+
+    With the names in second place, as torch has them, the first is the shape of a mesh of ranks 0, 1, 2..., or an array
+    of ranks.
 
     >>> mesh = Mesh.of(dp=2, tp=4)
     >>> mesh.shape, mesh.coordinates(6)
     ((2, 4), {'dp': 1, 'tp': 2})
     >>> print(mesh.submesh("tp", dp=1))
     tp=4 @ 4-7
+    >>> Mesh((2, 4), ("dp", "tp")) == mesh
+    True
     """
 
     __slots__ = ("__weakref__", "_hash", "axes", "ranks")
@@ -36,8 +41,9 @@ class Mesh:
     ranks: IntArray
     _hash: int
 
-    def __init__(self, axes: Sequence[str], ranks: npt.ArrayLike) -> None:
-        self._set("axes", tuple(axes))
+    def __init__(self, axes: Any, ranks: Any) -> None:
+        axes, ranks = _read_axes_and_ranks(axes, ranks)
+        self._set("axes", axes)
         self._set("ranks", freeze_array(ranks))
         self._check()
         self._set("_hash", hash((self.axes, self.ranks.shape, self.ranks.tobytes())))
@@ -159,6 +165,28 @@ class Mesh:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Mesh:
         return cls(data["axes"], data["ranks"])
+
+
+def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:
+    """The names and the array of ranks, from either order of arguments."""
+    if _are_names(ranks):
+        names = (ranks,) if isinstance(ranks, str) else tuple(ranks)
+        if isinstance(axes, int):
+            axes = (axes,)
+        is_shape = isinstance(axes, list | tuple) and len(axes) == len(names) and all(isinstance(n, int) for n in axes)
+        if is_shape and min(axes) < 1:
+            raise LayoutError(f"a mesh of shape {tuple(axes)} has an axis without ranks; every axis has 1 or more")
+        return names, np.arange(math.prod(axes)).reshape(axes) if is_shape else axes
+    if _are_names(axes):
+        return ((axes,) if isinstance(axes, str) else tuple(axes)), ranks
+    raise LayoutError(
+        "Mesh takes names of axes and ranks, as in Mesh(('dp', 'tp'), [[0, 1], [2, 3]]), Mesh((2, 2), ('dp', 'tp')) "
+        f"or Mesh.of(dp=2, tp=2); got {axes!r} and {ranks!r}"
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(n, str) for n in value))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -113,8 +113,26 @@ def _merge_intervals(intervals: list[Interval], whole: DimIntervals) -> DimInter
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
+class _Questions:
+    """What torch's placements answer about themselves."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it splits a dim, or this one."""
+        return isinstance(self, Shard) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether every rank of the axis holds the same values."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether a reduction is pending, or this one."""
+        return isinstance(self, Partial) and reduce_op in (None, self.op)
+
+
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(_Questions):
     """The axis splits dim `dim`: as `torch.chunk` does, or by the given rule.
 
     - `sizes`: the length each rank of the axis gets; zeros are fine.
@@ -152,7 +170,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Questions):
     """Every rank of the axis holds the same values."""
 
     def __repr__(self) -> str:
@@ -160,7 +178,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(_Questions):
     """Every rank of the axis holds an addend; the value is their reduction, which is still pending.
 
     >>> Partial(), Partial("max")
@@ -172,6 +190,11 @@ class Partial:
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:
             raise LayoutError(f"Partial({self.op!r}): the reduction is one of {', '.join(REDUCE_OPS)}")
+
+    @property
+    def reduce_op(self) -> str:
+        """The reduction, by torch's name for it."""
+        return self.op
 
     def __repr__(self) -> str:
         return f"Partial({self.op!r})"

@@ -25,6 +25,7 @@ from shardwise.geometry.placements import (
     pending_reduction,
     resolve_dim,
 )
+from shardwise.geometry.torch_words import read_order, to_mesh, to_placement
 
 Devices: TypeAlias = tuple[str | None, ...] | None
 
@@ -142,7 +143,7 @@ class GridSpec(_ProductSpec):
 
 @dataclass(frozen=True)
 class MeshSpec(_ProductSpec):
-    """A mesh and what each of its axes does to the tensor.
+    """A mesh and what each of its axes does to the tensor; torch's DeviceMesh and placements are read as ours.
 
     Two axes may shard the same dim. `order` then says which splits first: axis names from the outermost to the
     innermost; the default is mesh order, the left axis outermost.
@@ -156,24 +157,30 @@ class MeshSpec(_ProductSpec):
     placements: tuple[Placement, ...]
     order: tuple[str, ...]
 
-    def __init__(self, mesh: Mesh, placements: Sequence[Placement], order: Sequence[str] | None = None) -> None:
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "placements", tuple(placements))
-        self._check_placements()
-        object.__setattr__(self, "order", self._full_order(order))
+    def __init__(self, mesh: Any, placements: Any, order: Sequence[str] | None = None) -> None:
+        object.__setattr__(self, "mesh", to_mesh(mesh))
+        listed = self._list_placements(placements)
+        object.__setattr__(self, "placements", self._read_placements(listed))
+        object.__setattr__(self, "order", self._full_order(order or read_order(self.mesh, listed)))
         if self.splits_in_mesh_order:
-            object.__setattr__(self, "order", mesh.axes)
-        pending_reduction(self.placements, mesh.shape)
+            object.__setattr__(self, "order", self.mesh.axes)
+        pending_reduction(self.placements, self.mesh.shape)
 
-    def _check_placements(self) -> None:
-        if len(self.placements) != self.mesh.ndim:
+    def _list_placements(self, placements: Any) -> tuple[Any, ...]:
+        """The placements, one for each axis; one by itself is that of the only axis."""
+        listed = tuple(placements) if isinstance(placements, list | tuple) else (placements,)
+        if len(listed) != self.mesh.ndim:
             raise LayoutError(
                 f"a mesh with axes {self.mesh.axes} needs {self.mesh.ndim} placements, one for each axis; "
-                f"got {len(self.placements)}: {self.placements}"
+                f"got {len(listed)}: {listed}"
             )
-        for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
-            if not isinstance(placement, Shard | Replicate | Partial):
-                raise LayoutError(f"axis {axis!r} needs Shard, Replicate or Partial, got {placement!r}")
+        return listed
+
+    def _read_placements(self, listed: Sequence[Any]) -> tuple[Placement, ...]:
+        return tuple(
+            p if isinstance(p, Shard | Replicate | Partial) else to_placement(p, f"axis {axis!r}: ")
+            for axis, p in zip(self.mesh.axes, listed, strict=True)
+        )
 
     def _full_order(self, order: Sequence[str] | None) -> tuple[str, ...]:
         """The named axes first, in their order, then the others in mesh order."""

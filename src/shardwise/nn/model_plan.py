@@ -11,12 +11,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from shardwise.comm.device_meshes import remember_device_mesh
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardingSpec
-from shardwise.nn.patterns import PlanError, match_patterns, read_placements
+from shardwise.geometry.torch_words import is_device_mesh
+from shardwise.nn.patterns import PlanError, match_patterns, read_placements, write_placements
 
 
 class Sharder(ABC):
@@ -74,7 +76,9 @@ REPLICATED, PLAIN = "replicated", "plain"
 class ModelPlan:
     """How the parameters of a model are laid out on a mesh, by pattern; parameters without a pattern are replicated.
 
-    - `parameters`: pattern to placements, in the notation (see `shardwise.nn.patterns`).
+    - `mesh`: a Mesh, or torch's DeviceMesh.
+    - `parameters`: pattern to placements, in the notation (see `shardwise.nn.patterns`), or as objects, also torch's:
+      `[Replicate(), Shard(0)]`.
     - `axis`: the axis that a single placement without a name is for.
     - `lengths`: the numbers behind names in `groups(q,k,v)`.
     - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements
@@ -91,13 +95,17 @@ class ModelPlan:
     """
 
     mesh: Mesh
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, Any]
     axis: str | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
     input_plan: str | None = None
     output_plan: str | None = None
 
     def __post_init__(self) -> None:
+        if is_device_mesh(self.mesh):
+            object.__setattr__(self, "_device_mesh", self.mesh)
+            object.__setattr__(self, "mesh", remember_device_mesh(cast(Any, self.mesh)))
+        object.__setattr__(self, "parameters", {p: write_placements(v) for p, v in self.parameters.items()})
         _check_kinds(self.mesh, self.parameters)
         _check_output_plan(self.output_plan, self.input_plan)
         try:
@@ -108,6 +116,14 @@ class ModelPlan:
             self.mesh.axis_index(self.axis)
         if placements is not None:
             _check_inputs(placements, self.input_plan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_device_mesh"}
+
+    @property
+    def device_mesh(self) -> Any:
+        """Torch's DeviceMesh that the plan was made with, or None."""
+        return vars(self).get("_device_mesh")
 
     @property
     def input_placements(self) -> tuple[Placement, ...] | None:
@@ -224,7 +240,7 @@ def _unify_shared_specs(
 
 def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
     if not isinstance(mesh, Mesh):
-        raise PlanError(f"a plan's mesh is a Mesh such as Mesh.of(dp=2, tp=4), got {mesh!r}")
+        raise PlanError(f"a plan's mesh is a Mesh such as Mesh.of(dp=2, tp=4), or torch's DeviceMesh; got {mesh!r}")
     for pattern, text in parameters.items():
         if not isinstance(text, str):
             raise PlanError(

@@ -15,8 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
-from shardwise.geometry import LayoutError, Mesh, Placement, Replicate, parse_placements, parse_spec
+from shardwise.geometry import LayoutError, Mesh, Placement, Replicate, format_placement, parse_placements, parse_spec
+from shardwise.geometry.torch_words import to_placement
 
 _LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
@@ -143,6 +145,20 @@ def _substitute_lengths(text: str, lengths: Mapping[str, int]) -> str:
         return str(lengths[word])
 
     return _LENGTHS.sub(lambda m: f"{m[1]}({','.join(map(number, m[2].split(',')))})", text)
+
+
+def write_placements(value: Any) -> Any:
+    """Placements of a parameter, one or a list, ours or torch's, in the notation; anything else as it is.
+
+    >>> from shardwise.geometry import Shard
+    >>> write_placements([Replicate(), Shard(0, block=2)]), write_placements("tp: S(0)")
+    ('R, S(0) block(2)', 'tp: S(0)')
+    """
+    listed = value if isinstance(value, list | tuple) else [value]
+    try:
+        return ", ".join(format_placement(to_placement(p)) for p in listed)
+    except LayoutError:
+        return value
 
 
 def _split_at_commas(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from shardwise.comm import Comm, DisagreementError, agree, name_ranks
+from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, name_ranks
 from shardwise.compat.specs import has_own_sharding
 from shardwise.geometry import Layout, Mesh, MeshSpec, ShardingSpec
 from shardwise.nn.patterns import PlanError
@@ -54,7 +54,7 @@ def check_mesh(mesh: Mesh, comm: Comm, *, whole: bool) -> None:
     ranks = set(mesh.ranks.reshape(-1).tolist())
     if ranks <= set(comm.ranks) if not whole else ranks == set(comm.ranks):
         return
-    advice = "start that many processes, or pass a mesh of existing ranks"
+    advice = advise_ranks(comm)
     if ranks < set(comm.ranks):
         advice = (
             "with an input_plan all of them take part: pass a mesh of all, or the process_group of the mesh's ranks"
@@ -88,7 +88,8 @@ def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:
         if outside:
             by = f"the mesh {layout.spec.mesh}" if isinstance(layout.spec, MeshSpec) else "its spec"
             problems.append(
-                f"{name}: {by} names {name_ranks(outside)}, not in the process group ({name_ranks(comm.ranks)})"
+                f"{name}: {by} names {name_ranks(outside)}, not in the process group ({name_ranks(comm.ranks)}); "
+                f"{advise_ranks(comm)}"
             )
     if problems:
         raise PlanError("\n".join(problems))

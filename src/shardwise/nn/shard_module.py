@@ -120,6 +120,8 @@ def shard_module(
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if not isinstance(plan, ShardingPlan | ModelPlan):
         raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
+    if process_group is None and isinstance(plan, ModelPlan):
+        process_group = plan.device_mesh
     comm = resolve_comm(process_group)
     missing = MissingValues(module, init)
 

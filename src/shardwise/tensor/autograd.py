@@ -189,6 +189,22 @@ def _move_recorded(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor
     return outputs
 
 
+class _MovedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: LayoutMove, tensor: Tensor) -> Tensor:
+        ctx.link = link
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *move_gradients(ctx.link, (grads[0].contiguous(),))
+
+
+def with_moved_gradient(link: LayoutMove, tensor: Tensor) -> Tensor:
+    """The same local tensor; the gradients that reach the result make a move before they reach the tensor."""
+    return on_duals(lambda t: _MovedGradient.apply(link, t), tensor)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
 def gradient_of_whole(layout: Layout, grads: tuple[Tensor, ...], comm: Comm) -> tuple[Tensor, ...]:
     """The gradients of a rank's local tensors as those of the whole tensor in its dual layout, for further derivatives.
 

@@ -22,6 +22,7 @@ from shardwise.geometry import Layout
 from shardwise.tensor.autograd import NO_TANGENT, dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
 from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text, replicated_layout
+from shardwise.tensor.wrappers import find_wrapper, is_called_by_fully_shard, refuse_wrapper
 
 
 class AttributesMixin(Tensor):
@@ -35,6 +36,7 @@ class AttributesMixin(Tensor):
         def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self: ...
         def _forget(self) -> None: ...
         def redistribute(self, target: Any, *, label: str = "redistribute") -> Any: ...
+        def full(self) -> Tensor: ...
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # answered from the layout
@@ -86,6 +88,19 @@ class LocalMemoryMixin(AttributesMixin):
         if not self.local_parts or self.is_pinned():
             return self
         return self._like(self.sharding, tuple(t.pin_memory() for t in self.local_parts))
+
+    def _typed_storage(self) -> Any:
+        """Refuse what FSDP of torch asks for: no rank has the memory of the whole."""
+        name = find_wrapper()
+        if name is not None:
+            raise refuse_wrapper(name)
+        return super()._typed_storage()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Whether the local tensors are; to fully_shard of torch, which asks first, what to write instead of it."""
+        if is_called_by_fully_shard():
+            raise refuse_wrapper("fully_shard")
+        return all(t.is_contiguous(memory_format=memory_format) for t in self.local_parts)
 
     def is_shared(self) -> bool:
         """Whether the local tensors are in memory that can be shared with other processes."""

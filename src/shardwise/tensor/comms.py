@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import Comm, ProcessGroupComm, current_comm, default_comm
+from shardwise.comm.device_meshes import comm_of_device_mesh
 from shardwise.comm.traced import traced_comm
+from shardwise.geometry.torch_words import is_device_mesh
 
 GroupOrComm: TypeAlias = dist.ProcessGroup | Comm
 _loading_group: ContextVar[GroupOrComm | None] = ContextVar("shardwise_loading", default=None)
@@ -29,13 +31,18 @@ def resolve_comm(process_group: GroupOrComm | None = None) -> Comm:
     group: object = process_group if process_group is not None else _loading_group.get()
     if group is None:
         return default_comm()
+    if is_device_mesh(group):
+        return comm_of_device_mesh(cast(Any, group))
     if isinstance(group, dist.ProcessGroup):
         return traced_comm(ProcessGroupComm.of(group))
     if isinstance(group, Comm):
         return traced_comm(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the process group passed; call only on the group's members")
-    raise ValueError(f"process_group is a torch ProcessGroup, a shardwise Comm or None; got {type(group).__name__}")
+    raise ValueError(
+        "process_group is a torch ProcessGroup or DeviceMesh, a shardwise Comm or None; got "
+        f"{type(group).__name__}: {group!r}"
+    )
 
 
 def group_of(comm: Comm) -> GroupOrComm:

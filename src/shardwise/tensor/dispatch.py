@@ -36,9 +36,10 @@ from shardwise._torch import (
     is_forward_grad_enabled,
     pytree,
 )
-from shardwise.comm import Comm
+from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout
 from shardwise.tensor import caches
+from shardwise.tensor.wrappers import explain_wrapper
 
 M = TypeVar("M", bound=Callable[..., Any])
 Override: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -193,7 +194,11 @@ def enter_function(
             return call_function(func, types, args, kwargs)
     if not is_forward_grad_enabled():
         _refuse_without_tape(func, args, kwargs)
-    return _engine.function(func, types, args, kwargs)
+    try:
+        return _engine.function(func, types, args, kwargs)
+    except (DisagreementError, UnsupportedOpError) as error:
+        explain_wrapper(error)
+        raise
 
 
 def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -271,5 +276,8 @@ def call_operator(
     try:
         with autograd_on_locals(keys):
             return _engine.operator(func, types, args, kwargs)
+    except (DisagreementError, UnsupportedOpError) as error:
+        explain_wrapper(error)
+        raise
     finally:
         _state.keys = before

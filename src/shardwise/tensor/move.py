@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import is_dual_level
-from shardwise.comm import Comm, agree, name_ranks
+from shardwise.comm import Comm, advise_ranks, agree, name_ranks
 from shardwise.geometry import (
     Box,
     EnumerableSpec,
@@ -30,6 +30,7 @@ from shardwise.geometry import (
     format_layout,
     parse_placements,
 )
+from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
@@ -52,22 +53,47 @@ class MovableTensor(Protocol):
     def device(self) -> torch.device: ...
 
 
-def target_layout(layout: Layout, target: Any) -> Layout:
-    """The layout that a user requested: a spec, a Layout, or placements on the same mesh, also in notation."""
+def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout:
+    """The layout that a user requested: a spec, a Layout, or placements on the same mesh or on one that is passed.
+
+    Placements may be in notation; a mesh and placements may be torch's.
+    """
+    if isinstance(target, Mesh) or is_device_mesh(target):
+        return mesh_spec_of(target, placements).layout(layout.shape)
+    if placements is not None:
+        if target is not None:
+            raise LayoutError(f"placements go with a mesh, and {target!r} is not one; pass one of the two")
+        target = placements
     if isinstance(target, ShardingSpec):
         return target.layout(layout.shape)
     if isinstance(target, Layout):
         if target.shape != layout.shape:
             raise LayoutError(f"a tensor of shape {layout.shape} cannot take a layout of shape {target.shape}")
         return target
-    placements = parse_placements(target) if isinstance(target, str) else target
+    listed = parse_placements(target) if isinstance(target, str) else target
     if not isinstance(layout.spec, MeshSpec):
         raise LayoutError(
             f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; pass a MeshSpec(mesh, placements)"
         )
-    if not isinstance(placements, Sequence):
-        raise LayoutError(f"redistribute takes a spec, a Layout or placements, got {type(target).__name__}: {target!r}")
-    return MeshSpec(layout.spec.mesh, placements).layout(layout.shape)
+    if target is None or isinstance(target, dict | int | torch.device | Tensor):
+        raise LayoutError(
+            "redistribute takes a spec, a Layout, placements such as (Shard(0),), or a mesh and placements; got "
+            f"{type(target).__name__}: {_brief(target)}"
+        )
+    return MeshSpec(layout.spec.mesh, listed).layout(layout.shape)
+
+
+def _brief(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def mesh_spec_of(mesh: Any, placements: Any) -> MeshSpec:
+    """The spec of a mesh and placements, each ours or torch's; placements may be in notation."""
+    if placements is None:
+        raise LayoutError(
+            f"the mesh {to_mesh(mesh)} needs placements, one for each axis, such as (Shard(0), Replicate())"
+        )
+    return MeshSpec(mesh, parse_placements(placements) if isinstance(placements, str) else placements)
 
 
 @lru_cache(maxsize=1024)
@@ -142,7 +168,8 @@ def move_problem(held: MovableTensor, dst: Layout) -> str | None:
     """Why a tensor cannot be moved to a layout, or None."""
     outside = sorted(set(dst.ranks) - set(held.comm.ranks))
     if outside:
-        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(held.comm.ranks)})"
+        inside = name_ranks(held.comm.ranks)
+        return f"the layout names {name_ranks(outside)}, not in the comm ({inside}); {advise_ranks(held.comm)}"
     return _reduction_problem(held.sharding, dst, held.dtype)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,14 +10,19 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import is_dual_level
-from shardwise.comm import Comm, DisagreementError, agree, fold_texts, fold_values, name_ranks
-from shardwise.geometry import Layout, LayoutError, MeshSpec, ShardingSpec
+from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, fold_texts, fold_values, name_ranks
+from shardwise.comm.device_meshes import comm_of_device_mesh
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
+from shardwise.geometry.infer import infer_from_parts
+from shardwise.geometry.torch_words import is_device_mesh
 from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.dtensors import from_dtensor, is_dtensor
 from shardwise.tensor.execute import Handle, RunningTransfers
 from shardwise.tensor.move import (
     describe_tensor,
     format_layout_text,
     is_move_recorded,
+    mesh_spec_of,
     move_problem,
     move_to,
     replicated_layout,
@@ -30,9 +34,18 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 def shard(
-    tensor: Tensor | None, spec: ShardingSpec | Layout, src_rank: int | None = 0, *, comm: Any = None
+    tensor: Tensor | None,
+    spec: Any,
+    src_rank: Any = 0,
+    *,
+    placements: Any = None,
+    comm: Any = None,
 ) -> ShardedTensor:
     """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
+
+    `spec` is a spec, a Layout, or a mesh, with its placements next or by name: `shard(x, mesh, [Shard(0)])`. The mesh
+    and the placements may be torch's; the ranks are then those of the DeviceMesh. A DTensor, which is laid out already,
+    is redistributed.
 
     The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.)
     Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
@@ -46,8 +59,15 @@ def shard(
     >>> run_local(body, 2)
     [[0], [1, 2, 3]]
     """
-    comm = resolve_comm(comm)
-    given = _agree_on_source(tensor, spec, src_rank, comm)
+    if isinstance(src_rank, list | tuple | str):
+        placements, src_rank = src_rank, 0
+    comm = _comm_for(spec, comm)
+    if is_device_mesh(spec) and src_rank == 0 and 0 not in comm.ranks:  # of a submesh: its first rank, as in torch
+        src_rank = comm.ranks[0]
+    if is_dtensor(tensor):
+        return _shard_dtensor(tensor, spec, placements, comm)
+    spec, unread = _read_spec(spec, placements)
+    given = _agree_on_source(tensor, spec, src_rank, comm, unread)
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
     held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
@@ -60,10 +80,46 @@ def shard(
     return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
 
 
-def _agree_on_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> dict[str, Any]:
+def _comm_for(spec: Any, comm: Any) -> Comm:
+    """The comm that is passed, else that of a DeviceMesh, else the current one."""
+    return comm_of_device_mesh(spec) if comm is None and is_device_mesh(spec) else resolve_comm(comm)
+
+
+def _read_spec(spec: Any, placements: Any) -> tuple[Any, str | None]:
+    """A mesh and placements as a MeshSpec, and why that is not possible; anything else as it is."""
+    if isinstance(spec, Mesh) or is_device_mesh(spec):
+        try:
+            return mesh_spec_of(spec, placements), None
+        except ValueError as error:
+            return spec, str(error)
+    if placements is not None:
+        return spec, f"placements go with a mesh, and {spec!r} is not one; pass a mesh and placements, or a spec"
+    return spec, None
+
+
+def _shard_dtensor(tensor: Any, spec: Any, placements: Any, comm: Comm) -> ShardedTensor:
+    """A DTensor in another layout, if it is on ranks of the comm."""
+    held, problem = None, None
+    try:
+        held = from_dtensor(tensor, comm)
+        problem = _outside_problem(held.sharding, comm)
+    except ValueError as error:
+        problem = str(error)
+    agree(comm, {}, label="shard", problem=problem)
+    assert held is not None
+    mesh_and_placements = (spec, placements) if placements is not None else (spec,)
+    moved: ShardedTensor = held.redistribute(*mesh_and_placements, label="shard")
+    return moved
+
+
+def _agree_on_source(
+    tensor: Any, spec: Any, src_rank: int | None, comm: Comm, unread: str | None = None
+) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
-    own: dict[str, Any] = {"src_rank": src_rank, "problem": None, "has": tensor is not None}
-    if tensor is not None and not _is_plain_tensor(tensor):
+    own: dict[str, Any] = {"src_rank": src_rank, "problem": unread, "has": tensor is not None}
+    if unread is not None:
+        pass
+    elif tensor is not None and not _is_plain_tensor(tensor):
         own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}"
     elif tensor is not None:
         own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
@@ -83,36 +139,39 @@ def _agree_on_source(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -
 
 
 def _is_plain_tensor(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and not _is_dtensor(value)
-
-
-def _is_dtensor(value: object) -> bool:
-    """Whether this is torch's DTensor; whoever has one has loaded its module, which takes long to load."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and not is_dtensor(value)
 
 
 def _advice_for(value: object) -> str:
     if isinstance(value, ShardedTensor):
         return "; use its redistribute()"
-    return "; pass shardwise.compat.from_dtensor(x).redistribute(spec)" if _is_dtensor(value) else ""
+    return "; it is laid out already: shard(x, spec) or compat.from_dtensor(x) converts it" if is_dtensor(value) else ""
 
 
 def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
     """The layout as text, or why the spec does not lay out this shape."""
     if not isinstance(spec, Layout | ShardingSpec):
-        return {"problem": f"shard takes a spec or a Layout, got {type(spec).__name__}: {spec!r}"}
+        return {
+            "problem": "shard takes a spec such as ChunkSpec(0, 4), a Layout, or a mesh and placements, got "
+            f"{type(spec).__name__}: {spec!r}"
+        }
     try:
         layout = spec if isinstance(spec, Layout) else spec.layout(shape)
     except ValueError as error:
         return {"problem": str(error)}
     if layout.shape != shape:
         return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
+    outside = _outside_problem(layout, comm)
+    return {"spec": format_layout_text(layout)} if outside is None else {"problem": outside}
+
+
+def _outside_problem(layout: Layout, comm: Comm) -> str | None:
+    """Why a layout does not fit the ranks of a comm, or None."""
     outside = sorted(set(layout.ranks) - set(comm.ranks))
-    if outside:
-        by = f"the mesh {spec.mesh}" if isinstance(spec, MeshSpec) else "the spec"
-        return {"problem": f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"}
-    return {"spec": format_layout_text(layout)}
+    if not outside:
+        return None
+    by = f"the mesh {layout.spec.mesh}" if isinstance(layout.spec, MeshSpec) else "the layout"
+    return f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)}); {advise_ranks(comm)}"
 
 
 def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
@@ -128,19 +187,29 @@ def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) ->
 
 def from_local(
     local_tensors: Tensor | Sequence[Tensor],
-    layout: Layout | ShardingSpec,
+    layout: Any,
+    *given: Any,
     shape: Sequence[int] | None = None,
-    *,
+    placements: Any = None,
     comm: Any = None,
 ) -> ShardedTensor:
     """A ShardedTensor over existing local tensors, without a copy; they stay on the tape.
+
+    - `from_local(locals, layout)`, or with a spec and the global shape: `from_local(locals, spec, shape)`.
+    - `from_local(local, mesh, placements)`, as DTensor has it: the mesh and the placements may be torch's. Without
+      `shape`, the global shape follows from the parts of all ranks, which along one axis may have different lengths.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> from_local(torch.ones(2, 3), ChunkSpec(0, 1), (2, 3)).full().sum().item()
     6.0
     """
-    comm = resolve_comm(comm)
+    comm = _comm_for(layout, comm)
     held, problem = _list_local_tensors(local_tensors)
+    if isinstance(layout, Mesh) or is_device_mesh(layout):
+        layout, shape, unread = _read_parts(held, layout, given[0] if given else placements, shape, comm)
+        problem = problem or unread
+    elif given:
+        shape = given[0]
     where, unfit = _resolve_local_layout(layout, shape)
     problem = problem or unfit or _local_problem(held, where, comm)
     asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
@@ -148,6 +217,22 @@ def from_local(
     dtype, grad = _agree_on_kind(held, comm)
     anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
     return wrap(where, held, comm, dtype=dtype, anchor=anchor)
+
+
+def _read_parts(
+    held: Sequence[Tensor], mesh: Any, placements: Any, shape: Sequence[int] | None, comm: Comm
+) -> tuple[Any, Sequence[int] | None, str | None]:
+    """The spec and the global shape of parts on a mesh, and why there are none; the parts' shapes are gathered."""
+    spec, problem = _read_spec(mesh, placements)
+    if shape is not None or problem is not None:
+        return spec, shape, problem
+    own = json.dumps(list(held[0].shape) if held else None).encode()
+    told = comm.all_gather_bytes(own, label="from_local")
+    shapes = {r: tuple(s) for r, data in zip(comm.ranks, told, strict=True) if (s := json.loads(data)) is not None}
+    try:
+        return (*infer_from_parts(spec, shapes), None)
+    except LayoutError as error:
+        return spec, None, str(error)
 
 
 def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], str | None]:
@@ -185,7 +270,10 @@ def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | 
         return layout, None
     try:
         if not isinstance(layout, ShardingSpec):
-            raise LayoutError(f"from_local takes a spec or a Layout, got {type(layout).__name__}: {layout!r}")
+            raise LayoutError(
+                "from_local takes a Layout, a spec and a shape, or a mesh and placements, got "
+                f"{type(layout).__name__}: {layout!r}"
+            )
         if shape is None:
             raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
         return layout.layout(shape), None
@@ -194,9 +282,9 @@ def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | 
 
 
 def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
-    outside = sorted(set(layout.ranks) - set(comm.ranks))
-    if outside:
-        return f"the layout names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)})"
+    outside = _outside_problem(layout, comm)
+    if outside is not None:
+        return outside
     shapes = layout.local_shapes(comm.rank)
     found = tuple(tuple(t.shape) for t in held)
     if found != shapes:

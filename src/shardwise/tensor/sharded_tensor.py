@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import make_wrapper_subclass
-from shardwise.comm import Comm, name_ranks
-from shardwise.geometry import Layout, Placement, ShardingSpec
+from shardwise.comm import Comm, advise_ranks, name_ranks
+from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
@@ -31,6 +31,7 @@ from shardwise.tensor.shards import (
     make_local_shards,
     spec_on_device,
 )
+from shardwise.tensor.torch_names import TorchNamesMixin
 
 
 def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:
@@ -101,7 +102,7 @@ def wrap(
 derived_types: set[type] = set()  # the subclasses of ShardedTensor, for code that must not spend an isinstance
 
 
-class ShardedTensor(LocalMemoryMixin, AutogradMixin):
+class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     """A tensor whose pieces are on many ranks.
 
     >>> from shardwise.comm import run_local
@@ -164,7 +165,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
         outside = sorted(set(layout.ranks) - set(comm.ranks))
         if outside:
             raise ValueError(
-                f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}"
+                f"Global rank {outside[0]} does not exist in input process group: it has {name_ranks(comm.ranks)}; "
+                f"{advise_ranks(comm)}"
             )
 
     # What is where
@@ -173,11 +175,6 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
     def layout(self) -> torch.layout:  # type: ignore[override]  # a property, as the others
         """Torch's word for how elements are stored: always `torch.strided`. Where the pieces are is `sharding`."""
         return torch.strided
-
-    @property
-    def placements(self) -> tuple[Placement, ...] | None:
-        """What each mesh axis does, or None for layouts without a mesh."""
-        return getattr(self.sharding.spec, "placements", None) if hasattr(self.sharding.spec, "mesh") else None
 
     def sharding_spec(self) -> ShardingSpec:
         """The spec that this tensor was laid out by."""
@@ -227,16 +224,25 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin):
 
     @on_local_tensors
     def redistribute(
-        self, target: Any, *, async_op: bool = False, max_buffer_bytes: int | None = None, label: str = "redistribute"
+        self,
+        target: Any = None,
+        placements: Any = None,
+        *,
+        device_mesh: Any = None,
+        async_op: bool = False,
+        max_buffer_bytes: int | None = None,
+        label: str = "redistribute",
     ) -> Any:
         """The same values in another layout, as a new tensor; differentiable.
 
-        `target` is a spec, a Layout, placements on this tensor's mesh, or such placements in notation ("S(0), R"). With
-        `async_op`, a Handle whose `wait()` returns the tensor (outside autograd).
+        `target` is a spec, a Layout, placements on this tensor's mesh, such placements in notation ("S(0), R"), or a
+        mesh with `placements`. Torch's DeviceMesh and placements are read as ours; `device_mesh` and `placements` may
+        be passed by name, as DTensor has them. With `async_op`, a Handle whose `wait()` returns the tensor (outside
+        autograd).
         """
         problem = dst = None
         try:
-            dst = target_layout(self.sharding, target)
+            dst = target_layout(self.sharding, device_mesh if target is None else target, placements)
         except ValueError as error:
             problem = str(error)
         check_move(self, dst or self.sharding, label, {"max_buffer_bytes": max_buffer_bytes}, problem)

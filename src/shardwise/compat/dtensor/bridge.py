@@ -12,73 +12,30 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardwise._torch import pytree
-from shardwise.comm import Comm, ProcessGroupComm, default_comm
-from shardwise.compat.dtensor.layouts import (
-    TENSOR_MODULE,
-    dtensor_split_order,
-    mesh_from_device_mesh,
-    spec_from_dtensor,
-    torch_placements,
-)
-from shardwise.geometry import LayoutError, Mesh, MeshSpec
+from shardwise.comm.device_meshes import find_device_mesh
+from shardwise.compat.dtensor.layouts import torch_placements
+from shardwise.geometry import LayoutError, MeshSpec
+from shardwise.geometry.torch_words import to_mesh
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fast_path import call_fast_path
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
-from shardwise.tensor.move import describe_tensor, format_layout_text
-from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.dtensors import TENSOR_MODULE, from_dtensor
+from shardwise.tensor.move import describe_tensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_meshes: WeakValueDictionary[tuple[Mesh, str], Any] = WeakValueDictionary()
 _falls_back: ContextVar[bool] = ContextVar("shardwise_dtensor_fallback", default=False)
 _blocks = [0]
-
-
-def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
-    """A DTensor as a ShardedTensor over the same memory.
-
-    `comm` holds the mesh's ranks; the default is the mesh's own group for one axis, else the world if the mesh covers
-    it. Placements without a counterpart (torch's private ones) are refused.
-    """
-    spec = tensor._spec
-    shape = tuple(spec.shape)
-    native = spec_from_dtensor(spec.mesh, spec.placements, shape, dtensor_split_order(spec))
-    layout = native.layout(shape)
-    comm = comm or _comm_of(spec.mesh)
-    _meshes[(native.mesh, spec.mesh.device_type)] = spec.mesh
-    if comm.rank not in native.mesh.ranks:
-        return wrap(layout, (), comm, dtype=tensor.dtype)
-    local: Any = tensor.to_local()
-    if hasattr(local, "wait"):
-        local = local.wait()
-    if layout.local_shapes(comm.rank) != (tuple(local.shape),):
-        raise LayoutError(
-            f"the DTensor {spec} has {tuple(local.shape)} on rank {comm.rank}, where {format_layout_text(layout)} has "
-            f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
-        )
-    return wrap(layout, (local,), comm)
-
-
-def _comm_of(device_mesh: DeviceMesh) -> Comm:
-    if device_mesh.ndim == 1:
-        return ProcessGroupComm.of(device_mesh.get_group())
-    world = default_comm()
-    if set(world.ranks) != set(device_mesh.mesh.flatten().tolist()):
-        raise ValueError(
-            f"the mesh has {device_mesh.size()} of the {world.world_size} ranks of the world and {device_mesh.ndim} "
-            "axes; pass comm=, a comm of exactly the mesh's ranks"
-        )
-    return world
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
@@ -98,7 +55,10 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
         )
     words = importlib.import_module(TENSOR_MODULE)
     placements = torch_placements(view, shape)
-    mesh = _device_mesh(view, tensor) if device_mesh is None else _check_device_mesh(device_mesh, view)
+    if device_mesh is None:
+        mesh = find_device_mesh(view.mesh, tensor.device.type, tensor.comm)
+    else:
+        mesh = _check_device_mesh(device_mesh, view)
     local = tensor.local_parts[0] if tensor.local_parts else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     made: DTensor = words.DTensor.from_local(
@@ -108,26 +68,10 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
 
 
 def _check_device_mesh(device_mesh: DeviceMesh, view: MeshSpec) -> DeviceMesh:
-    given = mesh_from_device_mesh(device_mesh)
+    given = to_mesh(device_mesh)
     if given.shape != view.mesh.shape or given.ranks.tolist() != view.mesh.ranks.tolist():
         raise LayoutError(f"the tensor is on the mesh {view.mesh}, the device mesh passed is {given}; redistribute it")
     return device_mesh
-
-
-def _device_mesh(view: MeshSpec, tensor: ShardedTensor) -> DeviceMesh:
-    key = (view.mesh, tensor.device.type)
-    known = _meshes.get(key)
-    if known is None:
-        if tensor.comm.process_group is None:
-            raise ValueError(
-                f"DTensor needs a torch process group, and the comm of this tensor has none: {tensor.comm!r}; start "
-                "the ranks with shardwise.launch or torchrun"
-            )
-        made = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
-        known = made(tensor.device.type, torch.tensor(view.mesh.ranks.tolist()), mesh_dim_names=view.mesh.axes)
-        _meshes[key] = known
-    found: DeviceMesh = known
-    return found
 
 
 @contextmanager

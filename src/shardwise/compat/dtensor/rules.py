@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from shardwise._torch import OpOverload, clear_dtensor_caches
-from shardwise.compat.dtensor.layouts import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor, torch_placement
+from shardwise.compat.dtensor.layouts import torch_placement
 from shardwise.compat.dtensor.spec_view import TorchRule
 from shardwise.geometry import Shard
 from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule
 from shardwise.ops.engine.schema import Slot
+from shardwise.tensor.dtensors import TENSOR_MODULE, dtensor_split_order, spec_from_dtensor
 
 _TABLES = (
     "op_strategy_funcs",

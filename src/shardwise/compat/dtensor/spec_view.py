@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.dtensor.layouts import TENSOR_MODULE, torch_placement
+from shardwise.compat.dtensor.layouts import torch_placement
 from shardwise.geometry import Placement
 from shardwise.ops.engine.registry import Rule, Steps, TensorMeta
+from shardwise.tensor.dtensors import TENSOR_MODULE
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
+class NoStrategyError(UnsupportedOpError):
+    """The rule of an operator has no strategy for these layouts."""
+
+
 @dataclass(slots=True)
 class Decision:
     """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
@@ -127,7 +131,12 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
         check_writable(tensors[index])
     if irregular:
         return compute_on_pieces(call, tensors, written)
-    return _run_call(call, tensors)
+    try:
+        return _run_call(call, tensors)
+    except NoStrategyError:  # raised from the layouts alone, before anything is sent
+        if not any(tensors[i].sharding.pending for i in written) or (way := find_fallback(op)) is None:
+            raise
+    return fall_back(op, way, args, kwargs)
 
 
 def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,7 +190,7 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | 
         return strategies
     chosen = choose_strategies(strategies, operands, mesh)
     if chosen is None:
-        raise UnsupportedOpError(
+        raise NoStrategyError(
             f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
         )
     if cut_lengths_differ(chosen, operands):
@@ -281,6 +290,11 @@ def _ask_for_strategies(
     ]
     if rule is None:
         strategies = pointwise_rule(call.op, metas, (*call.args, *call.kwargs.values()))
+        if strategies is None and str(call.op).startswith("c10d."):
+            raise UnsupportedOpError(
+                f"{_describe_call(call, tensors)}: the collectives of torch.distributed take plain tensors; pass "
+                "x.local_tensor(), or move the tensor with x.redistribute(...)"
+            )
         if strategies is None:
             raise UnsupportedOpError(
                 f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), "

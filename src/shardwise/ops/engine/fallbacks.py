@@ -20,6 +20,7 @@ from shardwise._torch import decomposition_table, pytree
 from shardwise.comm import CommError
 from shardwise.ops.engine.fast_path import note_operator
 from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated
+from shardwise.ops.engine.schema import find_functional
 from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -44,7 +45,7 @@ def find_fallback(op: Any) -> Fallback | None:
         return None
     overload = schema.overload_name or "default"
     if name.endswith("_") and not name.endswith("__"):
-        return _make_in_place(_find_overload(name[:-1], overload))
+        return _make_in_place(find_functional(op))
     if name.endswith("_copy"):
         return _make_view_copy(_find_overload(name[: -len("_copy")], overload)) or decomposition_table.get(op)
     way: Fallback | None = decomposition_table.get(op)
@@ -75,12 +76,17 @@ def _call_overload(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _make_in_place(functional: Any) -> Fallback | None:
-    """Compute without writing, then copy into the first argument."""
+    """Compute without writing, then copy into the first argument.
+
+    What is differentiated computes from a copy: autograd may keep its values, which are overwritten here.
+    """
     if functional is None:
         return None
 
     def way(target: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        return _write_result(target, _call_overload(functional, (target, *args), kwargs))
+        kept = torch.is_grad_enabled() and target.requires_grad and target.sharding.pending is None
+        values = _copy_view(target) if kept else target
+        return _write_result(target, _call_overload(functional, (values, *args), kwargs))
 
     return way
 

@@ -36,6 +36,7 @@ from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.dtensors import convert_dtensors
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types, wrap
@@ -259,12 +260,8 @@ def _find_shortcut(
 
 def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
-    return (
-        isinstance(result, ShardedTensor)
-        and isinstance(args[0], ShardedTensor)
-        and not kwargs
-        and result.dtype == args[0].dtype
-    )
+    tensors = isinstance(result, ShardedTensor) and isinstance(args[0], ShardedTensor)
+    return tensors and not kwargs and bool(result.dtype == args[0].dtype)
 
 
 def _gives_back_what_it_writes(
@@ -434,7 +431,7 @@ def _call_with_key(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
 ) -> Any:
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):
-        return call_function(func, types, args, kwargs)
+        return call_function(func, types, *convert_dtensors(args, kwargs))
     shortcut = _shortcuts.get(key, None if is_tracing() else UNKNOWN)  # a trace has no values to compare
     if shortcut is None or (shortcut is not UNKNOWN and shortcut.compared and has_saved_tensors_hooks()):
         return call_function(func, types, args, kwargs)  # checkpointed code saves the same at both times

@@ -35,6 +35,11 @@ def plain_as_replicated() -> Iterator[None]:
         _plain_is_replicated.reset(token)
 
 
+def reads_plain_as_replicated() -> bool:
+    """Whether plain tensors are read as replicated here: inside `plain_as_replicated`, or a model that says so."""
+    return _plain_is_replicated.get()
+
+
 def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTensor:
     """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
 

@@ -92,9 +92,34 @@ def written_slots(op: Any) -> tuple[str, ...]:
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether torch tags the operator as pointwise and it draws no random numbers."""
-    tags = getattr(op, "tags", ())
+    """Whether torch tags the operator as pointwise and it draws no random numbers.
+
+    Torch leaves out some that write to their argument (`mish_`, `threshold_`): those are what the others are.
+
+    >>> is_pointwise(torch.ops.aten.mish_.default), is_pointwise(torch.ops.aten.rrelu.default)
+    (True, False)
+    """
+    tags = set(getattr(op, "tags", ()))
+    if torch.Tag.pointwise not in tags and (other := find_functional(op)) is not None:
+        tags |= set(other.tags)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+@cache
+def find_functional(op: Any) -> Any:
+    """The operator that computes what one of torch's own writes to its argument, or None.
+
+    >>> find_functional(torch.ops.aten.mish_.default)
+    <OpOverload(op='aten.mish', overload='default')>
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return None
+    space, _, name = schema.name.partition("::")
+    if space != "aten" or not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, schema.overload_name or "default", None)
 
 
 def resolve_op(op: Any) -> Any:

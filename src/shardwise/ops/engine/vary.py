@@ -20,23 +20,12 @@ from torch import Tensor
 
 from shardwise._torch import is_dual_level
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, on_duals
+from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _SOURCE = "_moved_from"
-
-
-class _Vary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, link: LayoutMove, tensor: Tensor) -> Tensor:
-        ctx.link = link
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *move_gradients(ctx.link, (grads[0].contiguous(),))
 
 
 class _MoveAndVary(torch.autograd.Function):
@@ -78,7 +67,7 @@ def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: 
     link = _gradient_move(tensor, layout, axes)
     source: ShardedTensor | None = tensor.__dict__.get(_SOURCE)
     if source is None or source.sharding.pending is not None or is_dual_level():
-        return on_duals(lambda t: _Vary.apply(link, t), local)  # type: ignore[no-untyped-call]  # untyped in torch
+        return with_moved_gradient(link, local)
     back = LayoutMove(source.sharding, layout, tensor.comm, tensor.dtype, "parameter").backward()
     both = replace(link, dst=back.dst, scale=back.scale, label="gradient of a moved tensor")
     return _MoveAndVary.apply(both, local.detach(), *source._tape_tensors())  # type: ignore[no-untyped-call, no-any-return]

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.schema import is_pointwise
 
 # Operators through which a pending sum stays pending, and which of their operands are pending together. Not by a tensor
@@ -29,6 +31,12 @@ FIRST_PENDING = {
     "aten::imag",
     "aten::conj",
 }
+
+
+@register_sharding([aten.hardswish.default, aten.hardswish_.default])
+def hardswish(x: TensorMeta) -> list[Strategy]:
+    """Pointwise, and not tagged so by torch."""
+    return pointwise_strategies([x])
 
 
 def pointwise_rule(op: Any, metas: Sequence[TensorMeta], arguments: Sequence[Any] = ()) -> list[Strategy] | None:

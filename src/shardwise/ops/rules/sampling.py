@@ -114,7 +114,8 @@ def _draw_slopes(
 
 
 def _draw_slopes_in_place(x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return aten.copy_.default(x, _draw_slopes(x, *args, **kwargs))
+    values = aten.clone.default(x)  # autograd may keep them, and x is overwritten
+    return aten.copy_.default(x, _draw_slopes(values, *args, **kwargs))
 
 
 register_sharding(aten.rrelu_with_noise.default, Steps(_draw_slopes))

@@ -1,4 +1,4 @@
-"""Views: the same elements under other indices. Nothing is moved; a cut is carried over, or refused with a reason.
+"""Views: the same elements under other indices. A cut is carried over; where it cannot be, the tensor is moved first.
 
 Transposition and the like renumber dims, which is a rule. A reshape has arguments of its own for each rank, so
 it works out the layout of the whole result and reshapes the local tensor to what this rank holds of it.
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.fast_path import note_special
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.view_recut import recut_for_view
 from shardwise.ops.engine.view_sharding import NoViewError, view_spec
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.inplace import mark_copied
+from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _MAX_VIEWS = 8192
@@ -123,12 +126,28 @@ def _is_pending(strategy: Strategy) -> bool:
 
 
 def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object = None) -> ShardedTensor:
-    """The tensor in another shape, in place; local tensors have strides of their own."""
-    layout = _cached_view_layout(tensor.sharding, tuple(size))
+    """The tensor in another shape, in place; local tensors have strides of their own.
+
+    Where the cuts cannot be carried over it is moved first to a layout whose cuts can: then the result is a copy.
+    """
+    try:
+        layout = _cached_view_layout(tensor.sharding, tuple(size))
+    except NoViewError:
+        moved = _move_for_view(tensor, resolve_size(tensor.sharding.shape, size))
+        return mark_copied(reshape_sharded(moved, size), "a view, before which its input had to be moved,")
     if not tensor.local_parts:
         return wrap(layout, (), tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor)
     local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
     return wrap(layout, (local,), tensor.comm)
+
+
+def _move_for_view(tensor: ShardedTensor, size: tuple[int, ...]) -> ShardedTensor:
+    spec = mesh_view(tensor.sharding)
+    assert spec is not None
+    layout = recut_for_view(spec, tensor.sharding.shape, size).layout(tensor.sharding.shape)
+    note_special()  # the move is one more step than a reshape of local tensors, which is what would be remembered
+    locals_, anchor = move_to(tensor, layout, "view")
+    return wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=anchor)
 
 
 register_sharding(
@@ -168,11 +187,11 @@ def _carry_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
         return MeshSpec(spec.mesh, cut).layout(size)
     try:
         return view_spec(spec, layout.shape, size).layout(size)
-    except NoViewError as error:
+    except NoViewError:
         alone = MeshSpec(spec.mesh, _drop_single_axes(spec), spec.order)
         if alone != spec:
             return _carry_view_layout(alone.layout(layout.shape), size)
-        raise _view_error(layout, size, str(error)) from None
+        raise
 
 
 def _drop_single_axes(spec: MeshSpec) -> list[Placement]:

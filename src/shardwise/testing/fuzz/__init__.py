@@ -3,7 +3,7 @@
 from shardwise.testing.fuzz.campaign import Finding, Tally, run_seeds
 from shardwise.testing.fuzz.generate import random_program
 from shardwise.testing.fuzz.isolate import ProcessRanks, run_isolated
-from shardwise.testing.fuzz.program import Input, Program, Round, Step, script
+from shardwise.testing.fuzz.program import Input, Program, Round, Statement, script
 from shardwise.testing.fuzz.run import Verdict, run_on_process, run_on_threads, worst
 from shardwise.testing.fuzz.shrink import shrink
 
@@ -13,7 +13,7 @@ __all__ = [
     "ProcessRanks",
     "Program",
     "Round",
-    "Step",
+    "Statement",
     "Tally",
     "Verdict",
     "random_program",

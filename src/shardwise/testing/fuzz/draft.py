@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.testing.fuzz.layouts import World, random_spec
 from shardwise.testing.fuzz.operators import Operator
-from shardwise.testing.fuzz.program import Input, Step
+from shardwise.testing.fuzz.program import Input, Statement
 from shardwise.testing.fuzz.values import fill
 
 LENGTHS = (1, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8)
@@ -36,7 +36,7 @@ class Draft:
     dtype: str
     mode: str
     inputs: list[Input] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Statement] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     inexact: set[str] = field(default_factory=set)
 

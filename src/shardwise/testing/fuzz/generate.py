@@ -18,7 +18,7 @@ from shardwise.testing.fuzz.draft import Draft, name_dtype
 from shardwise.testing.fuzz.fields import FIELDS, Picked
 from shardwise.testing.fuzz.layouts import random_world
 from shardwise.testing.fuzz.operators import OPERATORS, Operator
-from shardwise.testing.fuzz.program import Program, Round, Step
+from shardwise.testing.fuzz.program import Program, Round, Statement
 from shardwise.testing.fuzz.run import execute
 
 DTYPES = ("float64",) * 9 + ("float32",) * 4 + ("complex128",) * 2 + ("int64",) * 2 + ("bfloat16", "bool")
@@ -67,7 +67,7 @@ def _extend(draft: Draft, operator: Operator) -> None:
     draft.steps.append(step)
 
 
-def _statement(draft: Draft, operator: Operator) -> Step:
+def _statement(draft: Draft, operator: Operator) -> Statement:
     picked = Picked(draft, draft.first(operator))
     free = sum(len(step.targets) for step in draft.steps)
     texts = {"t": f"v{free}", "u": f"v{free + 1}"}
@@ -75,10 +75,10 @@ def _statement(draft: Draft, operator: Operator) -> Step:
     for name in dict.fromkeys(_FIELD.findall(statement)):
         if name not in texts:
             texts[name] = FIELDS[name](picked)
-    return Step(operator.name, statement.format(**texts))
+    return Statement(operator.name, statement.format(**texts))
 
 
-def _check_results(draft: Draft, step: Step, operator: Operator) -> None:
+def _check_results(draft: Draft, step: Statement, operator: Operator) -> None:
     """Refuse results that are too large; note which tensors are no longer exact."""
     rounded = not operator.keeps or any(name in draft.inexact for name in step.reads)
     if operator.needs and any(name in draft.inexact for name in step.reads):

@@ -31,7 +31,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Step:
+class Statement:
     """One statement, such as `v0 = torch.add(a0, a1)`, and the operator that it is counted under."""
 
     operator: str
@@ -41,7 +41,7 @@ class Step:
     def targets(self) -> tuple[str, ...]:
         """The names that the statement assigns; none if it writes to a tensor in place.
 
-        >>> Step("sort", "v0, v1 = torch.sort(a0, 1)").targets
+        >>> Statement("sort", "v0, v1 = torch.sort(a0, 1)").targets
         ('v0', 'v1')
         """
         left, equals, _ = self.code.partition(" = ")
@@ -51,7 +51,7 @@ class Step:
     def reads(self) -> tuple[str, ...]:
         """The names of tensors that the statement uses.
 
-        >>> Step("add_", "a1.add_(v0)").reads
+        >>> Statement("add_", "a1.add_(v0)").reads
         ('a1', 'v0')
         """
         code = self.code.partition(" = ")[2] if self.targets else self.code
@@ -72,14 +72,14 @@ class Program:
     """Statements over laid out tensors, run once for each round, in order, in one process or group of processes.
 
     >>> rows = Input("a0", "float64", (3, 2), "on tp=2: S(0)")
-    >>> program = Program(2, (rows,), (Step("sum", "v0 = a0.sum()"),), (Round(0),))
+    >>> program = Program(2, (rows,), (Statement("sum", "v0 = a0.sum()"),), (Round(0),))
     >>> Program.from_json(program.to_json()) == program
     True
     """
 
     ranks: int
     inputs: tuple[Input, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Statement, ...]
     rounds: tuple[Round, ...]
     backward: bool = False
 
@@ -94,7 +94,7 @@ class Program:
         return cls(
             data["ranks"],
             tuple(Input(**{**item, "shape": tuple(item["shape"])}) for item in data["inputs"]),
-            tuple(Step(**item) for item in data["steps"]),
+            tuple(Statement(**item) for item in data["steps"]),
             tuple(Round(item["seed"], _pairs(item["aliases"]), item["mode"]) for item in data["rounds"]),
             data["backward"],
         )
@@ -126,7 +126,7 @@ def script(program: Program, preamble: str = "") -> str:
         "",
         "import sys",
         "",
-        "from shardwise.testing.fuzz import Input, Program, Round, Step, run_on_threads",
+        "from shardwise.testing.fuzz import Input, Program, Round, Statement, run_on_threads",
         *preamble.splitlines(),
         "",
         "program = Program(",

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import Comm, CommError, DisagreementError, ShardedTensor, default_comm, parse_spec, run_local
 from shardwise.testing.fuzz.compare import difference, loss_of, tolerance
-from shardwise.testing.fuzz.program import Program, Round, Step
+from shardwise.testing.fuzz.program import Program, Round, Statement
 from shardwise.testing.fuzz.values import make_inputs, on_ranks, whole
 
 RIGHT, WRONG, ERROR, APART = "right", "wrong", "error", "ranks differ"
@@ -64,7 +64,7 @@ def run_on_threads(program: Program, limit: float = LIMIT) -> Verdict:
 
     >>> from shardwise.testing.fuzz import Input
     >>> rows = Input("a0", "float64", (3, 2), "on tp=2: S(0)")
-    >>> run_on_threads(Program(2, (rows,), (Step("sum", "v0 = a0.sum()"),), (Round(0), Round(1))))
+    >>> run_on_threads(Program(2, (rows,), (Statement("sum", "v0 = a0.sum()"),), (Round(0), Round(1))))
     Verdict(kind='right', text='', operator='', ran=('sum', 'sum'), refused=())
     """
     try:
@@ -112,7 +112,7 @@ class _Run:
         dense = make_inputs(self.program.inputs, self.round, whole)
         laid = make_inputs(self.program.inputs, self.round, on_ranks(self.comm))
         inputs, grads = tuple(laid), [(n, laid[n], dense[n]) for n in laid if dense[n].requires_grad]
-        done: list[Step] = []
+        done: list[Statement] = []
         for step in self.program.steps[:count]:
             if all(name in laid for name in step.reads) and self._sharded(step, laid):
                 done.append(step)
@@ -124,7 +124,7 @@ class _Run:
         if backward and _can_backward(dense, inputs):
             self._backward(laid, dense, grads, last)
 
-    def _sharded(self, step: Step, names: Names) -> bool:
+    def _sharded(self, step: Statement, names: Names) -> bool:
         """Run a statement on ShardedTensors; False if all ranks refuse it."""
         outcome = ""
         try:
@@ -141,7 +141,7 @@ class _Run:
         self.ran.append(step.operator)
         return True
 
-    def _agree(self, outcome: str, step: Step) -> None:
+    def _agree(self, outcome: str, step: Statement) -> None:
         kinds = [data.decode() for data in self.comm.all_gather_bytes(outcome[:120].encode(), label=step.code)]
         starts = {kind.partition(":")[0] for kind in kinds}
         if len(starts) > 1:
@@ -233,7 +233,7 @@ def redistribute(tensor: Tensor, spec: str) -> Tensor:
 SCOPE = {"torch": torch, "F": F, "checkpoint": checkpoint, "redistribute": redistribute}
 
 
-def execute(step: Step, names: Names) -> None:
+def execute(step: Statement, names: Names) -> None:
     """Run a statement; new names are added."""
     scope = {**SCOPE, **names}
     exec(step.code, scope)
@@ -268,7 +268,7 @@ def dense_steps(program: Program, round_: Round) -> tuple[int, bool]:
     return count, True
 
 
-def _whole(steps: Sequence[Step], names: Names, round_: Round) -> bool:
+def _whole(steps: Sequence[Statement], names: Names, round_: Round) -> bool:
     """Run statements on whole tensors; False if torch refuses one."""
     try:
         with mode(round_):
