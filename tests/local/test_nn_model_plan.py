@@ -113,7 +113,10 @@ def test_inputs_are_whole_or_parts_of_dim_0(text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"mesh": "dp=2,tp=2"}, r"a plan's mesh is a Mesh such as Mesh\.of\(dp=2, tp=4\), or torch's DeviceMesh; got 'dp=2,tp=2'"),
+        (
+            {"mesh": "dp=2,tp=2"},
+            r"a plan's mesh is a Mesh such as Mesh\.of\(dp=2, tp=4\), or torch's DeviceMesh; got 'dp=2,tp=2'",
+        ),
         (
             {"parameters": {"tokens.weight": ChunkSpec(0, 2)}},
             "has placements as strings, .* got ChunkSpec; specs of single",
