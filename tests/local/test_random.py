@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardwise
 import shardwise.tensor.random.fill as drawing
 from shardwise.comm import Comm, DisagreementError, run_local
-from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial
+from shardwise.geometry import Box, ChunkSpec, Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate
 from shardwise.tensor.random.distributions import Distribution, bernoulli, integers, normal, truncated_normal, uniform
 from shardwise.tensor.random.fill import NumberSource, Tiling, check_not_pending, fill_box, fill_locals, unit_of
 from shardwise.tensor.random.streams import Stream, manual_seed, next_stream
@@ -227,14 +227,61 @@ def test_the_state_of_a_generator_names_its_stream() -> None:
     run_local(body, 2, timeout=20.0)
 
 
-@pytest.mark.parametrize("draw", ["uniform_", "normal_", "random_", "bernoulli_", "bernoulli", "like"])
+INVERSES: dict[str, tuple[tuple[float, ...], float]] = {  # arguments, and a quarter of the values is below
+    "exponential_": ((2.0,), math.log(4 / 3) / 2),
+    "cauchy_": ((1.0, 2.0), -1.0),
+    "log_normal_": ((0.5, 1.0), math.exp(0.5 - 0.67449)),
+}
+
+
+@pytest.mark.parametrize("draw", INVERSES)
+def test_values_by_inverse_functions_have_their_distribution(draw: str) -> None:
+    arguments, quarter = INVERSES[draw]
+
+    def body(comm: Comm) -> None:
+        cut, whole = (
+            shardwise.zeros(spec, 4000) for spec in (ChunkSpec(0, (0, 1)), MeshSpec(Mesh.of(x=2), (Replicate(),)))
+        )
+        for x in (cut, whole):
+            shardwise.manual_seed(4)
+            getattr(x, draw)(*arguments)
+        assert torch.equal(cut.full(), whole.full())
+        assert abs((cut.full() < quarter).double().mean() - 0.25) < 0.03
+        with pytest.raises(RuntimeError, match=draw):
+            getattr(cut, draw)(*arguments[:-1], -1.0)
+
+    run_local(body, 2, timeout=20.0)
+
+
+def test_trials_up_to_the_first_success() -> None:
+    def body(comm: Comm) -> None:
+        x = shardwise.zeros(ChunkSpec(0, (0, 1)), 4000, dtype=torch.int64).geometric_(0.25).full()
+        assert x.min() == 1 and abs(x.double().mean() - 4) < 0.3
+        assert abs((x == 1).double().mean() - 0.25) < 0.03
+
+    run_local(body, 2, timeout=20.0)
+
+
+def test_ones_with_the_probabilities_of_another_tensor() -> None:
+    def body(comm: Comm) -> None:
+        spec = ChunkSpec(0, (0, 1))
+        p = shardwise.shard(torch.tensor([0.0, 1.0] * 20), spec)
+        assert torch.equal(shardwise.zeros(spec, 40).bernoulli_(p).full(), p.full())
+
+    run_local(body, 2, timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    "draw", ["uniform_", "normal_", "random_", "bernoulli_", "bernoulli", "like", *INVERSES, "geometric_"]
+)
 def test_a_generator_gives_other_numbers_at_each_call(draw: str) -> None:
     def values(generator: torch.Generator) -> torch.Tensor:
         spec = ChunkSpec(0, (0, 1))
         x = shardwise.full(spec, (64,), 0.5)
         if draw == "like":
             return shardwise.rand_like(x, generator=generator).full()
-        return getattr(x, draw)(generator=generator).full()
+        arguments = (0.3,) if draw == "geometric_" else ()
+        return getattr(x, draw)(*arguments, generator=generator).full()
 
     def body(comm: Comm) -> None:
         generator = torch.Generator().manual_seed(1)

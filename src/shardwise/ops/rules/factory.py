@@ -135,17 +135,29 @@ def _draw_bernoulli_of(tensor: ShardedTensor, *, generator: Any = None) -> Any:
     return (drawn < tensor.detach()).to(tensor.dtype)
 
 
+def _draw_bernoulli_into(tensor: ShardedTensor, p: Any, *, generator: Any = None) -> Any:
+    """Ones with the probabilities that another tensor holds, written in place."""
+    drawn: Any = rand_like(tensor.detach(), dtype=p.dtype, generator=generator)
+    return tensor.copy_(drawn < p)
+
+
 def _draw_bernoulli_like(tensor: ShardedTensor, p: float, *, generator: Any = None) -> ShardedTensor:
     made = empty_like(tensor)
     return draw_into(made, lambda: bernoulli(p), label="bernoulli", fields={"p": p}, generator=generator)
 
 
 def _draw_integers_like(
-    tensor: ShardedTensor, low: int, high: int, *, dtype: torch.dtype | None = None, **options: Any
+    tensor: ShardedTensor,
+    low: int,
+    high: int,
+    *,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> ShardedTensor:
-    made = empty_like(tensor, dtype=dtype)
+    made, fields = empty_like(tensor, dtype=dtype), {"low": low, "high": high}
     return draw_into(
-        made, lambda: integers(low, high, made.dtype), label="randint_like", fields={"low": low, "high": high}
+        made, lambda: integers(low, high, made.dtype), label="randint_like", fields=fields, generator=generator
     )
 
 
@@ -156,13 +168,16 @@ def _draw_integers_below(tensor: ShardedTensor, high: int, **options: Any) -> Sh
 register_sharding(aten.native_dropout.default, Steps(_drop))
 register_sharding(aten.bernoulli.default, Steps(_draw_bernoulli_of))
 register_sharding(aten.bernoulli.p, Steps(_draw_bernoulli_like))
-register_sharding(aten.randint_like.default, Steps(_draw_integers_below))
-register_sharding(aten.randint_like.low_dtype, Steps(_draw_integers_like))
+for _name in ("default", "generator", "low_dtype", "low_generator_dtype"):
+    if _name in aten.randint_like.overloads():  # older torch takes no generator
+        _draw = _draw_integers_like if _name.startswith("low") else _draw_integers_below
+        register_sharding(getattr(aten.randint_like, _name), Steps(_draw))
 
 # Values written in place
 register_sharding(aten.uniform_.default, Steps(draw_uniform))
 register_sharding(aten.normal_.default, Steps(draw_normal))
 register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
+register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into))
 register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
 register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(fill_value))
 register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0)))

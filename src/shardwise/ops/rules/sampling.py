@@ -1,4 +1,4 @@
-"""Random values whose distribution depends on a tensor: normal, poisson, multinomial, randomised leaky ReLU.
+"""Random values computed from uniform or normal ones: exponential, poisson, multinomial, randomised leaky ReLU ...
 
 Each draws uniform or normal numbers through the streams of sharded tensors and computes the values from them, so that
 replicas are equal and the layout changes nothing. No gradient passes to the parameters, as in torch.
@@ -6,6 +6,7 @@ replicas are equal and the layout changes nothing. No gradient passes to the par
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,6 +42,50 @@ def _draw_poisson(rate: ShardedTensor, generator: Any = None) -> ShardedTensor:
 
 
 register_sharding(aten.poisson.default, Steps(_draw_poisson))
+
+_HALF_STEP = 2.0**-54  # half of the distance between uniform numbers: no logarithm is that of 0
+
+
+def _write_drawn(tensor: ShardedTensor, drawn: Any) -> Any:
+    return tensor.copy_(drawn)
+
+
+def _draw_uniform_like(tensor: ShardedTensor, generator: Any) -> Any:
+    return rand_like(tensor.detach(), dtype=torch.float64, generator=generator)
+
+
+def _draw_exponential(tensor: ShardedTensor, lambd: float = 1.0, *, generator: Any = None) -> Any:
+    if not lambd > 0:
+        raise RuntimeError(f"exponential_ expects lambda > 0, but found lambda={lambd}")
+    return _write_drawn(tensor, (_draw_uniform_like(tensor, generator) + _HALF_STEP).log() / -lambd)
+
+
+def _draw_cauchy(tensor: ShardedTensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> Any:
+    if not sigma > 0:
+        raise RuntimeError(f"cauchy_ expects sigma > 0, but found sigma={sigma}")
+    turns = _draw_uniform_like(tensor, generator) - (0.5 - _HALF_STEP)
+    return _write_drawn(tensor, median + sigma * (math.pi * turns).tan())
+
+
+def _draw_log_normal(tensor: ShardedTensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> Any:
+    if not std > 0:
+        raise RuntimeError(f"log_normal_ expects std > 0, but found std={std}")
+    drawn: Any = randn_like(tensor.detach(), dtype=torch.float64, generator=generator)
+    return _write_drawn(tensor, (mean + std * drawn).exp())
+
+
+def _draw_geometric(tensor: ShardedTensor, p: float, *, generator: Any = None) -> Any:
+    """How many trials there are up to the first success."""
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but found p={p}")
+    trials = (_draw_uniform_like(tensor, generator) + _HALF_STEP).log() / math.log1p(-p)
+    return _write_drawn(tensor, trials.ceil().clamp(min=1))
+
+
+register_sharding(aten.exponential_.default, Steps(_draw_exponential))
+register_sharding(aten.cauchy_.default, Steps(_draw_cauchy))
+register_sharding(aten.log_normal_.default, Steps(_draw_log_normal))
+register_sharding(aten.geometric_.default, Steps(_draw_geometric))
 
 
 def _count_events(chance: Tensor, rate: Tensor) -> Tensor:
