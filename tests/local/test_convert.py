@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +197,28 @@ def test_a_map_and_its_inverse_give_the_source_back(tmp_path: Path) -> None:
     reshard(tmp_path / "b", tmp_path / "c", names=back, layout="S(0)", ranks=3)
     assert sorted(read_all(tmp_path / "b")) != sorted(stored())
     check_equal(read_all(tmp_path / "c"), stored())
+
+
+MEASURED = """
+import sys
+from shardwise.checkpoint.resharding.run import reshard
+
+names = {"change": [{"transpose": "a"}, {"fuse": ["a", "b"], "to": "both", "dim": 1}]}
+reshard(sys.argv[1], sys.argv[2], names=names, dtype="bf16", workers=1, max_buffer_bytes=64 << 20)
+assert "torch" not in sys.modules
+print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_a_transposed_and_fused_tensor_keeps_within_the_memory(tmp_path: Path) -> None:
+    a, b = numbers(4096, 3072), numbers(3072, 1024)
+    shardwise.save({"a": a, "b": b}, tmp_path / "a")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    assert int(done.stdout) < 96 << 10, "interpreter and libraries take 48 MiB, source and result 90"
+    assert torch.equal(shardwise.open(tmp_path / "b")["both"].read(), torch.cat([a.t(), b], dim=1).bfloat16())
 
 
 def load_fused(comm: Comm, path: Path, names: Path) -> list[Tensor]:

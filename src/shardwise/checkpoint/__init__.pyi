@@ -1,7 +1,7 @@
 # The public names, each listed once: type checkers read them here, and `_lazy.attach_stub` does at run time.
 
 from shardwise.checkpoint.background import Saving as Saving
-from shardwise.checkpoint.cleaning import (
+from shardwise.checkpoint.verify import (
     clean as clean,
     leftovers as leftovers,
 )

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
-from shardwise.checkpoint.describe import raise_problems
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
 from shardwise.checkpoint.index import Json
+from shardwise.checkpoint.state import raise_problems
 from shardwise.checkpoint.storage.base import SaveFolder
 from shardwise.comm import Comm
 

@@ -27,7 +27,6 @@ from shardwise.checkpoint.background import wait_for_running_save
 from shardwise.checkpoint.checksums import block_count, checksum
 from shardwise.checkpoint.converting.conversion import rename_index
 from shardwise.checkpoint.converting.name_map import NameMap
-from shardwise.checkpoint.describe import describe_state, gather_or_raise, raise_problems
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
 from shardwise.checkpoint.index import Index, Scalar, StoredCut, TensorEntry, stored_names, stored_values
 from shardwise.checkpoint.reading import (
@@ -41,10 +40,13 @@ from shardwise.checkpoint.reading import (
 )
 from shardwise.checkpoint.state import (
     Leaf,
+    describe_state,
     fill_state,
     flatten_state,
+    gather_or_raise,
     leaf_to_sharded,
     make_leaf,
+    raise_problems,
     redistribute_by_comm,
     reduced_layout,
     torch_dtype,
@@ -303,7 +305,7 @@ class Loader:
     def run_or_start_over(self, work: Callable[[], None], note: str = "") -> bool:
         """Do a step on all ranks; False if it failed on any because a save replaced the checkpoint meanwhile."""
         _, problem = run_or_describe_error(work)
-        stale = (problem is not None or not self.store.pinned.pins) and self.store.is_stale()
+        stale = self.store.is_stale() if problem is not None else self.store.pinned.has_changed_files()
         everyone = gather_or_raise(self.comm, [problem and problem + note, stale], None, LOAD_LABEL)
         if any(one[1] for one in everyone):
             return False

@@ -23,12 +23,20 @@ from torch import Tensor
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
-from shardwise.checkpoint.describe import agree_on_state, gather_or_raise
 from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
 from shardwise.checkpoint.formats.base import FileItem, FilePlan, Format, ItemSums, PlannedFile, SaveRequest
 from shardwise.checkpoint.formats.table import find_format
 from shardwise.checkpoint.index import Json
-from shardwise.checkpoint.state import Leaf, flatten_state, make_leaf, reduce_pending, reduced_layout, torch_dtype
+from shardwise.checkpoint.state import (
+    Leaf,
+    agree_on_state,
+    flatten_state,
+    gather_or_raise,
+    make_leaf,
+    reduce_pending,
+    reduced_layout,
+    torch_dtype,
+)
 from shardwise.checkpoint.storage.base import SaveFolder
 from shardwise.checkpoint.storage.place import Place, find_place, new_save, prepare_target
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES

@@ -76,19 +76,24 @@ class StoredRegion:
         self.file.fetch(self.begin, self.begin + self.span)
 
     def split(self, span_bytes: int) -> Iterator[tuple[slice, ...]]:
-        """Cut it along its first dims into parts of about this span, each as the slices of it."""
-        if self.span <= span_bytes or not self.sizes:
+        """Cut it into parts of about this span, each as the slices of it; along the dim with the largest stride first.
+
+        So each part is a run of the file, also where the first dim of the region is not the outermost in the file.
+        """
+        dims = [d for d, n in enumerate(self.sizes) if n > 1]
+        if self.span <= span_bytes or not dims:
             yield tuple(slice(0, n) for n in self.sizes)
             return
-        rows, rest = self.sizes[0], self.sizes[1:]
-        count = span_bytes * rows // self.span
-        for start in range(0, rows, max(1, count)):
-            taken = slice(start, min(rows, start + max(1, count)))
-            if count > 1:
-                yield (taken, *(slice(0, n) for n in rest))
-            else:
-                inner = StoredRegion(self.file, self.begin, rest, self.strides[1:], self.carrier)
-                yield from ((taken, *others) for others in inner.split(span_bytes))
+        dim = max(dims, key=lambda d: self.strides[d])
+        length, stride = self.sizes[dim], self.strides[dim]
+        inner = self.span - (length - 1) * stride
+        count = max(1, (span_bytes - inner) // stride + 1) if inner <= span_bytes else 1
+        before, after = self.sizes[:dim], self.sizes[dim + 1 :]
+        for start in range(0, length, count):
+            taken = slice(start, min(length, start + count))
+            part = self.narrow((0,) * len(self.sizes), (*before, taken.stop - start, *after))
+            for slices in part.split(max(span_bytes, inner) if count > 1 else span_bytes):
+                yield (*slices[:dim], taken, *slices[dim + 1 :])
 
     def part(self, slices: Sequence[slice]) -> StoredRegion:
         """The part that `split` cut."""
@@ -195,6 +200,11 @@ class Store:
         with self._lock:
             for reader in self._readers.values():
                 reader.release()
+
+    @property
+    def max_buffer_bytes(self) -> int:
+        """The limit on memory for pages and buffers."""
+        return self._limit
 
     @property
     def step_bytes(self) -> int:

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.cleaning import find_checkpoint_problem
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.folders import find_checkpoint, list_leftovers, recover_commit
 from shardwise.checkpoint.storage.place import local_path
 from shardwise.checkpoint.store import open_store
+from shardwise.checkpoint.verify import find_checkpoint_problem
 from shardwise.cli.checkpoints import detect_folder
 from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, format_count, print_json, table_lines, total_progress

@@ -21,7 +21,7 @@ from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS, block_count,
 from shardwise.checkpoint.converting.elements import convert_elements, converted_dtype
 from shardwise.checkpoint.files import PositionedFile
 from shardwise.checkpoint.index import Index, TensorEntry
-from shardwise.checkpoint.resharding.plan import ItemRange, RangeSums, Segment, split_into_boxes
+from shardwise.checkpoint.resharding.plan import SEGMENT_BYTES, ItemRange, RangeSums, Segment, split_into_boxes
 from shardwise.checkpoint.store import CARRIERS, Store, StoredRegion
 from shardwise.geometry import Box, DType
 from shardwise.geometry.mesh import IntArray
@@ -75,8 +75,12 @@ class Copier:
         self, store: Store, folder: Path, marks: VerifiedBlocks | None, crc: bool, dtype: DType | None = None
     ) -> None:
         self._store, self._folder, self._marks, self._crc, self._dtype = store, folder, marks, crc, dtype
-        self._buffer = np.empty(BLOCK_BYTES, np.uint8)
-        self._converted = np.empty(BLOCK_BYTES if dtype is not None else 0, np.uint8)
+        # Elements that are far apart in the source are put together many at once: each time the source is passed over.
+        self._scattered_bytes = max(1, min(SEGMENT_BYTES, store.max_buffer_bytes // 2) // BLOCK_BYTES) * BLOCK_BYTES
+        views = any(entry.views is not None for entry in store.index.tensors.values())
+        largest = self._scattered_bytes if views else BLOCK_BYTES
+        self._buffer = np.empty(largest, np.uint8)
+        self._converted = np.empty(largest if dtype is not None else 0, np.uint8)
         self._overlaps: dict[tuple[int, Box], Overlap] = {}
 
     def copy(self, segment: Segment) -> list[RangeSums]:
@@ -107,13 +111,16 @@ class Copier:
         entry = self._store.index.tensors[part.tensor]
         meets, wanted = self._meeting(entry, part.box), converted_dtype(entry.dtype, self._dtype)
         read = self._block if wanted == entry.dtype else self._converted_block
+        step = BLOCK_BYTES if entry.views is None else self._scattered_bytes
         sums, crc = [], 0
-        for low in range(part.low, part.high, BLOCK_BYTES):
-            data = read(entry, meets, low // wanted.itemsize, min(part.high, low + BLOCK_BYTES) // wanted.itemsize)
-            sums.append(checksum(data))
-            if self._crc:
-                crc = zlib.crc32(data, crc)
-            output.write(part.begin + low - part.low, data)
+        for low in range(part.low, part.high, step):
+            data = read(entry, meets, low // wanted.itemsize, min(part.high, low + step) // wanted.itemsize)
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                sums.append(checksum(block))
+                if self._crc:
+                    crc = zlib.crc32(block, crc)
+                output.write(part.begin + low + start - part.low, block)
         return "".join(sums), crc
 
     def _meeting(self, entry: TensorEntry, box: Box) -> Overlap:

@@ -27,7 +27,7 @@ from shardwise.checkpoint.resharding.companions import read_companions
 from shardwise.checkpoint.resharding.execute import ConversionRequest, ReshardRun
 from shardwise.checkpoint.resharding.layouts import ChosenLayouts, LayoutPlan, choose_layouts
 from shardwise.checkpoint.resharding.pool import divide_memory
-from shardwise.checkpoint.storage.place import Place, check_apart, find_place, new_save, open_folder
+from shardwise.checkpoint.storage.place import Place, check_apart, find_place, new_save, open_plain_folder
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
 from shardwise.geometry import DType, ShardingSpec
 
@@ -131,8 +131,7 @@ def _read_beside(
         return read_companions(store.pinned, format, dtype, required=False)
     if not format.companions:
         raise CheckpointError(f"a checkpoint of format {format.name!r} has no configuration beside it; omit config")
-    folder, _ = open_folder(find_place(config), DEFAULT_BUFFER_BYTES)
-    with folder:
+    with open_plain_folder(find_place(config), DEFAULT_BUFFER_BYTES) as folder:
         return read_companions(folder, format, dtype, required=True)
 
 

@@ -88,6 +88,11 @@ def new_save(place: Place, token: str) -> SaveFolder:
     return RemoteSave(place, token) if isinstance(place, RemotePath) else LocalSave(place, token)
 
 
+def open_plain_folder(place: Place, max_buffer_bytes: int) -> ReadableFolder:
+    """A folder, opened, whatever is in it."""
+    return RemoteFolder(place, max_buffer_bytes) if isinstance(place, RemotePath) else PinnedFolder(place)
+
+
 def open_folder(place: Place, max_buffer_bytes: int) -> tuple[ReadableFolder, str | None]:
     """The folder of a checkpoint, opened; and the name of the file, if the checkpoint is a single one in it."""
     if isinstance(place, RemotePath):

@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -165,7 +166,8 @@ class RemoteSave(SaveFolder):
         return not any(name.startswith(f"{self.prefix}share") for name in self.path.list_names())
 
     def remove(self) -> None:
-        self.path.remove_files([name for name in self.path.list_names() if name.startswith(self.prefix)])
+        with suppress(CheckpointError, OSError):  # the next save removes them; why this one failed is what matters
+            self.path.remove_files([name for name in self.path.list_names() if name.startswith(self.prefix)])
         self.close()
 
     def close(self) -> None:
