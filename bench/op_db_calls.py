@@ -1,4 +1,4 @@
-"""The calls of the page docs/op_db.md: samples of torch's operator database in several dtypes, layouts and forms.
+"""The calls of the page docs/op_db.md: samples of torch's operator database in dtypes, layouts, forms; how each ends.
 
 A call is an operator's function on one sample: as it is, with gradients where it has them; in place; or with `out=`.
 All its tensors are laid out alike over two ranks. The same call on whole tensors gives what is expected.
@@ -6,21 +6,25 @@ All its tensors are laid out alike over two ranks. The same call on whole tensor
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bench.op_samples import AUXILIARY, _is_usable, _RandomOpDetector, _run_quietly, backward
-from shardwise import Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
+from bench.op_trials import CLEAR
+from shardwise import CommError, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
 from shardwise.comm import Comm
 from shardwise.testing.fuzz.compare import difference
 
+RIGHT, REFUSED, UNCLEAR, WRONG = KINDS = ("right", "refused", "unclear", "wrong")
 RANKS = 2
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
 LAYOUTS = ("R", "S(0)", "S(-1)", "P", "uneven")  # R first: what splits nothing counts as R
@@ -80,7 +84,13 @@ def calls(op: Any, samples: int) -> Iterator[tuple[Call, Answer]]:
 
 
 def _samples(op: Any, dtype: torch.dtype, gradients: bool, count: int) -> list[Arguments]:
-    """The first samples with two dims or more; those with fewer, which layouts split in fewer ways, come after them."""
+    """The first samples with two dims or more; those with fewer, which layouts split in fewer ways, come after them.
+
+    Every process draws the same ones.
+    """
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     drawn = islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), count + FURTHER)
     found: list[Arguments] = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in drawn]
     return sorted(found, key=lambda arguments: -min(2, max(map(len, _shapes(arguments)), default=0)))[:count]
@@ -192,3 +202,29 @@ def addend(tensor: Tensor, rank: int) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor / 2
     return torch.ones_like(tensor) if rank else tensor - 1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one call ended."""
+
+    operator: str
+    dtype: str
+    form: str
+    layout: str
+    kind: str
+    text: str = ""
+
+
+def end(call: Call, wanted: Answer, layout: str, place: Place, whole: Callable[[Any], Any]) -> Ending:
+    """Run a call on this rank; every rank runs it."""
+    row = (call.operator, str(call.dtype).removeprefix("torch."), call.form, layout)
+    try:
+        problem = compare(answer(call, place, whole), wanted, call.dtype)
+    except CommError:
+        raise
+    except CLEAR as error:
+        return Ending(*row, REFUSED, str(error))
+    except Exception as error:
+        return Ending(*row, UNCLEAR, f"{type(error).__name__}: {error}")
+    return Ending(*row, RIGHT) if problem is None else Ending(*row, WRONG, problem)

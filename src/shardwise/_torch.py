@@ -143,6 +143,9 @@ make_wrapper_subclass: Any = _private("Tensor._make_wrapper_subclass")
 # tape, and an operator that is made of others arrives whole, in every mode, so that its own rule can be asked first.
 below_autograd: type[AbstractContextManager[None]] = _private("_C._AutoDispatchBelowADInplaceOrView")
 
+# Operators on the wrapper itself, not on what it stands for. There is no public name.
+_DisableTorchDispatch = _private("_C._DisableTorchDispatch")
+
 # Whether autocast is on for any device type: one call, where the public functions ask for one device type.
 is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
 autocast_device_types: tuple[str, ...] = tuple(_private("_C._autocast_supported_devices")())
@@ -256,6 +259,12 @@ def is_composite(op: Any) -> bool:
 def is_dispatch_mode_on() -> bool:
     """Whether operators of this thread pass through a mode, as those of a traced program do."""
     return bool(_len_dispatch_stack())
+
+
+def set_wrapper_shape(wrapper: Tensor, like: Tensor) -> None:
+    """Give a wrapper, which has no memory, the shape of another in place; torch's C++ code asks the wrapper for it."""
+    with _DisableTorchDispatch(), below_autograd(), DisableTorchFunctionSubclass():
+        wrapper.data = like
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -163,6 +163,18 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.std_mean.correction: (t(4, 6), [1]),
     aten.var.correction: (t(4, 6), [1]),
     aten.std.correction: (t(4, 6), [1]),
+    aten.copy_.default: (t(4, 6), t(4, 6)),
+    aten.diagonal_scatter.default: (t(4, 6, 5), t(4, 5), 0, 1, 2),
+    aten.stft.default: (t(4, 32), 8, 4, 8, torch.ones(8), False, True, True),
+    aten.stft.center: (t(4, 32), 8, 4, 8, torch.ones(8), {"return_complex": True}),
+    aten.istft.default: (torch.zeros(4, 5, 9, dtype=torch.complex64), 8, 4, 8, torch.ones(8)),
+    aten.histogram.bins_tensor: (t(4, 6), torch.arange(5.0)),
+    aten.histogram.bin_ct: (t(4, 6), 5, {"range": [0.0, 1.0]}),
+    aten._histogramdd_from_bin_cts.default: (t(6, 2), [3, 4], {"range": [0.0, 1.0, 0.0, 1.0]}),
+    aten._histogramdd_from_bin_tensors.default: (t(6, 2), [torch.arange(4.0), torch.arange(5.0)]),
+    aten.nonzero_static.default: (t(4, 6), {"size": 7}),
+    aten._ctc_loss.default: (t(7, 4, 5), ids(4, 3, below=4) + 1, [7] * 4, [3] * 4),
+    aten._ctc_loss.Tensor: (t(7, 4, 5), ids(4, 3, below=4) + 1, torch.full((4,), 7), torch.full((4,), 3)),
 }
 NEEDS_GPU = {
     aten._scaled_dot_product_flash_attention.default,
@@ -170,7 +182,7 @@ NEEDS_GPU = {
     aten._scaled_dot_product_cudnn_attention.default,
 }
 TAKES_THE_LEAF = {aten.lift_fresh.default}  # gives the very tensor back, which then is no leaf any more
-UNDEFINED_VALUES = {aten.empty_like.default}
+UNDEFINED_VALUES = {aten.empty_like.default, aten.hash_tensor.default}  # none, or in uint64, which has no sums
 # Kernels that take the lengths they are given without a check end the process on parts that do not fit together.
 NOT_DISCOVERED = {
     aten.lu_unpack.default,

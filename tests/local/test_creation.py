@@ -219,14 +219,26 @@ def test_pending_reductions_take_no_random_values() -> None:
     run_local(body, 2)
 
 
-def test_pending_reductions_are_filled_where_the_value_stays_the_same() -> None:
+def test_pending_reductions_are_made_only_of_values_that_stay_the_same() -> None:
     def body(comm: Comm) -> None:
         for op, value in (("sum", 0), ("avg", 7), ("max", 7), ("min", -1), ("product", 1)):
-            assert pending(op).fill_(value).full().tolist() == [value] * 4
+            assert creation.full_like(pending(op), value).full().tolist() == [value] * 4
         with pytest.raises(LayoutError, match="pending sum of 2 addends with 3 would make it 6"):
-            pending("sum").fill_(3)
+            creation.full_like(pending("sum"), 3)
         with pytest.raises(LayoutError, match="pending product of 2 addends with 3 would make it 9"):
-            creation.ones_like(pending("product")).fill_(3)
+            creation.full_like(pending("product"), 3)
+
+    run_local(body, 2)
+
+
+def test_pending_reductions_are_filled_with_terms_that_make_up_the_value() -> None:
+    def body(comm: Comm) -> None:
+        for op in ("sum", "avg", "max", "min", "product"):
+            for value in (0, 1, 3, -7):
+                made = pending(op)
+                assert made.fill_(value).full().tolist() == [value] * 4 and made.placements == (Partial(op),)
+            like = torch.full_like(pending(op), 5), torch.ones_like(pending(op))
+            assert [t.full().tolist() for t in like] == [[5] * 4, [1] * 4]
 
     run_local(body, 2)
 

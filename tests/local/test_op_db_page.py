@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.op_db import REFUSED, RIGHT, WRONG, Ending, main, page, run_on_threads, run_ours
+import bench.op_db_dtensor
+from bench.op_db import main, page, run_on_threads, run_ours
 from bench.op_db_calls import (
     IN_PLACE,
     LAYOUTS,
     OUT,
+    REFUSED,
+    RIGHT,
+    UNCLEAR,
+    WRONG,
     Answer,
     Call,
+    Ending,
     addend,
     answer,
     calls,
@@ -34,7 +42,7 @@ def test_every_form_dtype_and_layout_of_add_is_tried() -> None:
     assert {e.layout for e in endings} == set(LAYOUTS)
     assert {e.dtype for e in endings} == {"float32", "complex64", "int64", "bool", "bfloat16"}
     assert {e.form for e in endings} == {"call", IN_PLACE, OUT}
-    assert [e for e in endings if e.kind not in (RIGHT, REFUSED)] == []
+    assert [e for e in endings if e.kind != RIGHT] == []
 
 
 def test_wrong_values_and_gradients_are_noticed() -> None:
@@ -97,8 +105,38 @@ def test_the_page_adds_up() -> None:
     assert "| `mul` | 1 | 0 | 1 | 0 | 0 | 0 % | 0 | 0 | 0 |  |" in lines
 
 
+def _pipes() -> tuple[list[Any], list[Any]]:
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def test_ranks_of_a_dtensor_that_end_differently_are_wrong() -> None:
+    here, there = _pipes()
+    right, unclear = (Ending("add", "float32", "call", "R", kind) for kind in (RIGHT, UNCLEAR))
+    for said in ((right, right), (right, unclear), (None, None)):
+        for pipe, ending in zip(there, said, strict=True):
+            pipe.send(ending)
+    first, second, last = bench.op_db_dtensor._collect(here, 1)
+    assert first == right and last is None
+    assert isinstance(second, Ending) and second.kind == WRONG and second.text == "right:  / unclear: "
+
+
+def test_a_world_of_dtensors_that_hangs_or_ends_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.op_db_dtensor, "STALLED", 0.01)
+    here, there = _pipes()
+    assert list(bench.op_db_dtensor._collect(here, 2)) == ["no end within 0.01 s"]
+    there[0].close()
+    there[1].send(None)
+    assert list(bench.op_db_dtensor._collect(here, 2)) == ["a process ended"]
+    worlds = iter([[None, "a process ended"], [None]])
+    monkeypatch.setattr(bench.op_db_dtensor, "_run_in_a_world", lambda numbers, samples: next(worlds))
+    numbers = [NUMBERS["add"], NUMBERS["sub"], NUMBERS["mul"]]
+    assert bench.op_db_dtensor.run_dtensors(numbers, 1) == [Ending("sub", "", "call", "", UNCLEAR, "a process ended")]
+
+
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
     files = [str(tmp_path / "page.md"), "--failures", str(tmp_path / "bad.txt")]
-    main([*files, "--step", "400", "--samples", "1", "--no-dtensor"])
+    main([*files, "--only", "to_sparse,positive", "--samples", "1", "--no-dtensor"])
     assert "## Operators (2)" in (tmp_path / "page.md").read_text()
-    assert (tmp_path / "bad.txt").exists()
+    refused = (tmp_path / "bad.txt").read_text().splitlines()
+    assert refused and all(line.startswith("refused: to_sparse ") and "torch.strided" in line for line in refused)

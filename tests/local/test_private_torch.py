@@ -332,3 +332,11 @@ def test_record_function_does_nothing_while_it_is_switched_off() -> None:
         with torch.autograd.profiler.record_function("name"):
             pass
     assert torch.autograd.profiler.record_function is before
+
+
+def test_a_wrapper_takes_the_shape_of_another_in_place() -> None:
+    wrapper, like = Wrapper.of(torch.ones(0)), Wrapper.of(torch.ones(2, 3))
+    _torch.set_wrapper_shape(wrapper, like)
+    with _torch.DisableTorchFunctionSubclass():
+        assert wrapper.shape == (2, 3) and wrapper.stride() == (3, 1) and type(wrapper) is Wrapper
+    assert Wrapper.seen == []

@@ -406,8 +406,9 @@ def test_closeness_between_layouts() -> None:
         one = sharded("rows", torch.float64, comm)
         near = shard(values((5, 7), torch.float64) + 1e-3, MATRIX["cyclic"], None)
         pending = sharded("sum", torch.float64, comm)
-        with pytest.raises(UnsupportedOpError, match="allclose needs values, and a reduction is pending"):
-            torch.allclose(pending, one)
+        whole = shard(values((5, 7), torch.float64), MATRIX["cyclic"], None)
+        assert torch.allclose(pending, whole) and torch.equal(whole, pending.clone())
+        assert not torch.allclose(pending, near) and not torch.allclose(near, pending)
         alone = sharded("one rank", torch.float32, comm)
         with pytest.raises(RuntimeError, match="Float did not match Double"):
             torch.allclose(alone, near)

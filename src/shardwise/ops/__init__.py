@@ -25,6 +25,7 @@ from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     sampling,
     scan,
     slice,
+    strided,
     variance,
     view,
 )

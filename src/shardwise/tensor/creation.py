@@ -15,7 +15,7 @@ import torch
 from shardwise.comm import Comm
 from shardwise.geometry import LayoutError, ShardingSpec
 from shardwise.tensor.comms import GroupOrComm
-from shardwise.tensor.dispatch import register_function
+from shardwise.tensor.dispatch import register_function, sharded_leaves
 from shardwise.tensor.inplace import draw_into, fill_with
 from shardwise.tensor.random import init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.random.distributions import Distribution, normal, uniform
@@ -312,10 +312,15 @@ _LIKE: dict[Callable[..., Any], Callable[..., ShardedTensor]] = {
 
 
 def _register_like_function(function: Callable[..., Any], native: Callable[..., ShardedTensor]) -> None:
-    """Let torch's function answer with ours; memory is always contiguous and strided."""
+    """Let torch's function answer with ours; memory is always contiguous and strided.
+
+    One value everywhere has no pending form: such tensors are made by the operator, which replicates them.
+    """
 
     @register_function(function)
-    def like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> ShardedTensor:
+    def like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        if function in (torch.ones_like, torch.full_like) and next(sharded_leaves(args, kwargs)).sharding.pending:
+            return NotImplemented
         named = {"tensor" if name == "input" else name: value for name, value in kwargs.items()}
         return native(*args, **{name: v for name, v in named.items() if name not in ("layout", "memory_format")})
 

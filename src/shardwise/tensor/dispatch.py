@@ -87,14 +87,18 @@ Answer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, An
 
 _NO_DATA = "data is not allocated"
 _functions: dict[Callable[..., Any], Implementation] = {}
+_functions_with_out: dict[Callable[..., Any], Implementation] = {}
 
 
 class UnsupportedOpError(RuntimeError):
     """A function or operator that has no implementation for these layouts."""
 
 
-def register_function(*functions: Callable[..., Any]) -> Callable[[F], F]:
-    """Register an implementation `impl(types, args, kwargs, comm)` of torch functions that are not operators."""
+def register_function(*functions: Callable[..., Any], out: bool = False) -> Callable[[F], F]:
+    """Register an implementation `impl(types, args, kwargs, comm)` of torch functions that are not operators.
+
+    Without `out` it is not asked where `out=` is passed: writing to an existing tensor is an operator's.
+    """
     for function in functions:
         if isinstance(function, OpOverload):
             raise TypeError(f"{function} is an operator: register a rule with shardwise.register_sharding")
@@ -102,6 +106,8 @@ def register_function(*functions: Callable[..., Any]) -> Callable[[F], F]:
     def register(implementation: F) -> F:
         for function in functions:
             _functions[function] = implementation
+            if out:
+                _functions_with_out[function] = implementation
         return implementation
 
     return register
@@ -136,7 +142,7 @@ def call_function(
         own = override_for(func, first.sharding.spec)
         if own is not None:
             return own(types, args, kwargs, first.comm.process_group or first.comm)
-        known = _functions.get(func) if "out" not in kwargs else None  # writing to an existing tensor is an operator's
+        known = (_functions_with_out if "out" in kwargs else _functions).get(func)
         answer = NotImplemented if known is None else known(types, args, kwargs, first.comm)
         if answer is not NotImplemented:
             return answer
@@ -171,9 +177,11 @@ class _Engine:
 
 
 class _ThreadState(threading.local):
-    """The layers of torch in which the operators of the function that this thread runs are computed."""
+    """The layers of torch in which the operators of the function that this thread runs are computed, and whether the
+    caller passed plain tensors that are more than numbers."""
 
     keys: DispatchKeys | None = None
+    plain_passed: bool = False
 
 
 _engine = _Engine()
@@ -218,24 +226,30 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Let torch break a function of ShardedTensors down into operators, each of which comes to `call_operator`."""
-    before, _state.keys = _state.keys, current_dispatch_keys()
+    plain = [
+        v
+        for v in pytree.tree_iter((args, kwargs))
+        if isinstance(v, Tensor) and not isinstance(getattr(v, "sharding", None), Layout)
+    ]
+    before = _state.keys, _state.plain_passed
+    _state.keys, _state.plain_passed = current_dispatch_keys(), any(v.ndim for v in plain)
     try:
-        with _layer_of_entry(args, kwargs), DisableTorchFunctionSubclass():
+        with _layer_of_entry(plain), DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     finally:
-        _state.keys = before
+        _state.keys, _state.plain_passed = before
 
 
-def _layer_of_entry(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+def is_plain_passed() -> bool:
+    """Whether the caller of the function that this thread runs passed plain tensors; else torch made all there are."""
+    return _state.plain_passed
+
+
+def _layer_of_entry(plain: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Where a function enters torch: below autograd, unless it may compute with a plain tensor that is differentiated.
 
     A function that is written in Python computes with its plain arguments too, and these are on torch's own tape.
     """
-    plain = (
-        v
-        for v in pytree.tree_iter((args, kwargs))
-        if isinstance(v, Tensor) and not isinstance(getattr(v, "sharding", None), Layout)
-    )
     return nullcontext() if any(v.requires_grad for v in plain) else below_autograd()
 
 

@@ -26,18 +26,27 @@ Kwargs = dict[str, Any]
 
 
 @register_function(Tensor.copy_)
-def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds."""
+def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
+    """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds.
+
+    Addends that have to be converted are left to the operator, which knows when to reduce first.
+    """
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
         raise UnsupportedOpError("a plain tensor cannot take the values of a ShardedTensor; use source.full()")
     if tuple(source.shape) != tuple(target.shape):
         source = _broadcast_source(source, tuple(target.shape))
     check_writable(target)
+    if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
+        return NotImplemented
     held = _align_values(source, target)
     for local, values in zip(target.local_parts, held, strict=True):
         local.copy_(values)
     return target
+
+
+def _is_pending(*tensors: ShardedTensor) -> bool:
+    return any(t.sharding.pending is not None for t in tensors)
 
 
 def _broadcast_source(source: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -69,9 +78,11 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         return False
     # What torch refuses for these dtypes it must refuse on every rank, also on one that holds nothing.
     compare(torch.zeros(1, dtype=first.dtype), torch.zeros(1, dtype=second.dtype), *args[2:], **kwargs)
-    held = _align_values(second, first) if first.sharding.pending is None else None
-    if held is None:
-        raise UnsupportedOpError(f"{label} needs values, and a reduction is pending; redistribute first")
+    if first.sharding.pending is not None:
+        dst = replicated_layout(tuple(first.shape), comm.ranks)
+        check_move(first, dst, label)
+        first = wrap(dst, move_to(first, dst, label)[0], comm)
+    held = _align_values(second, first)
     same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first.local_parts, held, strict=True))
     return _all_ranks_true(comm, same, label)
 

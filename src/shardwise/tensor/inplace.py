@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dispatch_mode_on
+from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -88,6 +88,22 @@ def gives_views(op: Any) -> bool:
     """
     schema = getattr(op, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
+    """Let a tensor become a view of itself, as `x.unsqueeze_(0)` does: another shape, and the layout that goes with it.
+
+    A leaf that requires grad stays as it is: torch refuses it as well.
+    """
+    if tensor.requires_grad and (tensor.is_leaf or not torch.is_grad_enabled()):
+        raise UnsupportedOpError(
+            f"a tensor that requires grad is given the shape {tuple(view.shape)} in place, as a leaf or outside of the "
+            "tape, and its gradient would be lost; use the view that is not in place"
+        )
+    tensor.sharding, tensor.local_parts, tensor._anchor = view.sharding, view.local_parts, view._anchor
+    tensor._forget()
+    set_wrapper_shape(tensor, view)
+    return tensor
 
 
 def check_writable(tensor: ShardedTensor) -> None:

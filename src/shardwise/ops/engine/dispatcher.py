@@ -43,14 +43,14 @@ from shardwise.ops.engine.choose import (
     split_order,
 )
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
-from shardwise.ops.engine.fallbacks import fall_back, find_fallback
+from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces
-from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, needs_one_mesh
+from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
-from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, split_call, written_slots
+from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, split_call, written_slots
 from shardwise.ops.engine.two_step import DimRun, find_runs, is_in_one_run
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.ops.rules.pointwise import pointwise_rule
@@ -60,10 +60,6 @@ from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-
-
-class NoStrategyError(UnsupportedOpError):
-    """The rule of an operator has no strategy for these layouts."""
 
 
 @dataclass(slots=True)
@@ -120,9 +116,11 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     if isinstance(rule, Steps):
         return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
     if unknown and is_composite(op):
-        return decompose(op, args, kwargs)
+        return finish_out(op, kwargs, decompose(op, args, kwargs))
     call = split_call(op, args, kwargs)
     written = sorted(_written_indices(call))
+    if any(is_placeholder(call.tensors[i]) for i in written) and (way := find_fallback(op)) is not None:
+        return fall_back(op, way, args, kwargs)
     tensors = describe_on_one_mesh(convert_plain_tensors(call), written)
     irregular = any(is_in_pieces(t) for t in tensors)
     if unknown and not irregular and (way := find_fallback(op)) is not None:
@@ -131,12 +129,7 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
         check_writable(tensors[index])
     if irregular:
         return compute_on_pieces(call, tensors, written)
-    try:
-        return _run_call(call, tensors)
-    except NoStrategyError:  # raised from the layouts alone, before anything is sent
-        if not any(tensors[i].sharding.pending for i in written) or (way := find_fallback(op)) is None:
-            raise
-    return fall_back(op, way, args, kwargs)
+    return _run_call(call, tensors)
 
 
 def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -190,7 +183,9 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | 
         return strategies
     chosen = choose_strategies(strategies, operands, mesh)
     if chosen is None:
-        raise NoStrategyError(
+        if (way := find_writing_fallback(call.op)) is not None:
+            return way
+        raise UnsupportedOpError(
             f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
         )
     if cut_lengths_differ(chosen, operands):
@@ -203,6 +198,8 @@ def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | 
         wanted = _wanted_layouts(tensors, operands, chosen, cuts, order)
     for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
         if operand.written and tensor.sharding != layout:
+            if (way := find_writing_fallback(call.op)) is not None:
+                return way
             raise UnsupportedOpError(
                 f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute "
                 "the others"
@@ -295,6 +292,8 @@ def _ask_for_strategies(
                 f"{_describe_call(call, tensors)}: the collectives of torch.distributed take plain tensors; pass "
                 "x.local_tensor(), or move the tensor with x.redistribute(...)"
             )
+        if strategies is None and is_pure(call.op):  # computed whole on every rank
+            return [Strategy((Replicate(),), (Replicate(),) * len(metas))]
         if strategies is None:
             raise UnsupportedOpError(
                 f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), "
@@ -443,6 +442,8 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
     """The layout of an output: local lengths where a dim is whole, the cut's length where it is sharded."""
     if not isinstance(value, Tensor):
         return None
+    if value.layout != torch.strided:
+        raise UnsupportedOpError(f"{call.op} returns a {value.layout} tensor; ShardedTensors are always torch.strided")
     given = [s.outputs[min(index, len(s.outputs) - 1)] for s in decision.chosen]
     shape = list(value.shape)
     for placement, lead in zip(given, decision.cuts, strict=True):

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
 from shardwise.ops.engine.placement_cost import find_mesh, mesh_view, view_on_mesh
 from shardwise.ops.engine.schema import OperatorCall, Slot
 from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.dispatch import register_function, run_function
+from shardwise.tensor.dispatch import is_plain_passed, register_function, run_function
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _ANY_MESH = "_any_mesh"
@@ -93,6 +94,13 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
     return found
 
 
+def is_placeholder(tensor: Any) -> bool:
+    """Whether torch itself made an empty plain tensor, to be resized and filled by an operator that writes to it."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor):
+        return False
+    return tuple(tensor.shape) == (0,) and not is_plain_passed()
+
+
 def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[int]) -> list[ShardedTensor]:
     """The same tensors on one mesh where their layouts can be described so: that of what is written, or the largest.
 
@@ -150,15 +158,20 @@ def _argument_name(call: OperatorCall, number: int) -> str:
 
 
 def register_plain_maker(function: Callable[..., Any]) -> None:
-    """Register a torch function that makes intermediate plain tensors (offsets, counts): they are replicated values.
+    """Register a torch function that makes intermediate plain tensors (offsets, counts): they are replicated values."""
+
+    @register_function(function, out=True)
+    def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+        return run_plain_maker(function, args, kwargs)
+
+
+def run_plain_maker(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function with the plain tensors that it makes as replicated values.
 
     What the caller passes is not: a plain tensor among the arguments is refused as anywhere.
     """
-
-    @register_function(function)
-    def run(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if not all(isinstance(t, ShardedTensor) for t in given):
-            return NotImplemented
-        with plain_as_replicated():
-            return run_function(function, args, kwargs)
+    given = [v for v in pytree.tree_iter((args, kwargs)) if isinstance(v, Tensor)]
+    if any(t.ndim > 0 and not isinstance(t, ShardedTensor) for t in given):
+        return run_function(function, args, kwargs)
+    with plain_as_replicated():
+        return run_function(function, args, kwargs)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shardwise._torch import OpOverload, OpOverloadPacket
 
+_TORCHS_OWN = ("aten", "prims", "torch_nn")
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
@@ -107,19 +109,41 @@ def is_pointwise(op: Any) -> bool:
 
 @cache
 def find_functional(op: Any) -> Any:
-    """The operator that computes what one of torch's own writes to its argument, or None.
+    """The operator that computes what one of torch's own writes to its first argument, or None.
+
+    It takes the same arguments, sometimes in another order: that of `polygamma` differs from the method's.
 
     >>> find_functional(torch.ops.aten.mish_.default)
     <OpOverload(op='aten.mish', overload='default')>
     """
     schema = getattr(op, "_schema", None)
-    if schema is None:
+    if schema is None or not schema.name.startswith("aten::") or not written_slots(op):
         return None
-    space, _, name = schema.name.partition("::")
-    if space != "aten" or not name.endswith("_") or name.endswith("__"):
+    name = schema.name.removeprefix("aten::")
+    if not name.endswith("_"):
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
+    plain = f"__{name[3:]}" if name.startswith("__i") else name[:-1]  # __iand__ writes what __and__ returns
+    packet = getattr(torch.ops.aten, plain, None)
+    wanted = {(a.name, str(a.type)) for a in schema.arguments}
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        if {(a.name, str(a.type)) for a in other._schema.arguments} == wanted and not written_slots(other):
+            return other
     return getattr(packet, schema.overload_name or "default", None)
+
+
+@cache
+def is_pure(op: Any) -> bool:
+    """Whether an operator of torch's own only reads its arguments and returns new tensors that follow from them.
+
+    >>> is_pure(torch.ops.aten.histc.default), is_pure(torch.ops.aten.squeeze.default)
+    (True, False)
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None or schema.name.partition("::")[0] not in _TORCHS_OWN:
+        return False
+    aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    return not aliases and bool(schema.returns) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def resolve_op(op: Any) -> Any:

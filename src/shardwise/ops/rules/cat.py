@@ -66,6 +66,16 @@ def pad(x: TensorMeta, pad: Sequence[int], value: float = 0) -> list[Any]:
     return found if value == 0 or first == x.ndim else [s for s in found if not isinstance(s.inputs[0], Partial)]
 
 
+@register_sharding(aten.diagonal_scatter.default)
+def diagonal_scatter(x: TensorMeta, src: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Any]:
+    """The two dims of the diagonal are whole; the others are the first dims of what is written."""
+    rest = [d for d in range(x.ndim) if d not in (dim1 % x.ndim, dim2 % x.ndim)]
+    return [
+        Strategy((Replicate(),), (Replicate(), Replicate())),
+        *(Strategy((Shard(d),), (Shard(d), Shard(own))) for own, d in enumerate(rest)),
+    ]
+
+
 @register_sharding(aten.diagonal.default)
 def diagonal(x: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Any]:
     gone = {dim1 % x.ndim, dim2 % x.ndim}

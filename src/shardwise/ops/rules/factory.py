@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
+from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
@@ -27,7 +27,7 @@ from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.creation import empty_like, rand_like, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
-from shardwise.tensor.inplace import draw_into, mark_copied
+from shardwise.tensor.inplace import check_writable, draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.random.distributions import bernoulli, integers
 from shardwise.tensor.random.init import draw_bernoulli, draw_integers, draw_normal, draw_uniform, fill_value
@@ -52,7 +52,6 @@ def like_rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:
 
 @register_sharding(
     [
-        aten.copy_.default,
         aten.masked_fill.Tensor,
         aten.masked_fill_.Scalar,
         aten.masked_fill_.Tensor,
@@ -63,13 +62,26 @@ def untagged_pointwise_rule(*args: Any, **kwargs: Any) -> list[Any]:
     """Pointwise operators that torch does not tag as such."""
     metas = [a for a in args if isinstance(a, TensorMeta)]
     found = pointwise_strategies(metas)
-    return found + [Strategy((p,), (p,) * len(metas)) for p in pending_kinds(*metas) if _is_copy(args)]
+    return found + [Strategy((p,), (p,)) for p in pending_kinds(*metas) if len(metas) == 1]
 
 
-def _is_copy(args: Sequence[Any]) -> bool:
-    """Whether the call only copies: one tensor to another of the same shape, or one tensor alone."""
-    metas = [a for a in args if isinstance(a, TensorMeta)]
-    return len({m.shape for m in metas}) == 1 and not any(m.dtype == torch.bool for m in metas) and len(metas) < 3
+@register_sharding(aten.copy_.default)
+def copy_into(x: TensorMeta, source: TensorMeta, non_blocking: bool = False) -> list[Strategy] | Steps:
+    """As pointwise operators; what is pending is copied as addends, which must be of the right dtype and shape."""
+    pending = pending_kinds(x, source)
+    if pending and (x.dtype != source.dtype or x.shape != source.shape):
+        return Steps(_copy_converted)
+    return pointwise_strategies([x, source]) + [Strategy((p,), (p, p)) for p in pending]
+
+
+def _copy_converted(target: ShardedTensor, source: Any, non_blocking: bool = False) -> ShardedTensor:
+    """Copy values of another dtype or shape; they are converted before they become addends."""
+    if source.dtype != target.dtype:
+        source = convert_parts(source, dtype=target.dtype)
+    if source.shape != target.shape:
+        source = source.expand(tuple(target.shape))
+    copied: ShardedTensor = aten.copy_.default(target, source, non_blocking)
+    return copied
 
 
 def _draw_like(draw: Callable[..., ShardedTensor], tensor: ShardedTensor, **options: Any) -> ShardedTensor:
@@ -115,6 +127,19 @@ def _new_like(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs or not sizes or not all(isinstance(n, int) for n in numbers):
         return NotImplemented
     return tensor.new_empty(numbers)
+
+
+def _fill(tensor: ShardedTensor, value: Any) -> ShardedTensor:
+    """Overwrite a tensor with one value; a pending reduction gets addends that make it up."""
+    if isinstance(value, ShardedTensor):
+        return _copy_converted(tensor, value)
+    try:
+        return fill_value(tensor, value)
+    except LayoutError:
+        check_writable(tensor)
+        filled: Any = aten.new_full.default(tensor, tuple(tensor.shape), value)
+        written: ShardedTensor = aten.copy_.default(tensor, filled)
+        return written
 
 
 def draw_noise_like(tensor: ShardedTensor, probability: float, dtype: torch.dtype) -> ShardedTensor:
@@ -179,7 +204,7 @@ register_sharding(aten.normal_.default, Steps(draw_normal))
 register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
 register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into))
 register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
-register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(fill_value))
+register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill))
 register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0)))
 
 
@@ -193,7 +218,7 @@ def _same_shape_strategies(x: TensorMeta) -> list[Strategy]:
 
 @register_sharding(aten.alias.default)
 def alias(x: TensorMeta) -> list[Strategy]:
-    return _same_shape_strategies(x)
+    return _same_shape_strategies(x) + [Strategy((p,), (p,)) for p in pending_kinds(x)]
 
 
 @register_sharding(aten._to_copy.default)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Placement, Replicate, Shard
+from shardwise.ops.engine.mixed import register_plain_maker
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.rules.pointwise import pointwise_strategies
@@ -77,6 +78,13 @@ REPLICATED_ONLY_OPS = (  # positions in the result depend on all values, or dims
     aten.ormqr.default,
     aten.linalg_householder_product.default,
     aten.histc.default,
+    aten.histogram.bins_tensor,
+    aten.histogram.bin_ct,
+    aten._histogramdd_from_bin_cts.default,
+    aten._histogramdd_from_bin_tensors.default,
+    aten.nonzero_static.default,
+    aten._ctc_loss.default,
+    aten._ctc_loss.Tensor,
     aten._histogramdd_bin_edges.default,
     aten.bincount.default,
     aten._unique2.default,
@@ -176,6 +184,37 @@ def _register_fourier(op: Any) -> None:
 
 for _op in FOURIER:
     _register_fourier(_op)
+
+
+def _register_windowed(op: Any, signal: int) -> None:
+    """Transforms of windows: the last `signal` dims are whole, a dim of signals before them may be sharded."""
+
+    def rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Strategy]:
+        metas = _tensor_metas((x, *args, *kwargs.values()))
+        found = [_replicated_strategy(metas, 1)]
+        if x.ndim > signal:
+            inputs: tuple[Placement, ...] = (Shard(0), *(Replicate() for _ in metas[1:]))
+            found.append(Strategy((Shard(0),), inputs, pad_empty(op)))
+        return found
+
+    register_sharding(op, rule)
+
+
+for _op, _dims in {aten.stft.default: 1, aten.stft.center: 1, aten.istft.default: 2}.items():
+    _register_windowed(_op, _dims)
+for _function in (  # made of operators and of constants: counts, weights, an identity matrix
+    torch.combinations,
+    torch.quantile,
+    Tensor.quantile,
+    torch.nanquantile,
+    Tensor.nanquantile,
+    torch.matrix_power,
+    Tensor.matrix_power,
+    torch.linalg.matrix_power,
+    torch.linalg.matrix_rank,
+    torch.unravel_index,
+):
+    register_plain_maker(_function)
 
 
 @register_sharding(aten._safe_softmax.default)

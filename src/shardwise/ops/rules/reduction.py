@@ -74,6 +74,12 @@ def _linear_kinds(x: TensorMeta, dtype: Any) -> tuple[str, ...]:
     return ("sum", "avg") if exact and x.dtype != torch.bool else ()
 
 
+@register_sharding(aten.hash_tensor.default)
+def hash_dims(x: TensorMeta, dim: Dims = None, *, keepdim: bool = False, mode: int = 0) -> list[Any]:
+    """The hash of elements is not combined from hashes of parts here: the dims it runs over are whole."""
+    return reduction_strategies(x, dim, keepdim, None)
+
+
 @register_sharding(aten.count_nonzero.dim_IntList)
 def count_dims(x: TensorMeta, dim: Dims) -> list[Any]:
     return reduction_strategies(x, dim, False, Partial("sum"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise._torch import aten
@@ -17,6 +18,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
 from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.mixed import register_plain_maker, run_plain_maker
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
@@ -252,6 +254,21 @@ for _op in (aten.tril.default, aten.triu.default, aten.tril_.default, aten.triu_
     register_sharding(_op)(_triangle_rule(_op))
 
 
+register_plain_maker(Tensor.__getitem__)  # lists of numbers become tensors
+
+
+@register_function(torch.tensor_split, Tensor.tensor_split)
+def _split_at(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """Places to split at that are a ShardedTensor become numbers on every rank; torch takes them as a plain tensor."""
+
+    def read(value: Any) -> Any:
+        return value.detach().full() if isinstance(value, ShardedTensor) else value
+
+    first = "input" if "input" in kwargs else "self"
+    numbers = {name: value if name == first else read(value) for name, value in kwargs.items()}
+    return run_function(torch.tensor_split, (*args[:1], *map(read, args[1:])), numbers)
+
+
 @register_function(Tensor.__setitem__)
 def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> None:
     """Write into rows and slices in place. A row is taken as a slice of length 1, which shares memory."""
@@ -259,7 +276,7 @@ def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(isinstance(k, int | slice) or k is None or k is Ellipsis for k in keys)
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
-        run_function(Tensor.__setitem__, (tensor, key, value), {})
+        run_plain_maker(Tensor.__setitem__, (tensor, key, value), {})
         return None
     part = tensor[tuple(_to_slice(k) for k in keys)]
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
