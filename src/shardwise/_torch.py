@@ -365,16 +365,20 @@ def trace_joint_graph(
     inference: Any,
     partitioned: Any,
     decompositions: Mapping[Any, Any],
+    computed_again: Any = lambda joint: (),
 ) -> Any:
     """Trace a module over flat tensors, forward with backward, without values; returns the function of its graphs.
 
-    `partitioned(forward graph, backward graph)` is called where there is a backward pass. What traces is loaded here,
+    `partitioned(forward graph, backward graph)` is called where there is a backward pass, `computed_again(joint graph)`
+    before: it returns the nodes whose results the backward pass computes again. What traces is loaded here,
     on first use, as loading takes long.
     """
     trace = _private("_functorch.aot_autograd.aot_module_simplified")
     split = _private("_functorch.partitioners.min_cut_rematerialization_partition")
 
     def partition(joint: Any, joint_inputs: Any, **options: Any) -> tuple[Any, Any]:
+        for node in computed_again(joint):
+            node.meta |= {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
         graphs: tuple[Any, Any] = split(joint, joint_inputs, **options)
         partitioned(*graphs)
         return graphs

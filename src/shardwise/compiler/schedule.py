@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardwise._torch import aten, present_ops
-from shardwise.tensor.move_operator import MoveRecord, find_record
+from shardwise.tensor.move_operator import AGAIN, MoveRecord, find_record
 from shardwise.tensor.parts import plan_for_rank
 
 SMALL_BYTES = 256 << 10
@@ -97,6 +97,19 @@ def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
         writer.erase(moves)
         module.recompile()
     return schedule
+
+
+def find_gathers_made_again(module: GraphModule) -> list[Node]:
+    """The moves whose results the backward pass does not keep, with the views of them."""
+    found: list[Node] = []
+    for node in module.graph.nodes:
+        if node.target is torch.ops.shardwise.move.default:
+            again = _record_of(node).label.endswith(AGAIN)
+        else:
+            again = (node.target in VIEWS or node.target is getitem) and node.args[0] in found
+        if again:
+            found += [*(n for n in node.all_input_nodes if n.target in VIEWS), node]
+    return list(dict.fromkeys(found))
 
 
 def _view_results_late(graph: Graph) -> None:

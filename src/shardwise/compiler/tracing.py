@@ -24,6 +24,7 @@ from shardwise._torch import compiling_flag, no_record_function, pytree, trace_j
 from shardwise.comm import Comm, use_comm
 from shardwise.comm.traced import CommTrace, NotTraceableError, trace_comms
 from shardwise.compiler.backends import Backend, LazyGraph, decompositions_for
+from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
 from shardwise.ops.engine.mixed import copy_mesh_note
@@ -235,5 +236,6 @@ def trace_program(
             inference=compiler("step"),
             partitioned=keep_graphs,
             decompositions=decompositions_for(backend),
+            computed_again=find_gathers_made_again,
         )
         return traced

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -72,6 +72,9 @@ def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
 REPLICATED, PLAIN = "replicated", "plain"
 
 
+LARGE_BYTES, MODEL_BYTES = 1 << 20, 256 << 20  # of parameters for which memory matters
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """How the parameters of a model are laid out on a mesh, by pattern; parameters without a pattern are replicated.
@@ -85,6 +88,8 @@ class ModelPlan:
       such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
     - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
       tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
+    - `reshard_after_forward`: whether parameters that an operator needs whole are freed after it and gathered again in
+      the backward pass: True, False, or patterns. None: large ones of large models.
 
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -100,6 +105,7 @@ class ModelPlan:
     lengths: Mapping[str, int] = field(default_factory=dict)
     input_plan: str | None = None
     output_plan: str | None = None
+    reshard_after_forward: bool | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -134,10 +140,26 @@ class ModelPlan:
             return (Replicate(),) * self.mesh.ndim
         return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
 
+    def resharded(self, module: nn.Module) -> set[str]:
+        """The names of the parameters of which the whole is freed after each operator and gathered again in backward.
+
+        If the plan does not say: all large ones, where the sharded parameters of the model are larger than 256 MiB.
+        """
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        if self.reshard_after_forward is None:
+            sizes = {n: tensors[n].nbytes for n in match_patterns(self.parameters, list(tensors))}
+            return {n for n, size in sizes.items() if size >= LARGE_BYTES and sum(sizes.values()) >= MODEL_BYTES}
+        if isinstance(self.reshard_after_forward, bool):
+            return set(tensors) if self.reshard_after_forward else set()
+        return set(match_patterns(self.reshard_after_forward, list(tensors)))
+
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, as files of plans have it."""
         data: dict[str, Any] = {"mesh": str(self.mesh)}
         data |= {k: v for k in ("axis", "input_plan", "output_plan") if (v := getattr(self, k)) is not None}
+        if self.reshard_after_forward is not None:
+            given = self.reshard_after_forward
+            data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)
         data |= {"lengths": dict(self.lengths)} if self.lengths else {}
         return data | {"parameters": dict(self.parameters)}
 
@@ -216,7 +238,7 @@ def to_toml(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quote_toml(value: str | int) -> str:
+def _quote_toml(value: str | int | list[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 

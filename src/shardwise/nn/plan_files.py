@@ -30,7 +30,18 @@ except ImportError:
 else:
     _yaml = yaml
 
-FIELDS = {"mesh": str, "axis": str, "input_plan": str, "output_plan": str, "lengths": dict, "parameters": dict}
+FIELDS: dict[str, tuple[type, ...]] = {
+    "mesh": (str,),
+    "axis": (str,),
+    "input_plan": (str,),
+    "output_plan": (str,),
+    "reshard_after_forward": (bool, list),
+    "lengths": (dict,),
+    "parameters": (dict,),
+}
+
+
+OPTIONAL = ("axis", "lengths", "input_plan", "output_plan", "reshard_after_forward")
 
 
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
@@ -52,13 +63,14 @@ def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPl
     unknown = sorted(set(data) - set(FIELDS))
     if unknown:
         raise PlanError(f"{source}: no field {unknown[0]!r}; a plan has {', '.join(FIELDS)}")
-    for name, kind in FIELDS.items():
-        if name in data and not isinstance(data[name], kind):
-            raise PlanError(f"{source}: {name} is a {kind.__name__}, got {type(data[name]).__name__}")
+    for name, kinds in FIELDS.items():
+        if name in data and not isinstance(data[name], kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise PlanError(f"{source}: {name} is a {wanted}, got {type(data[name]).__name__}")
     if "mesh" not in data or "parameters" not in data:
         raise PlanError(f"{source}: a plan has at least mesh and parameters, got {', '.join(data) or 'nothing'}")
     _check_values(data, source)
-    rest = {name: data[name] for name in ("axis", "lengths", "input_plan", "output_plan") if name in data}
+    rest = {name: data[name] for name in OPTIONAL if name in data}
     return ModelPlan(read_mesh(data["mesh"]), data["parameters"], **rest)
 
 

@@ -37,6 +37,7 @@ from shardwise.nn.plan_checks import (
     layout_texts,
 )
 from shardwise.nn.plan_files import load_plan
+from shardwise.ops.engine.gather_again import mark_for_resharding
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -209,6 +210,7 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
 def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFields:
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
+    plan.resharded(module)
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
     layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
     return {
@@ -223,13 +225,17 @@ def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group:
     """Shard every parameter; one with several names stays one."""
     tensors = dict(module.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}
+    resharded = plan.resharded(module)
     for name, spec in plan.specs(module).items():
         tensor, (path, _, last) = tensors[name], name.rpartition(".")
         if id(tensor) not in made:
             sharded = shard_or_allocate(tensor.detach().contiguous(), spec, src_rank, group)
             made[id(tensor)] = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+        parameter = made[id(tensor)]
+        if name in resharded and isinstance(parameter, ShardedTensor):
+            mark_for_resharding(parameter)
         parent = module.get_submodule(path)
-        parent.register_parameter(last, made[id(tensor)])
+        parent.register_parameter(last, parameter)
         if plan.input_plan is None:
             register_local_batch_hooks(parent)
     if plan.input_plan is not None:

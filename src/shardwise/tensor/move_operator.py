@@ -25,6 +25,8 @@ from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, res
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import rescale
 
+AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
+
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import decompose, is_composite
+from shardwise._torch import aten, decompose, is_composite
 from shardwise.comm import Comm
 from shardwise.geometry import (
     Layout,
@@ -45,6 +45,7 @@ from shardwise.ops.engine.choose import (
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
+from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
@@ -331,15 +332,18 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
     ]
     args, kwargs = call.fill_slots(values)
     local, finish = decision.local, decision.finish
-    if local is None:
-        result = call.op(*args, **kwargs)
-    else:
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+    with free_after_forward(aligned):
+        if local is None:
+            result = call.op(*args, **kwargs)
+        else:
+            shapes = tuple(tuple(t.shape) for t in tensors)
+            result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     if is_function_recorded():
         _note_run(call, tensors, decision, local is None and finish is None)
     outputs = _wrap_results(call, tensors, comm, decision, result)
     mark_moved_views(call.op, tensors, aligned, outputs)
+    if call.op is aten._to_copy.default:
+        copy_mark(tensors[0], outputs)
     if is_explaining_or_forbidding():
         _record_call(name, decision, outputs)
     return outputs if finish is None else finish(outputs)

@@ -32,6 +32,7 @@ from shardwise._torch import (
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
+from shardwise.ops.engine.gather_again import free_after_forward
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.caches import cache_by_identity
@@ -77,11 +78,13 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
         tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
     if shortcut.writes:
         check_writable(tensors[0])
-    local = iter(_prepare_locals(shortcut, tensors))
+    aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
+    local = iter(_vary_locals(shortcut, aligned))
     local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
     if kwargs:
         kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
-    result = func(*local_args, **kwargs)
+    with free_after_forward(aligned):
+        result = func(*local_args, **kwargs)
     if shortcut.writes:
         tensors[0].__dict__.pop("_varied", None)
         return tensors[0]
@@ -132,10 +135,9 @@ def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
     return wrap(layout, (tensor.local_parts[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
 
 
-def _prepare_locals(shortcut: Shortcut, tensors: Sequence[ShardedTensor]) -> list[Tensor]:
+def _vary_locals(shortcut: Shortcut, aligned: Sequence[ShardedTensor]) -> list[Tensor]:
     """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
     of every rank must meet them in one order."""
-    aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
     pairs = zip(aligned, shortcut.vary, strict=True)
     return [vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import is_dual_level
+from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial
+from shardwise.ops.engine.gather_again import label_again, note_gather
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
@@ -43,9 +45,10 @@ class _MoveAndVary(torch.autograd.Function):
 
 def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
     """A tensor in the layout in which an operator wants it; from which one it was moved is noted."""
-    locals_, anchor = move_to(tensor, layout, label)
+    locals_, anchor = move_to(tensor, layout, label_again(tensor, label) if is_tracing() else label)
     moved = wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
     moved.__dict__[_SOURCE] = tensor
+    note_gather(moved, tensor, layout, label)
     return moved
 
 
