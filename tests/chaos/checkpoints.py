@@ -1,4 +1,4 @@
-"""Are checkpoints safe under kills, replacing saves, bit flips, forged files and failing disks?
+"""Are checkpoints safe under kills, replacing saves, bit flips and forged files?
 
 `python -m tests.chaos.checkpoints` (or `make chaos`) runs all parts with the counts that are given; tests call the same
 functions with small ones. Each raises an AssertionError at the first thing that is wrong, and returns what it counted.
@@ -7,7 +7,6 @@ functions with small ones. Each raises an AssertionError at the first thing that
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import random
 import resource
@@ -335,83 +334,6 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-# Disks that fail.
-
-
-@contextmanager
-def failing_disk(number: int, code: int, lasting: bool) -> Iterator[list[int]]:
-    """Let the `number`-th operation on the file system fail, and with `lasting` all that need room after it."""
-    done = [0]
-    plain = {name: getattr(os, name) for name in WRITES}
-    exchange = folders.exchange_folders
-
-    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            reads = name == "open" and not args[1] & os.O_WRONLY
-            done[0] += not reads
-            failed = done[0] > number and name not in ("rename", "exchange") if lasting else done[0] == number + 1
-            if failed and not reads:
-                raise OSError(code, os.strerror(code))
-            return call(*args, **kwargs)
-
-        return attempt
-
-    try:
-        for name, call in plain.items():
-            setattr(os, name, wrapped(name, call))
-        folders.exchange_folders = wrapped("exchange", exchange)
-        yield done
-    finally:
-        for name, call in plain.items():
-            setattr(os, name, call)
-        folders.exchange_folders = exchange
-
-
-def save_on_bad_disk(comm: Comm, path: Path, value: float, async_op: bool) -> tuple[str, float]:
-    x = shardwise.full(ChunkSpec(0, comm.world_size), (6, 4), value)
-    started = time.monotonic()
-    try:
-        saving = shardwise.save({**state(value), "x": x}, path, async_op=async_op)
-        if saving is not None:
-            saving.wait()
-        text = "saved"
-    except CheckpointError as error:
-        text = str(error)
-    seconds = time.monotonic() - started
-    assert comm.all_gather_bytes(b"alive", label="alive") == [b"alive"] * comm.world_size, "the comm lives"
-    return text, seconds
-
-
-def disk_errors(folder: Path, async_op: bool, lasting: bool, step: int = 1, ranks: int = 2) -> Counter[str]:
-    """A disk that fails at every `step`th operation of a save: all ranks report the cause, nothing is lost or left."""
-    found: Counter[str] = Counter(lost=0)
-    code = errno.ENOSPC if lasting else errno.EIO
-    for number in range(0, 1000, step):
-        path = folder / "disk" / "c"
-        shardwise.save(state(1.0), path)
-        with failing_disk(number, code, lasting) as done:
-            ended = run_local(save_on_bad_disk, ranks, path, 2.0, async_op)
-            folders.wait_for_removals()
-        where = f"error {code} at operation {number}: {ended}"
-        texts = {text for text, _ in ended}
-        assert len(texts) == 1, f"{where}: ranks differ"
-        assert texts == {"saved"} or os.strerror(code) in next(iter(texts)), f"{where}: the cause is lost"
-        assert max(seconds for _, seconds in ended) < 5, where
-        value = loaded_value(path)
-        assert value == 2.0 if texts == {"saved"} else value in (1.0, 2.0), where
-        left = [p.name for p in leftovers(path)]
-        assert not left or value == 2.0, f"{where}: {left} are left"
-        found["failed" if texts != {"saved"} else "saved"] += 1
-        found["left"] += len(left)
-        run_local(save_on_bad_disk, ranks, path, 3.0, async_op)
-        assert loaded_value(path) == 3.0, f"{where}: the next save comes through"
-        folders.wait_for_removals()
-        shutil.rmtree(path.parent)
-        if done[0] <= number:
-            return found
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--saver", nargs=2)
@@ -434,10 +356,6 @@ def main() -> None:
         for kind in FORMATS:
             parts.append((f"bit flips, {kind}", lambda kind=kind: bit_flips(folder, kind, given.flips)))  # type: ignore[misc]
             parts.append((f"forged files, {kind}", lambda kind=kind: fuzz(folder, kind, given.fuzz)))  # type: ignore[misc]
-        for async_op in (False, True):
-            for lasting in (False, True):
-                name = f"{'full' if lasting else 'failing'} disk, {'async' if async_op else 'sync'}"
-                parts.append((name, lambda a=async_op, b=lasting: disk_errors(folder, a, b)))  # type: ignore[misc]
         for name, part in parts:
             started = time.monotonic()
             counts = part()

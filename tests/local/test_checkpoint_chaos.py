@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import checkpoints as chaos
+from tests.chaos import disks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -41,5 +42,5 @@ def test_forged_files_are_refused_in_bounded_time_and_memory(tmp_path: Path, for
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_failing_disk_is_reported_on_every_rank(tmp_path: Path, async_op: bool, lasting: bool) -> None:
-    found = chaos.disk_errors(tmp_path, async_op, lasting, step=3)
+    found = disks.disk_errors(tmp_path, async_op, lasting, step=3)
     assert found["failed"] > 3 and found["saved"] > 0

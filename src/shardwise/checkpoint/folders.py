@@ -148,11 +148,39 @@ def commit_checkpoint(path: Path, token: str, remove: Callable[[Path], object] =
         if path.exists() and os.stat(saving).st_ino == new:  # nothing has changed places
             _remove_quietly(saving)
         raise
-    sync_folder(path.parent)
-    if exchanged:
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        _put_back(path, saving, replaced, exchanged)
+        raise
+    old = _name_replaced(saving, replaced) if exchanged else replaced
+    if old.exists():
+        remove(old)
+
+
+def _name_replaced(saving: Path, replaced: Path) -> Path:
+    """Give the old folder, which has the name of the running save, the name of a replaced one; return what it got."""
+    try:
         os.rename(saving, replaced)
-    if replaced.exists():
-        remove(replaced)
+        return replaced
+    except OSError:
+        return saving  # the new one is in place: all that is left is to remove the old one
+
+
+def _put_back(path: Path, saving: Path, replaced: Path, exchanged: bool) -> None:
+    """After a commit that may not last, restore the old checkpoint; the new one is removed once that lasts."""
+    try:
+        if exchanged:
+            exchange_folders(saving, path)
+        elif replaced.exists():
+            os.rename(path, saving)
+            os.rename(replaced, path)
+        else:
+            return  # there was none before
+        sync_folder(path.parent)
+    except OSError:
+        return  # which of the two names lasts is not known, so neither folder may go
+    _remove_quietly(saving)
 
 
 def _put_in_place(path: Path, saving: Path, replaced: Path) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from shardwise._torch import Store, store_address
 
 _PATIENCE_SECONDS = 3.0
+_HANGS_SECONDS = 2.0  # less than the patience: whoever was patient once does not wait for the same call again
 _KNOCK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class NoteStore:
     def _submit(self, call: Callable[[], T]) -> Future[T] | None:
         """Hand a call to the thread; None if the store is gone, or hangs in an earlier call."""
         since = self._busy_since
-        if self._is_gone or (since is not None and time.monotonic() - since > _PATIENCE_SECONDS):
+        if self._is_gone or (since is not None and time.monotonic() - since > _HANGS_SECONDS):
             return None
         done: Future[T] = Future()
 

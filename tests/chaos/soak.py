@@ -1,0 +1,166 @@
+"""Does a program that moves, trains, saves and loads for long keep its memory, descriptors, threads and files flat?
+
+`python -m tests.chaos.soak --minutes 30` runs two ranks; a test runs some seconds. Each result is compared with what it
+must be. Samples are taken after a collection of garbage; the last ones must not be above the first, which come after a
+fifth of the time, when caches are filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise import ChunkSpec, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor
+from shardwise.comm import Comm, LocalWorld, default_comm
+from tests.moving import local_parts, same_bytes
+
+SHAPES = ((64, 48), (33, 70), (5, 8, 6), (1000,), (257, 129))
+SAMPLES = 20
+MORE_MEMORY = 24 << 20  # what the allocator and page sizes of one run differ by
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds: bytes of memory, open files, threads, segments of shared memory, temporary files."""
+
+    memory: int
+    files: int
+    threads: int
+    shared: int
+    temporary: int
+
+
+def look(folder: Path) -> Held:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    mine = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name or "shardwise" in name]
+    files = [name for name in os.listdir(folder) if name.startswith(".")]
+    return Held(
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        len(mine),
+        len(files),
+    )
+
+
+class Soak:
+    """The operations of one rank; all ranks draw the same ones."""
+
+    def __init__(self, comm: Comm, folder: Path, seed: int) -> None:
+        self.comm, self.folder, self.chance = comm, folder, random.Random(seed)
+        mesh = Mesh.of(tp=comm.world_size)
+        self.specs = [ChunkSpec(0, comm.world_size), MeshSpec(mesh, (Shard(0),)), MeshSpec(mesh, (Replicate(),))]
+        torch.manual_seed(0)
+        self.weight = shardwise.shard(torch.randn(32, 16), MeshSpec(mesh, (Shard(0),)), None, comm=comm)
+        self.weight.requires_grad_()
+        self.optimizer = torch.optim.AdamW([self.weight], lr=1e-3)
+        self.partial = MeshSpec(mesh, (Partial("sum"),))
+
+    def tensor(self) -> tuple[ShardedTensor, torch.Tensor]:
+        shape, number = self.chance.choice(SHAPES), self.chance.randrange(100)
+        whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + number
+        layout = self.chance.choice(self.specs).layout(shape)
+        return shardwise.from_local(local_parts(layout, self.comm.rank, whole), layout, comm=self.comm), whole
+
+    def check(self, moved: ShardedTensor, whole: torch.Tensor) -> None:
+        wanted = local_parts(moved.sharding, self.comm.rank, whole)
+        assert all(map(same_bytes, moved.local_tensors(), wanted)), "wrong data"
+
+    def move(self) -> None:
+        x, whole = self.tensor()
+        limit = self.chance.choice((None, 4096))
+        self.check(x.redistribute(self.chance.choice(self.specs), max_buffer_bytes=limit), whole)
+
+    def move_in_background(self) -> None:
+        x, whole = self.tensor()
+        self.check(x.redistribute(self.chance.choice(self.specs), async_op=True).wait(), whole)
+
+    def reduce(self) -> None:
+        x, whole = self.tensor()
+        self.check(x.redistribute(self.partial).redistribute(self.chance.choice(self.specs)), whole)
+
+    def compute(self) -> None:
+        x, whole = self.tensor()
+        assert float((x * 2).sum().full()) == float((whole * 2).sum()), "wrong sum"
+
+    def step(self) -> None:
+        batch = torch.ones(self.chance.choice((4, 8)), 16)
+        loss = torch.nn.functional.linear(shardwise.shard(batch, self.specs[2], None, comm=self.comm), self.weight)
+        loss.square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> None:
+        x, whole = self.tensor()
+        saving = shardwise.save({"x": x, "n": 1}, self.folder / "c", async_op=self.chance.random() < 0.5)
+        if saving is not None:
+            saving.wait()
+        shape = tuple(whole.shape)
+        into: dict[str, Any] = {"x": shardwise.zeros(self.chance.choice(self.specs), shape), "n": 0}
+        shardwise.load(into, self.folder / "c")
+        self.check(into["x"], whole)
+
+
+def soak_rank(seconds: float, folder: Path, seed: int) -> tuple[int, list[Held]]:
+    """Random operations for so long; how many, and samples."""
+    soak = Soak(default_comm(), folder, seed)
+    calls = [soak.move, soak.move_in_background, soak.reduce, soak.compute, soak.step, soak.save]
+    samples: list[Held] = []
+    started, done = time.monotonic(), 0
+    while True:
+        for _ in range(20):
+            soak.chance.choice(calls)()
+            done += 1
+        spent = torch.tensor([time.monotonic() - started])
+        soak.comm.broadcast(spent, 0, label="time").wait()  # all ranks end together
+        if float(spent) >= seconds * (len(samples) + 1) / SAMPLES:
+            samples.append(look(folder))
+        if float(spent) >= seconds:
+            return done, samples
+
+
+def find_growth(samples: list[Held]) -> list[str]:
+    """What is larger at the end than after a fifth of the time."""
+    early, late = samples[len(samples) // 5 : len(samples) // 2], samples[-3:]
+    found = []
+    for place, name in enumerate(("memory", "files", "threads", "shared", "temporary")):
+        before, after = max(astuple(s)[place] for s in early), min(astuple(s)[place] for s in late)
+        if after > before + (MORE_MEMORY if name == "memory" else 0):
+            found.append(f"{name}: {before} -> {after}")
+    return found
+
+
+def run_soak(seconds: float, seed: int = 0) -> tuple[int, list[list[Held]]]:
+    """Two ranks for so long: the number of operations, and each rank's samples."""
+    with tempfile.TemporaryDirectory() as folder, LocalWorld(2, timeout=60.0) as world:
+        ended = world.run(soak_rank, seconds, Path(folder), seed, limit=seconds + 300)
+    return ended[0][0], [samples for _, samples in ended]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    count, ranks = run_soak(60 * given.minutes, given.seed)
+    print(f"soak: {count} operations in {given.minutes:g} minutes", flush=True)
+    for rank, samples in enumerate(ranks):
+        first, last = samples[len(samples) // 5], samples[-1]
+        print(f"rank {rank}: {first} -> {last}; growth: {find_growth(samples) or 'none'}", flush=True)
+    sys.exit(any(map(find_growth, ranks)))
+
+
+if __name__ == "__main__":
+    main()
