@@ -44,8 +44,9 @@ fuzz: $(STAMP)  ## run random programs against whole tensors; others with SEED=5
 mutants: $(STAMP)  ## change the source a little, see which tests notice; one package with PACKAGE=ops
 	$(BIN)/python -m tools.mutants $(if $(PACKAGE),--package $(PACKAGE)) --sample $(SAMPLE) --seed $(SEED)
 
-chaos: $(STAMP)  ## kill saves, flip bits, forge files, let disks fail, at length; fewer with CHAOS="--pairs 100 --loads 100"
-	$(BIN)/python -W ignore -m tests.chaos.checkpoints $(CHAOS)
+chaos: $(STAMP)  ## attack ranks, saves, files and disks at length, and soak, two hours; one part with CHAOS=ranks
+	@for part in $(or $(CHAOS),ranks checkpoints disks soak); do \
+	  $(BIN)/python -W ignore -m tests.chaos.$$part || exit 1; done
 
 check: lint types test  ## lint + types + test: what .ci/run runs
 

@@ -93,7 +93,7 @@ class Soak:
 
     def compute(self) -> None:
         x, whole = self.tensor()
-        assert float((x * 2).sum().full()) == float((whole * 2).sum()), "wrong sum"
+        assert float((x.double() * 2).sum().full()) == float((whole.double() * 2).sum()), "wrong sum"
 
     def step(self) -> None:
         batch = torch.ones(self.chance.choice((4, 8)), 16)
