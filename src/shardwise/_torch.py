@@ -133,6 +133,10 @@ pytree: Any = _private("utils._pytree")
 pack_padded_sequence = _private("_pack_padded_sequence")
 pad_packed_sequence = _private("_pad_packed_sequence")
 
+# The modules of torch's state dicts, whose private functions are taught ShardedTensors (`_gather_state_dict`) and
+# ShardedOptimizers (`_get_optim_state_dict`, `_load_optim_state_dict`); by name, since they take long to load.
+STATE_DICT_UTILS, STATE_DICT = "torch.distributed._state_dict_utils", "torch.distributed.checkpoint.state_dict"
+
 # Decompositions of operators that have no rule: tried before an operator is refused. The table has no public name.
 decomposition_table: dict[Any, Any] = _private("_decomp.decomposition_table")
 

@@ -6,7 +6,10 @@ One guard for each name of `shardwise._torch`. When a new release of torch break
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+from dataclasses import is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +259,20 @@ def test_packed_sequences_are_made_by_these_functions() -> None:
     Wrapper.seen = []
     torch.nn.utils.rnn.pack_padded_sequence(Wrapper.of(torch.ones(2, 3, 1)), torch.tensor([3, 1]), batch_first=True)
     assert _torch.pack_padded_sequence in Wrapper.seen
+
+
+def test_functions_of_state_dicts_take_what_ours_take() -> None:
+    utils, words = import_module(_torch.STATE_DICT_UTILS), import_module(_torch.STATE_DICT)
+
+    def parameters(module: Any, name: str) -> list[str]:
+        return list(inspect.signature(getattr(module, name)).parameters)
+
+    assert parameters(utils, "_gather_state_dict")[0] == "state_dict"
+    assert parameters(words, "_gather_state_dict")[0] == "state_dict"
+    assert parameters(words, "_get_optim_state_dict") == ["model", "optimizers", "info"]
+    assert parameters(words, "_load_optim_state_dict") == ["model", "optimizers", "state_dict", "info"]
+    assert parameters(words, "_maybe_full_or_cpu_state_dict") == ["state_dict", "info"]
+    assert is_dataclass(words._StateDictInfo)
 
 
 def test_no_other_file_uses_private_names() -> None:

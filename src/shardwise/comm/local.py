@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -215,6 +215,10 @@ class LocalComm:
 
     def __repr__(self) -> str:
         return f"LocalComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same: a comm is how this process reaches others, of which a copy has no more."""
+        return self
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,10 @@ class ProcessGroupComm:
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same: a comm is how this process reaches others, of which a copy has no more."""
+        return self
 
     @property
     def world_size(self) -> int:

@@ -37,6 +37,7 @@ from shardwise.nn.plan_checks import (
     layout_texts,
 )
 from shardwise.nn.plan_files import load_plan
+from shardwise.nn.torch_state_dict import teach_state_dict_functions
 from shardwise.ops.engine.gather_again import mark_for_resharding
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
@@ -143,6 +144,13 @@ def shard_module(
         _shard_by_names(module, plan, src_rank, process_group)
     missing.fill()
     check_on_all_ranks(comm, missing.check)
+    teach_state_dict_functions()
+    module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Torch's functions of state dicts may have been loaded after the model was sharded."""
+    teach_state_dict_functions()
 
 
 def _check_named_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> PlanFields:

@@ -29,11 +29,12 @@ Kwargs = dict[str, Any]
 def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
     """Copy into a ShardedTensor, in place: from one of any layout, or from a plain tensor that every rank holds.
 
+    A plain tensor takes the whole value of a ShardedTensor, which is gathered.
     Addends that have to be converted are left to the operator, which knows when to reduce first.
     """
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
-        raise UnsupportedOpError("a plain tensor cannot take the values of a ShardedTensor; use source.full()")
+        return target.copy_(source.full())  # as `load_state_dict` of a plain model does, on every rank
     if tuple(source.shape) != tuple(target.shape):
         source = _broadcast_source(source, tuple(target.shape))
     check_writable(target)
