@@ -51,6 +51,7 @@ def training_state() -> dict[str, Any]:
         "tied": (base, nn.Parameter(torch.ones(2))),
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 3),
+        "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5]).state_dict(),
         "step": 12,
         "loss": float("inf"),
         "name": "run",

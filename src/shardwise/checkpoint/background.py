@@ -20,7 +20,6 @@ from shardwise.checkpoint.state import raise_problems
 from shardwise.checkpoint.storage.base import SaveFolder
 from shardwise.comm import Comm
 
-_POLL_SECONDS = 0.01
 _FIRST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.02, 0.5
 _LABEL = "save in the background"
 _STOPPED = "stopped: another rank failed"
@@ -125,7 +124,7 @@ class Saving:
             self._check()
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{self._folder.path}: {problem} within {self._comm.timeout} s")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._folder.poll_seconds)
 
 
 def _write_nothing(check: Callable[[], None]) -> Json:

@@ -125,11 +125,13 @@ class SaveFolder(ABC):
 
     Files are written in the local folder `work`, then delivered. Small files tell other processes how far one is.
     `prefix`: what the names of its data files begin with, so that those of the checkpoint that is replaced stay.
+    `poll_seconds`: how often to look for small files.
     """
 
     path: Location
     work: Path
     prefix: str = ""
+    poll_seconds = 0.01
 
     @abstractmethod
     def make(self) -> None:

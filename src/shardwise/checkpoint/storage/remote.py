@@ -119,6 +119,7 @@ class RemoteSave(SaveFolder):
     """A running save to a URL: files are written to a local temporary folder, one by one, and uploaded from there."""
 
     path: RemotePath
+    poll_seconds = 0.2  # each look is a request
 
     def __init__(self, path: RemotePath, token: str) -> None:
         self.path, self.token, self.prefix = path, token, f"{token}-"

@@ -73,6 +73,13 @@ def _make_empty_hooks() -> dict[Any, Any]:
     return {}
 
 
+def _return_counts(counts: object = None) -> object:
+    """A Counter, as in the state of a scheduler: the dict it is made of, which is not copied."""
+    if counts is not None and type(counts) is not dict:
+        raise ValueError("counts that are not in a dict")
+    return {} if counts is None else counts
+
+
 @dataclass(frozen=True)
 class PickledStorageType:
     """The type of a storage; None means one without a dtype."""
@@ -128,6 +135,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): _return_first,
     (METADATA, "_MEM_FORMAT_ENCODING"): _return_first,
     ("collections", "OrderedDict"): _make_empty_hooks,
+    ("collections", "Counter"): _return_counts,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _return_first,
