@@ -305,6 +305,8 @@ def test_hugging_face_gets_the_model_alone_and_its_configuration(tmp_path: Path,
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
     check_equal(read_all(tmp_path / "hf"), {name: t.bfloat16() for name, t in training_state()["model"].items()})
     assert {"optim.state.model.w.exp_avg", "step"} <= set(report.left_out)
+    reshard(source, tmp_path / "map", format="hf", names={"lm_head.*": "head.*"})
+    assert sorted(read_all(tmp_path / "map")) == ["head.weight", "model.w"], "a map sees the names of the state dict"
     again = reshard(tmp_path / "hf", tmp_path / "hf2", format="hf")
     assert again.copied == ("config.json", "tokenizer.json"), "the source has them itself"
     assert reshard(source, tmp_path / "hf", format="hf", config=tmp_path / "base", overwrite=True).copied

@@ -155,10 +155,10 @@ def test_fused_projections_are_split_for_another_model(tmp_path: Path) -> None:
     source = save_training(fused, tmp_path)
     separate.config.save_pretrained(tmp_path / "llama")  # type: ignore[operator,union-attr]
     (tmp_path / "map.toml").write_text(QKV_AND_GATES)
-    reshard(source, tmp_path / "model", only=["model.*"], names={"model.**": "**"})
-    reshard(tmp_path / "model", tmp_path / "hf", format="hf", config=tmp_path / "llama", names=tmp_path / "map.toml")
+    reshard(source, tmp_path / "hf", format="hf", config=tmp_path / "llama", names=tmp_path / "map.toml")
     loaded = type(separate).from_pretrained(tmp_path / "hf")  # type: ignore[attr-defined]
     assert torch.allclose(logits(loaded), logits(fused), atol=1e-6)
+    reshard(source, tmp_path / "model", only=["model.*"], names={"model.**": "**"})
     load(separate.state_dict(), tmp_path / "model", names=NameMap.of(tmp_path / "map.toml"))
     assert torch.equal(logits(separate), logits(loaded)), "a load through the map fills the model in place"
 
@@ -168,10 +168,7 @@ def test_experts_are_separated_and_stacked(tmp_path: Path) -> None:
     source = save_training(model, tmp_path)
     (tmp_path / "separate.toml").write_text(SEPARATE_EXPERTS)
     (tmp_path / "stacked.toml").write_text(STACKED_EXPERTS)
-    reshard(source, tmp_path / "model", only=["model.*"], names={"model.**": "**"})
-    reshard(
-        tmp_path / "model", tmp_path / "hf", format="hf", config=tmp_path / "base", names=tmp_path / "separate.toml"
-    )
+    reshard(source, tmp_path / "hf", format="hf", config=tmp_path / "base", names=tmp_path / "separate.toml")
     model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
     with open_checkpoint(tmp_path / "hf") as ours, open_checkpoint(tmp_path / "saved") as theirs:
         assert sorted(ours) == sorted(theirs), "the names under which transformers stores them"

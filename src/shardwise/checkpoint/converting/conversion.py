@@ -1,9 +1,9 @@
 """What of a checkpoint is converted, and under which names: filters, a map of names, the model alone.
 
 1. `only` and `without` choose tensors and values by their stored names.
-2. A map of names makes the tensors that are written. Values keep their names.
-3. For formats that store a model's tensors and nothing else, what belongs to the optimizer is left out; if everything
+2. For formats that store a model's tensors and nothing else, what belongs to the optimizer is left out; if everything
    left is under one key such as "model", it is taken from there, so that names are those of the state dict.
+3. A map of names makes the tensors that are written. Values keep their names.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class Conversion:
     names: NameMap | None = None
     model_only: bool = False
 
-    @property
-    def changes_nothing(self) -> bool:
-        return self == Conversion()
-
     def to_json(self) -> Json:
         """The conversion as plain data, for another process."""
         names = None if self.names is None else self.names.data
@@ -52,10 +48,10 @@ class Conversion:
 
     def apply(self, index: Index) -> Index:
         """What is written, as an index of the source's bytes; an error for patterns that match nothing."""
-        found = self.rename(self.choose(index))
-        if not found.tensors and not found.leaves:
+        chosen = self.choose(index)
+        if (self.only or self.without) and not chosen.tensors and not chosen.leaves:
             raise CheckpointError("nothing is left to write: the filters leave out every tensor and value")
-        return found
+        return self.rename(chosen)
 
     def choose(self, index: Index) -> Index:
         """What the filters choose, as it is stored."""
@@ -67,13 +63,12 @@ class Conversion:
 
     def rename(self, index: Index) -> Index:
         """The same under the names that are written."""
-        if self.names is not None:
-            return rename_index(index, self.names)
-        return take_model(index) if self.model_only else index
+        index = take_model(index) if self.model_only else index
+        return index if self.names is None else rename_index(index, self.names)
 
     def left_out(self, index: Index) -> tuple[str, ...]:
         """What is not of the model, where the model alone is written: tensors, and all values."""
-        if not self.model_only or self.names is not None:
+        if not self.model_only:
             return ()
         chosen = self.choose(index)
         kept = {run for entry in take_model(chosen).tensors.values() for run in _runs(entry)}
