@@ -32,6 +32,7 @@ SQUARES, TALL = torch.eye(4).expand(5, 4, 4) * 2, t(5, 6, 4)
 LU, PIVOTS = torch.linalg.lu_factor(SQUARES + torch.ones(4, 4))
 LDL, LDL_PIVOTS = torch.linalg.ldl_factor(SQUARES)
 COMPLEX = torch.zeros(4, 6, dtype=torch.complex64)
+OFFSETS = torch.tensor([5, 5, 12, 24], dtype=torch.int32)
 SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.scaled_dot_product_attention.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8)),
@@ -151,6 +152,8 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten.dot.default: (t(6), t(6)),
     aten.addmm.default: (t(5), t(4, 6), t(6, 5)),
     aten.baddbmm.default: (t(3, 4, 5), t(3, 4, 6), t(3, 6, 5)),
+    aten._grouped_mm.default: (t(24, 16), t(4, 16, 32), OFFSETS),
+    torch.ops.shardwise._grouped_mm_at_experts.default: (t(24, 16), t(4, 16, 32), OFFSETS),
     aten.linear.default: (t(3, 4, 6), t(5, 6), t(5)),
     aten.matmul.default: (t(3, 4, 6), t(6, 5)),
     aten.kthvalue.default: (t(4, 6), 2),
@@ -180,6 +183,7 @@ NEEDS_GPU = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_grouped_mm.default,
 }
 TAKES_THE_LEAF = {aten.lift_fresh.default}  # gives the very tensor back, which then is no leaf any more
 UNDEFINED_VALUES = {aten.empty_like.default, aten.hash_tensor.default}  # none, or in uint64, which has no sums

@@ -191,3 +191,21 @@ def test_a_discovered_rule_can_be_registered(double_rows: Any) -> None:
     with pytest.raises(ValueError, match="has a rule already; pass override=True"):
         register_sharding(double_rows, "auto", dtensor=False)
     assert shardwise.check_sharding(double_rows, X, 0, scale=torch.zeros(6)).ok
+
+
+def test_an_operator_that_takes_some_dtypes_and_whole_words_of_memory() -> None:
+    """Grouped products take no float64, lengths in units of 16 bytes, and offsets that ascend to the last row."""
+    op = torch.ops.aten._grouped_mm.default
+    sample = torch.zeros(20, 16), torch.zeros(4, 16, 32), torch.tensor([3, 8, 8, 20], dtype=torch.int32)
+    found = [format_strategy(s) for s in discover_sharding(op, *sample).strategies]
+    assert found[:3] == ["R, R, R -> R", "S(1), S(1), R -> P(sum)", "R, S(2), R -> S(1)"]
+    assert "S(0), R, R -> S(0)" not in found  # offsets of all rows are not those of some
+    layouts = [MeshSpec(Mesh.of(tp=2), [Replicate()]).layout(tuple(t.shape)) for t in sample]
+    metas = [TensorMeta(tuple(t.shape), t.dtype, a, (Replicate(),)) for t, a in zip(sample, layouts, strict=True)]
+    assert len(AutoRule(op)(*metas)) == len(found)
+
+
+def test_the_error_of_samples_that_do_not_run_is_that_of_their_own_dtype() -> None:
+    sample = torch.zeros(20, 5), torch.zeros(4, 5, 7), torch.tensor([3, 8, 8, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match="strides should be multiple of 16 bytes"):
+        discover_sharding(torch.ops.aten._grouped_mm.default, *sample)

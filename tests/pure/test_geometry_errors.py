@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "shard two rules": (
         lambda: Shard(0, sizes=(1, 2), block=1),
-        "Shard(0) takes one of sizes, groups and block, got sizes and block",
+        "Shard(0) takes one of sizes, groups, block, owners, got sizes and block",
     ),
     "shard sizes": (lambda: Shard(0, sizes=(1, -2)), "Shard(0, sizes=(1, -2)): lengths are 0 or more"),
     "shard groups": (lambda: Shard(0, groups=(-1,)), "Shard(0, groups=(-1,)): lengths are 0 or more"),

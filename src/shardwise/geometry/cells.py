@@ -17,7 +17,7 @@ import numpy as np
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.mesh import IntArray, Mesh, freeze_array
-from shardwise.geometry.placements import DimIntervals, Partial, Placement, Replicate, Shard, split_part
+from shardwise.geometry.placements import DimIntervals, Partial, Placement, Replicate, RowOwners, Shard, split_part
 
 _MAX_ARRAY_DIMS = 64  # of NumPy
 
@@ -104,6 +104,9 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
     """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
     if axes and all(placements[axis] == Shard(cast(Shard, placements[axis]).dim) for axis in axes):
         return _cut_evenly(length, [mesh.shape[axis] for axis in axes])
+    owners = cast(Shard, placements[axes[0]]).owners if len(axes) == 1 else None
+    if owners is not None and owners.count <= mesh.shape[axes[0]]:  # else the general way says what is wrong
+        return _cut_by_owners(owners, mesh.shape[axes[0]])
     parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
     for axis in axes:
         placement = placements[axis]
@@ -137,6 +140,20 @@ def _cut_evenly(length: int, counts: Sequence[int]) -> tuple[DimCuts, IntArray]:
     order = np.lexsort((lengths, starts))
     cuts = DimCuts(freeze_array(starts[order]), freeze_array(lengths[order]), freeze_array(np.zeros(len(order))))
     return cuts, coordinates[order]
+
+
+def _cut_by_owners(owners: RowOwners, count: int) -> tuple[DimCuts, IntArray]:
+    """The same for rows with owners along one axis, without a loop over rows; a rank without rows has an empty cell."""
+    starts, lengths, holders = owners.starts, owners.lengths, owners.holders
+    missing = np.setdiff1d(np.arange(count), holders)
+    order = np.argsort(holders, kind="stable")
+    before = np.cumsum(lengths[order]) - lengths[order]
+    first = np.searchsorted(holders[order], holders[order], side="left")
+    local_starts = np.empty_like(starts)
+    local_starts[order] = before - before[first]
+    nothing = np.zeros(len(missing), np.int64)
+    cuts = ((starts, nothing + len(owners)), (lengths, nothing), (local_starts, nothing))
+    return DimCuts(*(freeze_array(np.concatenate(pair)) for pair in cuts)), np.concatenate([holders, missing])[:, None]
 
 
 def _mesh_owners(

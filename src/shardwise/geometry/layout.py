@@ -180,6 +180,11 @@ class Layout:
         """The pending reduction, or None."""
         return self.spec.reduction()
 
+    @cached_property
+    def depends_on_data(self) -> bool:
+        """Whether values of tensors decided which rank has which rows: then nothing about the layout is remembered."""
+        return any(getattr(p, "owners", None) is not None for p in getattr(self.spec, "placements", ()))
+
     @property
     def is_regular(self) -> bool:
         """Whether the layout is a product of per-dim cuts (mesh, chunk and grid layouts are)."""

@@ -4,19 +4,23 @@ All arithmetic on 1-D splits is here too; every spec shares it. A part is a tupl
 order in the owner's local tensor. Splitting a part among n ranks:
 
 1. cut the part at group boundaries, if the placement declares groups;
-2. share out each group's rows: as torch.chunk does, by given sizes, or block by block;
+2. share out each group's rows: as torch.chunk does, by given sizes, block by block, or each row to its owner;
 3. a rank's new part is the concatenation of what it got from each group, without empty intervals unless all are empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwise.geometry.errors import LayoutError, to_int_tuple
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]
 DimIntervals: TypeAlias = tuple[Interval, ...]
 
@@ -46,6 +50,8 @@ def split_part(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[
     >>> split_part(((0, 8),), Shard(0, block=2), 2, "tp")
     [((0, 2), (4, 6)), ((2, 4), (6, 8))]
     """
+    if shard.owners is not None:
+        return [_merge_intervals(p, part) for p in _deal_to_owners(part, shard, shard.owners, count, axis)]
     parts: list[list[Interval]] = [[] for _ in range(count)]
     for group in _cut_at_groups(part, shard):
         for index, start, stop in _deal_rows(_intervals_length(group), shard, count, axis):
@@ -63,6 +69,23 @@ def _cut_at_groups(part: DimIntervals, shard: Shard) -> list[DimIntervals]:
     edges = bounds(shard.groups)
     cut = [tuple((max(a, s), min(b, e)) for s, e in part if max(a, s) < min(b, e)) for a, b in pairwise(edges)]
     return [c for c in cut if c]
+
+
+def _deal_to_owners(part: DimIntervals, shard: Shard, owners: RowOwners, count: int, axis: str) -> list[list[Interval]]:
+    """The rows of a part by owner; owners are those of the whole dim, whatever other axes have made of it before."""
+    if owners.count > count or max((stop for _, stop in part), default=0) > len(owners):
+        raise LayoutError(
+            f"dim {shard.dim} has owners 0 to {owners.count - 1} for {len(owners)} rows over axis {axis!r} of "
+            f"{count} ranks; pass an owner below {count} for every row"
+        )
+    parts: list[list[Interval]] = [[] for _ in range(count)]
+    ends = owners.starts + owners.lengths
+    for first, last in part:
+        low, high = np.searchsorted(ends, first, side="right"), np.searchsorted(owners.starts, last, side="left")
+        for run in range(int(low), int(high)):
+            start, stop = max(first, int(owners.starts[run])), min(last, int(ends[run]))
+            parts[int(owners.holders[run])].append((start, stop))
+    return parts
 
 
 def _deal_rows(length: int, shard: Shard, count: int, axis: str) -> list[tuple[int, int, int]]:
@@ -110,7 +133,74 @@ def _merge_intervals(intervals: list[Interval], whole: DimIntervals) -> DimInter
     return ((at, at),)
 
 
+class RowOwners:
+    """For every row of a dim the rank of the axis that has it, kept as runs of rows with one owner; hashed once.
+
+    >>> RowOwners([1, 0, 0, 1]), RowOwners.from_runs([1, 0, 1], [1, 2, 1]) == RowOwners([1, 0, 0, 1])
+    (RowOwners((1, 0, 0, 1)), True)
+    """
+
+    __slots__ = ("_hash", "holders", "lengths", "starts")
+    holders: IntArray
+    lengths: IntArray
+    starts: IntArray
+
+    def __init__(self, ranks: npt.ArrayLike) -> None:
+        rows = np.asarray(ranks, np.int64).reshape(-1)
+        self._set(rows, np.ones(len(rows), np.int64))
+
+    @classmethod
+    def from_runs(cls, holders: npt.ArrayLike, lengths: npt.ArrayLike) -> RowOwners:
+        """The owners of runs of these lengths."""
+        made = cls.__new__(cls)
+        made._set(np.asarray(holders, np.int64).reshape(-1), np.asarray(lengths, np.int64).reshape(-1))
+        return made
+
+    def _set(self, holders: IntArray, lengths: IntArray) -> None:
+        """Join runs of one owner, so that equal owners have equal runs."""
+        if holders.min(initial=0) < 0 or lengths.min(initial=0) < 0:
+            raise LayoutError("owners of rows are numbers of ranks along an axis, and runs have no negative lengths")
+        holders, lengths = holders[lengths > 0], lengths[lengths > 0]
+        first = np.flatnonzero(np.concatenate([[True], holders[1:] != holders[:-1]])[: len(holders)])
+        self.holders, self.lengths = holders[first], np.add.reduceat(lengths, first) if len(first) else lengths
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        for array in (self.holders, self.lengths, self.starts):
+            array.flags.writeable = False
+        self._hash = hash((self.holders.tobytes(), self.lengths.tobytes()))
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def ranks(self) -> IntArray:
+        """The owner of each row."""
+        return np.repeat(self.holders, self.lengths)
+
+    @property
+    def count(self) -> int:
+        """One more than the largest owner."""
+        return int(self.holders.max(initial=-1)) + 1
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowOwners):
+            return NotImplemented
+        return np.array_equal(self.holders, other.holders) and np.array_equal(self.lengths, other.lengths)
+
+    def __reduce__(self) -> tuple[type[RowOwners], tuple[list[int]]]:
+        return RowOwners, (self.ranks.tolist(),)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8].tolist()))
+        return f"RowOwners(({shown}{', ...' if len(self) > 8 else ''}))"
+
+
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+
+
+CUT_RULES = ("sizes", "groups", "block", "owners")
 
 
 class _Questions:
@@ -138,6 +228,8 @@ class Shard(_Questions):
     - `sizes`: the length each rank of the axis gets; zeros are fine.
     - `groups`: the dim is a concatenation of groups of these lengths (a fused QKV weight), each split on its own.
     - `block`: blocks of this length are assigned to the ranks in turn (block-cyclic).
+    - `owners`: every row has an owner. Operators make such placements where values decide which rank has a row, as
+      tokens that are routed to experts; what is worked out for them is not remembered.
 
     >>> Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2)
     (Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2))
@@ -147,11 +239,12 @@ class Shard(_Questions):
     sizes: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
     block: int | None = None
+    owners: RowOwners | None = None
 
     def __post_init__(self) -> None:
-        given = [n for n in ("sizes", "groups", "block") if getattr(self, n) is not None]
+        given = [n for n in CUT_RULES if getattr(self, n) is not None]
         if len(given) > 1:
-            raise LayoutError(f"Shard({self.dim}) takes one of sizes, groups and block, got {' and '.join(given)}")
+            raise LayoutError(f"Shard({self.dim}) takes one of {', '.join(CUT_RULES)}, got {' and '.join(given)}")
         for name in ("sizes", "groups"):
             value = getattr(self, name)
             if value is None:
@@ -162,10 +255,26 @@ class Shard(_Questions):
         if self.block is not None and self.block < 1:
             raise LayoutError(f"Shard({self.dim}, block={self.block}): a block has at least one row")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dim is split as `torch.chunk` does."""
+        return self.sizes is None and self.groups is None and self.block is None and self.owners is None
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether each rank gets one run of the rows, in the order of the axis."""
+        return self.groups is None and self.block is None and self.owners is None
+
+    def along(self, dim: int) -> Shard:
+        """The same split of another dim.
+
+        >>> Shard(0, sizes=(3, 1)).along(1)
+        Shard(1, sizes=(3, 1))
+        """
+        return self if dim == self.dim else replace(self, dim=dim)
+
     def __repr__(self) -> str:
-        rule = "".join(
-            f", {n}={getattr(self, n)}" for n in ("sizes", "groups", "block") if getattr(self, n) is not None
-        )
+        rule = "".join(f", {n}={getattr(self, n)}" for n in CUT_RULES if getattr(self, n) is not None)
         return f"Shard({self.dim}{rule})"
 
 

@@ -8,7 +8,7 @@ from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
-from shardwise.geometry.placements import Partial, Placement, Replicate, Shard
+from shardwise.geometry.placements import Partial, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
 
@@ -57,5 +57,6 @@ def placement_from_json(data: dict[str, Any]) -> Placement:
     if kind == "partial":
         return Partial(data["op"])
     if kind == "shard":
-        return Shard(data["dim"], data.get("sizes"), data.get("groups"), data.get("block"))
+        owners = None if data.get("owners") is None else RowOwners(data["owners"])
+        return Shard(data["dim"], data.get("sizes"), data.get("groups"), data.get("block"), owners)
     raise LayoutError(f"unknown kind of placement {kind!r}; known: replicate, partial, shard")

@@ -223,7 +223,11 @@ class MeshSpec(_ProductSpec):
                 f"dim {dim} of length {shape[dim]} is declared as groups {placement.groups}, which add up to "
                 f"{sum(placement.groups)}; pass groups that add up to {shape[dim]}"
             )
-        return Shard(dim, placement.sizes, placement.groups, placement.block)
+        if placement.owners is not None and len(placement.owners) != shape[dim]:
+            raise LayoutError(
+                f"dim {dim} of length {shape[dim]} has owners for {len(placement.owners)} rows; pass one for each"
+            )
+        return placement.along(dim)
 
     def reduction(self) -> Reduction | None:
         return pending_reduction(self.placements, self.mesh.shape)
@@ -244,8 +248,10 @@ def placement_to_json(placement: Placement) -> dict[str, Any]:
         return {"kind": "replicate"}
     if isinstance(placement, Partial):
         return {"kind": "partial", "op": placement.op}
-    rule = {n: getattr(placement, n) for n in ("sizes", "groups", "block") if getattr(placement, n) is not None}
-    return {"kind": "shard", "dim": placement.dim, **{k: v if k == "block" else list(v) for k, v in rule.items()}}
+    rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(placement, n)) is not None}
+    rule |= {} if placement.owners is None else {"owners": placement.owners.ranks.tolist()}
+    block = {} if placement.block is None else {"block": placement.block}
+    return {"kind": "shard", "dim": placement.dim, **rule, **block}
 
 
 class EnumerableSpec(ShardingSpec):

@@ -4,23 +4,28 @@ from shardwise.embedding import lookup as _lookup  # noqa: F401  # registers emb
 from shardwise.embedding.local_batch import plain_as_local_batch
 from shardwise.nn import local_linear as _local_linear  # noqa: F401  # registers linear of local batches
 from shardwise.nn.balanced import Balance, BalancedPlanner
+from shardwise.nn.experts import GroupedExperts
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan, ShardingPlanner
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
 from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan_files import load_plan, plan_from_data, plan_to_data, save_plan
 from shardwise.nn.plan_table import PlanTable, describe_plan
+from shardwise.nn.routing import RowSwap, TokenRoute, route_tokens, swap_rows
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
 
 __all__ = [
     "Balance",
     "BalancedPlanner",
+    "GroupedExperts",
     "ModelPlan",
     "PlanError",
     "PlanTable",
+    "RowSwap",
     "ShardedOptimizer",
     "Sharder",
     "ShardingPlan",
     "ShardingPlanner",
+    "TokenRoute",
     "check_plan",
     "collect_local_shard",
     "describe_plan",
@@ -30,7 +35,9 @@ __all__ = [
     "plan_from_data",
     "plan_to_data",
     "reshard_output",
+    "route_tokens",
     "save_plan",
     "shard_module",
     "shard_parameter",
+    "swap_rows",
 ]

@@ -14,6 +14,7 @@ from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     embedding,
     factory,
     foreach,
+    grouped,
     index,
     linalg_fft,
     loss,

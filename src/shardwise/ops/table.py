@@ -76,7 +76,8 @@ def _table_rows() -> dict[str, tuple[set[str], set[str]]]:
 def _note_operator_entry(found: dict[str, tuple[set[str], set[str]]], op: Any, kind: str, code: Any) -> None:
     """Note an operator of torch's, or a function of torch's that is answered as a whole."""
     module = getattr(code, "__module__", "")
-    if not module.startswith(shardwise.ops.__name__.partition(".")[0]):
+    package = shardwise.ops.__name__.partition(".")[0]
+    if not module.startswith(package) or _operator_name(op).startswith(f"{package}."):
         return
     kinds, where = found[_operator_name(op)]
     kinds.add(kind)

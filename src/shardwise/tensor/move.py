@@ -32,6 +32,7 @@ from shardwise.geometry import (
 )
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
+from shardwise.tensor.caches import cache_plans
 from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import check_reducible
@@ -130,7 +131,7 @@ def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) ->
     return None if max_elements_in_flight(src, dst) * itemsize <= limit else limit
 
 
-@lru_cache(maxsize=4096)
+@cache_plans
 def max_elements_in_flight(src: Layout, dst: Layout) -> int:
     """An upper bound of the elements that a rank sends and receives in one step, however it is planned.
 

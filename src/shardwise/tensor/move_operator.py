@@ -24,6 +24,7 @@ from shardwise.geometry import Layout, format_layout
 from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import rescale
+from shardwise.tensor.row_exchange import RowExchange, exchange_rows, plan_row_exchange
 
 AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
 
@@ -59,12 +60,23 @@ class MoveRecord:
 
     def run(self, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Carry the move out."""
-        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
-        notify_watchers(plan, self.label)
-        moved = execute(plan, locals_, self.comm, self.dtype, self.label)
+        rows = self._plan_rows() if self.src.depends_on_data or self.dst.depends_on_data else None
+        if rows is not None:
+            notify_watchers(rows, self.label)
+            moved: tuple[Tensor, ...] = (exchange_rows(rows, locals_[0], self.comm, self.label),)
+        else:
+            plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
+            notify_watchers(plan, self.label)
+            moved = execute(plan, locals_, self.comm, self.dtype, self.label)
         for tensor in moved:
             rescale(tensor, self.scale)
         return moved
+
+    def _plan_rows(self) -> RowExchange | None:
+        """The move as one of rows, where it is one and all ranks of the comm have some part of the tensor."""
+        if len(self.src.ranks) != self.comm.world_size:
+            return None
+        return plan_row_exchange(self.src, self.dst, self.dtype.itemsize, self.comm.rank)
 
     def make_job(self, locals_: Sequence[Tensor]) -> TransferJob:
         """The move as one of several that share an exchange."""

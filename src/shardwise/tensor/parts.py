@@ -7,24 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 from shardwise.geometry import Box, Layout
+from shardwise.tensor.caches import cache_plans
 from shardwise.transfer import Copy, Move, Step, Transfer, plan_transfer
 
-_move_watchers: list[Callable[[Transfer, str], None]] = []
+
+class PlannedMove(Protocol):
+    """What a watcher sees of a move."""
+
+    @property
+    def src(self) -> Layout: ...
+    @property
+    def dst(self) -> Layout: ...
+    @property
+    def moved_bytes(self) -> int: ...
 
 
-def watch_moves(watcher: Callable[[Transfer, str], None]) -> None:
+_move_watchers: list[Callable[[PlannedMove, str], None]] = []
+
+
+def watch_moves(watcher: Callable[[PlannedMove, str], None]) -> None:
     """Have `watcher(plan, label)` called before each move; it may raise to forbid it."""
     _move_watchers.append(watcher)
 
 
-def notify_watchers(plan: Transfer, label: str) -> None:
+def notify_watchers(plan: PlannedMove, label: str) -> None:
     """Say that a move is about to be made."""
     for watcher in _move_watchers:
         watcher(plan, label)
@@ -57,12 +69,17 @@ def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int
     return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else rank)
 
 
-@lru_cache(maxsize=4096)
+def find_moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
+    """The bytes that all ranks send together in a move."""
+    return plan_transfer(src, dst, itemsize=itemsize).moved_bytes
+
+
+@cache_plans
 def _plan_cached(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int | None) -> Transfer:
     return plan_transfer(src, dst, itemsize=itemsize, max_buffer_bytes=max_buffer_bytes, rank=rank)
 
 
-@lru_cache(maxsize=4096)
+@cache_plans
 def work_out_rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
     """What a rank does in a step."""
     receives, copies = step.receives_of(rank), step.copies_of(rank)
@@ -100,7 +117,7 @@ def cut_messages(moves: Iterable[Move], itemsize: int) -> list[Message]:
     return [tuple(message) for message in cut]
 
 
-@lru_cache(maxsize=4096)
+@cache_plans
 def local_only_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fill"] | None:
     """What a rank does if nothing is sent at all and it has one tensor before and after: copy it whole, or fill it.
 
@@ -121,7 +138,7 @@ def local_only_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["co
     return "fill" if not part.copies and [box for _, box in part.fills] == [whole] else None
 
 
-@lru_cache(maxsize=4096)
+@cache_plans
 def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """The collective by which all of these ranks can run the transfer at once: all_reduce or reduce_scatter.
 

@@ -34,8 +34,7 @@ def torch_placement(placement: Placement) -> Any:
         return words.Replicate()
     if isinstance(placement, Partial):
         return words.Partial(placement.op)
-    plain = placement.sizes is None and placement.groups is None and placement.block is None
-    return words.Shard(placement.dim) if plain else None
+    return words.Shard(placement.dim) if placement.is_plain else None
 
 
 def _chunk_placement(spec: MeshSpec, axis: int, shape: Sequence[int]) -> Any:

@@ -8,7 +8,8 @@ The grammar, with blanks allowed between any two tokens (docs/notation.md explai
               | "as" "chunk" "(" dim ")" "over" ranks
               | "as" "grid" "(" {cut ","} ")" "over" ranks ["each" n]
               | "as" "pieces" ("none" | ranks box {"," ranks box})
-    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" ["sizes" list | "groups" list | "block" "(" n ")"]
+    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule]
+    cut rule  = "sizes" list | "groups" list | "block" "(" n ")" | "owners" list
     list      = "(" {length ","} ")"
     cut       = "/" n | length {"+" length}                          n chunks, or these lengths
     box       = "[" {start ":" stop ","} "]"
@@ -28,7 +29,7 @@ from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
 from shardwise.geometry.notation.scan import Scanner
 from shardwise.geometry.notation.write import format_layout
-from shardwise.geometry.placements import REDUCE_OPS, Partial, Placement, Replicate, Shard, resolve_dim
+from shardwise.geometry.placements import REDUCE_OPS, Partial, Placement, Replicate, RowOwners, Shard, resolve_dim
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
 MAX_RANKS = 2**20
@@ -233,6 +234,8 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
             block = scanner.integer("the length of a block")
             scanner.expect(")", "after the length of a block")
             return Shard(dim, block=block)
+        if scanner.take("owners"):
+            return Shard(dim, owners=RowOwners(_read_lengths(scanner, "owners")))
         if scanner.take("sizes"):
             return Shard(dim, sizes=_read_lengths(scanner, "sizes"))
         return Shard(dim, groups=_read_lengths(scanner, "groups") if scanner.take("groups") else None)

@@ -38,8 +38,9 @@ def format_placement(placement: Placement) -> str:
     rule = [
         f" {name}({_join_numbers(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None
     ]
-    block = [f" block({placement.block})"] if placement.block is not None else []
-    return f"S({placement.dim}){''.join(rule + block)}"
+    rule += [f" block({placement.block})"] if placement.block is not None else []
+    rule += [f" owners({_join_numbers(placement.owners.ranks.tolist())})"] if placement.owners is not None else []
+    return f"S({placement.dim}){''.join(rule)}"
 
 
 def _join_numbers(numbers: Sequence[int]) -> str:

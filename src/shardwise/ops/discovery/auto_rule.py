@@ -1,6 +1,8 @@
 """A rule that discovers its strategies by experiment, when it first sees a new kind of arguments.
 
-Large lengths are replaced by small ones, equal by equal, as long as no integer argument may mean a length or an index.
+Large lengths are replaced by small ones, equal by equal, as long as no integer argument may mean a length or an index;
+by multiples of 8 where the operator does not take the small ones. Integers are indices that are valid everywhere, or
+where the operator calls them offsets, boundaries that divide the first tensor's rows.
 Nothing depends on a rank or on data, so all ranks find the same.
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.ops.discovery.search import Findings, find_strategies, line_up_placements
+from shardwise.ops.discovery.search import UNIT, Findings, find_strategies, line_up_placements
+from shardwise.ops.discovery.trial import is_boundary_name
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.schema import OperatorCall, split_call
 
@@ -43,14 +46,22 @@ class AutoRule:
         index_limit = min(
             (lengths.get(n, n) for m in _iterate_metas([*args, *kwargs.values()]) for n in m.shape), default=1
         )
-        made = [_make_template(a, lengths, index_limit) for a in args]
-        return split_call(self.op, made, {k: _make_template(v, lengths, index_limit) for k, v in kwargs.items()})
+        names = [a.name for a in self.op._schema.arguments]
+        rows = next((lengths.get(n, n) for m in _iterate_metas([*args]) for n in m.shape[:1]), 1)
+
+        def make(name: str, value: Any) -> Any:
+            if isinstance(value, TensorMeta) and is_boundary_name(name) and _is_list(value):
+                return torch.linspace(0, rows, value.shape[0] + 1).to(value.dtype)[1:]
+            return _make_template(value, lengths, index_limit)
+
+        made = [make(name, a) for name, a in zip(names, args, strict=False)]
+        return split_call(self.op, made, {k: make(k, v) for k, v in kwargs.items()})
 
     def _discover(
         self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[tuple[list[Any], list[Any]]]:
         whole = self._call(args, kwargs, {})
-        tried = [call, whole]
+        tried = [call, self._call(args, kwargs, _shrink_lengths([*args, *kwargs.values()], UNIT)), whole]
         tried += [_move_call_to_gpu(c) for c in tried] if torch.cuda.is_available() else []
         problem: ValueError | None = None
         for one in tried:
@@ -122,12 +133,22 @@ def _iterate_integers(values: Sequence[Any]) -> Iterator[int]:
             yield value
 
 
-def _shrink_lengths(values: Sequence[Any]) -> dict[int, int]:
-    """A small length for each large one; none if an integer argument could reveal the difference."""
+def _is_list(value: TensorMeta) -> bool:
+    """Whether this is a list of integers."""
+    return value.ndim == 1 and not (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _shrink_lengths(values: Sequence[Any], unit: int = 1) -> dict[int, int]:
+    """A small length for each large one, multiples of a unit; none if an integer argument could reveal the difference.
+
+    With a unit there are at least 4 of it in each length, so that parts of it can be uneven.
+    """
     lengths = sorted({n for m in _iterate_metas(values) for n in m.shape if n > SMALLEST_LENGTH})
     if any(abs(i) >= SMALLEST_LENGTH for i in _iterate_integers(values)):
         return {}
-    return {length: min(length, SMALLEST_LENGTH + number) for number, length in enumerate(lengths)}
+    if unit == 1:
+        return {length: min(length, SMALLEST_LENGTH + number) for number, length in enumerate(lengths)}
+    return {length: (4 + number) * unit for number, length in enumerate(lengths)}
 
 
 def _make_template(value: Any, lengths: dict[int, int], index_limit: int) -> Any:

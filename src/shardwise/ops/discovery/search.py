@@ -4,12 +4,13 @@
 2. For each layout of the inputs on one axis (whole; dims of equal length cut alike; addends of a sum) compute
    part by part, for two and three parts, even and uneven.
 3. See which recombination of each output (whole, concatenated, reduced) is the whole result, every time.
+4. Some operators take only lengths that fill whole words of memory: parts that one refuses are tried in units of 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.discovery.trial import (
     SOURCES,
     SampleSource,
+    boundary_tensors,
     cut_in_parts,
     draw_sample,
     find_recombinations,
@@ -33,6 +35,7 @@ from shardwise.ops.engine.schema import OperatorCall, Slot
 CUTS = ((2, True), (2, False), (3, True))
 TRIALS, TRIALS_OF_INTEGERS = 3, 10
 MAX_LAYOUTS = 4096
+UNIT = 8  # elements of 2 bytes in the 16 bytes at which kernels want rows to begin
 InputPlacements = tuple[Placement, ...]
 
 
@@ -98,10 +101,13 @@ def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
     for source in SOURCES:
         try:
             first = _run_trial(call, source, 0)
-        except RandomNumbersError:
-            raise
+        except RandomNumbersError as error:
+            if not source.random_integers or not _has_integers(call):
+                raise
+            problem = problem or error  # numbers that mean nothing together may make it read memory that was never set
+            continue
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError) as error:
-            problem = problem or error
+            problem = error if problem is None or (not source.double and source.random_integers) else problem
             continue
         whole = all(isinstance(r, Tensor) and (r.is_floating_point() or r.is_complex()) for r in first.results)
         count = (TRIALS if whole else TRIALS_OF_INTEGERS) if source.random_floats else 1
@@ -115,9 +121,16 @@ def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
     ) from problem
 
 
+def _has_integers(call: OperatorCall) -> bool:
+    return any(not (t.is_floating_point() or t.is_complex()) for t in call.tensors)
+
+
 def _run_trial(call: OperatorCall, source: SampleSource, number: int) -> Trial:
     generator = torch.Generator().manual_seed(number)
-    inputs = tuple(draw_sample(t, source, number, generator) for t in call.tensors)
+    kept, as_given = boundary_tensors(call), replace(source, random_integers=False)
+    inputs = tuple(
+        draw_sample(t, as_given if i in kept else source, number, generator) for i, t in enumerate(call.tensors)
+    )
     results, again = run_call(call, inputs), run_call(call, inputs)
     if not all(find_recombinations([b], a, None) for a, b in zip(results, again, strict=True)):
         raise RandomNumbersError(
@@ -163,26 +176,31 @@ def _try_layout(
     call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]
 ) -> tuple[Placement | None, ...] | None:
     """The outputs' placements if the layout reproduces the whole result in every trial, else None."""
-    try:
-        return _output_placements(call, layout, trials)
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
-        return None  # the operator refuses such parts
+    for unit in (1, UNIT):
+        try:
+            return _output_placements(call, layout, trials, unit)
+        except ValueError:
+            return None
+        except (RuntimeError, IndexError, TypeError, NotImplementedError, AssertionError):
+            continue  # the operator refuses such parts
+    return None
 
 
 def _output_placements(
-    call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial]
+    call: OperatorCall, layout: InputPlacements, trials: Sequence[Trial], unit: int = 1
 ) -> tuple[Placement | None, ...]:
     """Raises ValueError if some result is not made up by the parts' results."""
     ways: list[set[Placement | None]] | None = None
     length = next((t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard)), None)
     for trial, (parts, uneven) in product(trials, CUTS):
-        sizes = (1,) * parts if length is None else part_sizes(length, parts, uneven)
+        sizes = (1,) * parts if length is None else part_sizes(length, parts, uneven, unit)
         if sizes is None:
             continue
         found = _find_output_placements(call, layout, trial, sizes, length is not None)
         ways = found if ways is None else [a & b for a, b in zip(ways, found, strict=True)]
         _check_output_placements(call, layout, ways)
-    assert ways is not None
+    if ways is None:
+        raise ValueError("the dim is too short to be cut in parts")
     results = len(ways) - len(written_tensors(call))
     return tuple(_best_placement(w) for w in ways[:results])
 

@@ -40,6 +40,25 @@ SOURCES = (
 )
 
 
+BOUNDARY_NAMES = ("off", "cu_", "boundaries")  # parts of names of arguments that divide rows
+
+
+def is_boundary_name(name: str) -> bool:
+    """Whether an argument of this name has the ends of groups of rows, which mean nothing in another order.
+
+    >>> is_boundary_name("offs"), is_boundary_name("cu_seqlens"), is_boundary_name("index")
+    (True, True, False)
+    """
+    return any(part in name for part in BOUNDARY_NAMES)
+
+
+def boundary_tensors(call: OperatorCall) -> set[int]:
+    """The numbers of the tensors that are boundaries."""
+    names = [a.name for a in call.op._schema.arguments]  # type: ignore[attr-defined]  # operators have one
+    by_name = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+    return {v.index for name, v in by_name if isinstance(v, Slot) and is_boundary_name(name)}
+
+
 def draw_sample(template: Tensor, source: SampleSource, trial: int, generator: torch.Generator) -> Tensor:
     """A tensor of a sample's shape: signed, positive, sparse or dense by turns; integers are some of the sample's."""
     dtype = widen_dtype(template.dtype) if source.double else template.dtype
@@ -64,12 +83,17 @@ def widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def part_sizes(length: int, parts: int, uneven: bool) -> tuple[int, ...] | None:
-    """Lengths of the parts of a dim, all at least 1; None if it is too short.
+def part_sizes(length: int, parts: int, uneven: bool, unit: int = 1) -> tuple[int, ...] | None:
+    """Lengths of the parts of a dim, all at least 1 and multiples of a unit; None if it is too short.
 
     >>> part_sizes(8, 3, uneven=True), part_sizes(8, 3, uneven=False), part_sizes(2, 3, uneven=False)
     ((1, 5, 2), (3, 3, 2), None)
+    >>> part_sizes(32, 2, uneven=True, unit=8)
+    (8, 24)
     """
+    if unit > 1:
+        units = part_sizes(length // unit, parts, uneven) if length % unit == 0 else None
+        return None if units is None else tuple(n * unit for n in units)
     if not uneven:
         found = tuple(chunk_sizes(length, parts))
     elif parts == 2:

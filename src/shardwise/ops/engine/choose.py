@@ -102,12 +102,12 @@ def drop_lengths(cuts: Sequence[tuple[Shard, int] | None]) -> list[tuple[Shard, 
 
 def cut_like(placement: Placement | None, lead: tuple[Shard, int] | None, shape: Sequence[int]) -> Placement | None:
     """A Shard cut as the lead is, if its dim has the lead's length; anything else as it is."""
-    if not isinstance(placement, Shard) or placement.sizes or placement.groups or placement.block or lead is None:
+    if not isinstance(placement, Shard) or not placement.is_plain or lead is None:
         return placement
     cut, length = lead
     if not 0 <= placement.dim < len(shape) or shape[placement.dim] != length:
         return placement
-    return Shard(placement.dim, cut.sizes, cut.groups, cut.block)
+    return cut.along(placement.dim)
 
 
 def split_order(operands: Sequence[Operand], mesh: Mesh) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
         result = _run_steps(decision, *call.fill_slots(tensors))
     else:
         result = _run_decision(call, tensors, tensors[0].comm, decision)
-    if known is None:
+    if known is None and not any(t.sharding.depends_on_data for t in tensors):
         if len(_decisions) > _MAX_DECISIONS:
             _decisions.clear()
         _decisions[key] = decision, tuple(t.sharding for t in tensors)  # keys hold identities: layouts stay alive
@@ -453,7 +453,8 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
     for placement, lead in zip(given, decision.cuts, strict=True):
         if isinstance(placement, Shard):
             dim = placement.dim % max(1, len(shape))
-            shape[dim] = sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
+            given_length = None if placement.owners is None else len(placement.owners)
+            shape[dim] = given_length or sum(placement.sizes or placement.groups or (lead[1] if lead else -1,))
     placements = [
         cut_like(_drop_single_group(p) or Replicate(), lead, shape) or Replicate()
         for p, lead in zip(given, decision.cuts, strict=True)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.geometry import Layout, format_rule
-from shardwise.tensor.parts import watch_moves
-from shardwise.transfer import Transfer
+from shardwise.tensor.parts import PlannedMove, watch_moves
 from shardwise.transfer.report import format_bytes
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 class HiddenCommunicationError(RuntimeError):
@@ -119,7 +118,7 @@ def user_line() -> str:
     return "unknown line"
 
 
-def _watch_move(plan: Transfer, label: str) -> None:
+def _watch_move(plan: PlannedMove, label: str) -> None:
     if is_explaining_or_forbidding() and plan.moved_bytes > 0:
         check_may_communicate(label, plan.src, plan.dst)
         record_entry(

@@ -237,6 +237,8 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     keep = tuple(t.sharding for t in tensors)
+    if any(layout.depends_on_data for layout in keep):
+        return UNKNOWN  # the next call has other layouts
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
         return Shortcut((result.sharding,), None, ((),), False, keep, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
@@ -254,10 +256,9 @@ def _find_shortcut(
         return None
     several = type(result) if type(result) in (list, tuple) else None
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
-    if any(move is not None for move in moves):
-        return Shortcut(layouts, several, vary, False, keep, moves=moves, label=recording.label, writes=writes)
-    direct = several is None and not any(vary) and not writes
-    return Shortcut(layouts, several, vary, direct, keep, writes=writes)
+    moves = moves if any(move is not None for move in moves) else ()
+    direct = several is None and not any(vary) and not writes and not moves
+    return Shortcut(layouts, several, vary, direct, keep, moves=moves, label=recording.label, writes=writes)
 
 
 def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:

@@ -109,9 +109,15 @@ def _carry_to_mesh(spec: MeshSpec, mesh: Mesh) -> MeshSpec | None:
     return MeshSpec(mesh, [next(iter(kinds)) if a in axes else p for a, p in enumerate(placements)])
 
 
-@lru_cache(maxsize=8192)
 def mesh_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...]) -> MeshSpec:
-    """A mesh spec, made and checked once."""
+    """A mesh spec, made and checked once unless rows have owners."""
+    if any(isinstance(p, Shard) and p.owners is not None for p in placements):
+        return MeshSpec(mesh, placements, order)
+    return _known_spec(mesh, placements, order)
+
+
+@lru_cache(maxsize=8192)
+def _known_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...]) -> MeshSpec:
     return MeshSpec(mesh, placements, order)
 
 
@@ -145,7 +151,8 @@ def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> flo
     """
     share = nbytes * (ranks - 1) / ranks
     if same_kind(now, then):
-        return 0.0
+        recut = isinstance(then, Shard) and not then.is_plain and then != now  # a plain Shard means: as it is cut
+        return 0.5 + share / ranks if recut else 0.0
     if isinstance(now, Replicate):
         return 0.25 if isinstance(then, Shard) else 0.5
     if isinstance(now, Shard):

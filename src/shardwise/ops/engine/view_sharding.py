@@ -13,7 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
+import numpy as np
+
+from shardwise.geometry import MeshSpec, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.placements import chunk_sizes
 
 
@@ -126,7 +128,7 @@ def _carry_over(
 
 def _move_to_dim(placement: Placement, dim: int) -> Placement:
     assert isinstance(placement, Shard)
-    return Shard(dim, placement.sizes, placement.groups, placement.block)
+    return placement.along(dim)
 
 
 def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
@@ -136,6 +138,12 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
     for axis in split_axes(spec, dim):
         shard, count = spec.placements[axis], spec.mesh.shape[axis]
         assert isinstance(shard, Shard)
+        if shard.owners is not None:
+            if period < length:
+                raise NoViewError(f"{shard} splits what another axis has in several runs")
+            levels.append(Level(axis, _sizes_of_owners(shard.owners, runs, count)))
+            runs = [s for parent in levels[-1].sizes for s in parent]
+            continue
         if shard.groups is not None or (shard.block is not None and any(r != shard.block * count for r in runs)):
             cycle = _cut_period(shard, count, runs, period < length)
             found, levels = [*found, *_close_pattern(period, levels)], []
@@ -146,6 +154,18 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
         levels.append(Level(axis, sizes))
         runs = [s for parent in sizes for s in parent]
     return [*found, *_close_pattern(period, levels)]
+
+
+def _sizes_of_owners(owners: RowOwners, runs: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """How many rows of each run the ranks own, where these follow each other in the order of the ranks."""
+    found, start = [], 0
+    for run in runs:
+        own = owners.ranks[start : start + run]
+        if (own[1:] < own[:-1]).any():
+            raise NoViewError("rows that follow each other have owners in another order")
+        found.append(tuple(np.bincount(own, minlength=count).tolist()))
+        start += run
+    return tuple(found)
 
 
 def _close_pattern(period: int, levels: Sequence[Level]) -> list[Pattern]:

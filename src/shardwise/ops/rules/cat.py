@@ -22,13 +22,22 @@ def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     at = dim % max(1, ndim)
     found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
     if any(t.ndim != ndim for t in tensors):
-        return found
+        return found + _strategies_beside_nothing(tensors, ndim)
     found += [_same_cut_strategy(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
     found += [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
     cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
-    if cuts and not any(p.sizes or p.groups or p.block for p in cuts):
+    if cuts and all(p.is_plain for p in cuts):
         found.append(_same_cut_strategy(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
     return found
+
+
+def _strategies_beside_nothing(tensors: Sequence[TensorMeta], ndim: int) -> list[Strategy]:
+    """One tensor beside tensors of shape (0,), which torch skips: it is cut as it is (a cache that is still empty)."""
+    full = [t for t in tensors if t.shape != (0,)]
+    if len(full) != 1:
+        return []
+    cuts: list[Placement] = [Shard(d) for d in range(ndim)]
+    return [Strategy((p,), tuple(p if t is full[0] else Replicate() for t in tensors)) for p in cuts]
 
 
 def _joint_pending_kinds(tensors: Sequence[TensorMeta]) -> list[Partial]:

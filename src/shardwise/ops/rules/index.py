@@ -15,9 +15,10 @@ from torch import Tensor
 
 from shardwise._torch import assert_async, aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.registry import Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import DimRun
+from shardwise.ops.rules.row_owners import index_rows, keeps_rows, select_rows
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 
 Indices = Sequence[TensorMeta | None]
@@ -88,8 +89,10 @@ def _new_dims(ndim: int, indices: Indices) -> tuple[list[int | None], int]:
 
 
 @register_sharding(aten.index.Tensor)
-def index(x: TensorMeta, indices: Indices) -> list[Any]:
+def index(x: TensorMeta, indices: Indices) -> list[Any] | Steps:
     given = [i for i in indices if i is not None]
+    if len(given) == 1 and indices[0] is not None and keeps_rows(x, given[0]):
+        return Steps(index_rows)
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     new, start = _new_dims(x.ndim, indices) if given else (list(range(x.ndim)), 0)
     found = [Strategy(s.outputs, (*s.inputs, *whole), local_if_empty=_index_if_in_range) for s in renumber_dims(x, new)]
@@ -136,8 +139,10 @@ def _index_local(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from
 
 
 @register_sharding(aten.index_select.default)
-def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any]:
+def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> list[Any] | Steps:
     at = dim % max(1, x.ndim)
+    if at == 0 and keeps_rows(x, index):
+        return Steps(select_rows)
     found = [
         Strategy(s.outputs, (*s.inputs, Replicate()), local_if_empty=_select_if_in_range)
         for s in renumber_dims(x, _dims_except(x, at))

@@ -77,7 +77,6 @@ REPLICATED_ONLY_OPS = (  # positions in the result depend on all values, or dims
     aten.lu_unpack.default,
     aten.ormqr.default,
     aten.linalg_householder_product.default,
-    aten.histc.default,
     aten.histogram.bins_tensor,
     aten.histogram.bin_ct,
     aten._histogramdd_from_bin_cts.default,

@@ -168,7 +168,7 @@ def _squeeze_dims(tensor: ShardedTensor, dims: Sequence[int], keepdim: bool) -> 
         return tensor
     shape = [n for d, n in enumerate(tensor.shape) if d not in dims]
     left = [
-        Shard(p.dim - sum(d < p.dim for d in dims), p.sizes, p.groups, p.block) if isinstance(p, Shard) else p
+        p.along(p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
         for p in (Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements)
     ]
     local = tensor.local_parts[0].squeeze(tuple(dims)) if dims else tensor.local_parts[0]

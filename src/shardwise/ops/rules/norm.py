@@ -160,7 +160,7 @@ def _find_whole_groups(layout: Layout, per_group: int) -> tuple[int, tuple[int, 
     if spec is None or layout.pending is not None or cutting_axes(layout, range(2, len(shape))):
         return None
     cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
-    if len(cuts) != 1 or cuts[0][1].groups or cuts[0][1].block:
+    if len(cuts) != 1 or not cuts[0][1].is_in_runs:
         return None
     ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
     step = math.ceil(shape[1] / ranks)

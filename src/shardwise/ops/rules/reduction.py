@@ -90,6 +90,12 @@ def count(x: TensorMeta, dim: int | None = None) -> list[Any]:
     return reduction_strategies(x, dim, False, Partial("sum"))
 
 
+@register_sharding(aten.histc.default)
+def histc(x: TensorMeta, bins: int = 100, min: complex = 0, max: complex = 0) -> list[Any]:
+    """Counts of each rank's elements add up, if the bins do not depend on the values."""
+    return reduction_strategies(x, None, False, Partial("sum") if min != max else None)
+
+
 def _local_mean_part(
     view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:

@@ -87,7 +87,7 @@ def _is_in_order(layout: Layout, dim: int) -> bool:
     if spec is None or len(axes) != 1 or not spec.splits_in_mesh_order:
         return False
     cut = spec.placements[axes[0]]
-    return isinstance(cut, Shard) and not cut.groups and not cut.block
+    return isinstance(cut, Shard) and cut.is_in_runs
 
 
 def _cumsum_over_ranks(x: ShardedTensor, dim: int, *, dtype: Any = None) -> ShardedTensor:

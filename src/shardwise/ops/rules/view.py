@@ -21,6 +21,7 @@ from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_recut import recut_for_view
 from shardwise.ops.engine.view_sharding import NoViewError, view_spec
+from shardwise.ops.rules.row_owners import settle_rows
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.move import format_layout_text, move_to
@@ -142,6 +143,9 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
 
 
 def _move_for_view(tensor: ShardedTensor, size: tuple[int, ...]) -> ShardedTensor:
+    settled = settle_rows(tensor, size[0] if size else 1) if tensor.sharding.depends_on_data else tensor
+    if settled is not tensor:
+        return settled
     spec = mesh_view(tensor.sharding)
     assert spec is not None
     layout = recut_for_view(spec, tensor.sharding.shape, size).layout(tensor.sharding.shape)
@@ -157,6 +161,8 @@ register_sharding(
 
 
 def _cached_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
+    if layout.depends_on_data:
+        return _carry_view_layout(layout, resolve_size(layout.shape, size))
     known = _views.get((id(layout), size))
     if known is None:
         if len(_views) >= _MAX_VIEWS:

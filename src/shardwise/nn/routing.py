@@ -1,0 +1,280 @@
+"""How does a token reach its experts, and how do their answers come back? By two uneven all-to-alls.
+
+1. Each rank counts its tokens for each expert. The counts of all ranks are exchanged: the sizes of all messages and the
+   places of all rows follow from them (`route_plan.py`).
+2. A rank sends its tokens, sorted by expert, to the ranks that have the experts. What arrives is sorted by expert. So
+   the rows of all ranks together are sorted by expert, and grouped products take them as they are.
+3. `combine` goes the reverse way, weighs the answers of a token's experts and adds them up.
+
+With a capacity an expert takes its first tokens, in the order of the whole batch, and the others pass it by: the result
+does not depend on how tokens are laid out. The gradient of an exchange is the reverse exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.comm import Comm, DisagreementError
+from shardwise.geometry import Layout, LayoutError, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry.mesh import IntArray
+from shardwise.nn.route_plan import RoutePlan, first_choices, limit_counts
+from shardwise.ops.engine.explain import check_may_communicate
+from shardwise.ops.engine.mixed import replicate
+from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.two_step import redistribute_to
+from shardwise.tensor.parts import notify_watchers
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowSwap:
+    """An uneven all-to-all of rows: how many this rank sends to each rank, in this order, and gets from each."""
+
+    comm: Comm
+    sends: dict[int, int]
+    receives: dict[int, int]
+    src: Layout
+    dst: Layout
+    moved_bytes: int
+    label: str
+
+    def reverse(self) -> RowSwap:
+        """The exchange by which all rows go back."""
+        return RowSwap(self.comm, self.receives, self.sends, self.dst, self.src, self.moved_bytes, self.label)
+
+    def run(self, rows: Tensor) -> Tensor:
+        """The rows that this rank gets; all ranks of the comm call it."""
+        notify_watchers(self, self.label)
+        result = rows.new_empty(sum(self.receives.values()), *rows.shape[1:])
+        outgoing = dict(zip(self.sends, _split_rows(rows.contiguous(), self.sends), strict=True))
+        incoming = dict(zip(self.receives, _split_rows(result, self.receives), strict=True))
+        incoming.pop(self.comm.rank).copy_(outgoing.pop(self.comm.rank))
+        sends = {r: [t] for r, t in outgoing.items() if len(t)}
+        receives = {r: [t] for r, t in incoming.items() if len(t)}
+        self.comm.exchange(sends, receives, label=self.label).wait()
+        return result
+
+
+def _split_rows(rows: Tensor, sizes: dict[int, int]) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = torch.split_with_sizes(rows, list(sizes.values()))
+    return parts
+
+
+class _SwapRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, swap: RowSwap, rows: Tensor) -> Tensor:
+        ctx.swap = swap
+        return swap.run(rows.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, swap_rows(ctx.swap.reverse(), grads[0])
+
+
+def swap_rows(swap: RowSwap, rows: Tensor) -> Tensor:
+    """An uneven all-to-all of this rank's rows; differentiable, also twice."""
+    moved: Tensor = _SwapRows.apply(swap, rows)  # type: ignore[no-untyped-call]  # untyped in torch
+    return moved
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _ReturnRoute:
+    """How outputs go back over ranks: specs of rows and tokens, the order in which rows arrived, and the exchange."""
+
+    rows: MeshSpec
+    tokens: MeshSpec
+    token_axes: tuple[int, ...]
+    arrival: Tensor
+    swap: RowSwap
+
+    def placed_as(self, other: MeshSpec, spec: MeshSpec) -> MeshSpec:
+        """A spec with the placements of rows or of tokens along the axes that split these."""
+        pairs = enumerate(zip(spec.placements, other.placements, strict=True))
+        return MeshSpec(spec.mesh, [q if a in self.token_axes else p for a, (p, q) in pairs])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenRoute:
+    """Tokens at their experts: `rows` are sorted by expert, those of expert e end at `offsets[e]`.
+
+    A token has a row for each of its experts. `counts` says how many rows each expert has in the whole batch.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    counts: tuple[int, ...]
+    _choices: Tensor
+    _shape: tuple[int, int]
+    _back: _ReturnRoute | None
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """The experts' outputs for `rows`, back at the tokens: for each token the weighed sum over its experts.
+
+        `weights` has a number for each token and choice, as the expert ids have. Choices that an expert had no room for
+        count as zeros.
+        """
+        if outputs.shape[0] != self.rows.shape[0] or tuple(weights.shape) != self._shape:
+            raise ValueError(
+                f"combine takes {self.rows.shape[0]} rows and weights of shape {self._shape}, got "
+                f"{outputs.shape[0]} rows and {tuple(weights.shape)}"
+            )
+        chosen = self._spread(outputs, self._shape[0]) if self._back is None else self._bring_back(outputs, self._back)
+        weighed: Tensor = (chosen * weights.unsqueeze(-1)).sum(1)
+        return weighed
+
+    def _spread(self, rows: Tensor, tokens: int) -> Tensor:
+        """A line for each choice of each token; zeros for those that were left out."""
+        lines = rows.new_zeros(tokens * self._shape[1], *rows.shape[1:]).index_copy(0, self._choices, rows)
+        return lines.view(tokens, self._shape[1], *rows.shape[1:])
+
+    def _bring_back(self, outputs: Tensor, back: _ReturnRoute) -> Tensor:
+        spec = mesh_view(outputs.sharding) if isinstance(outputs, ShardedTensor) else None
+        if spec is None or not isinstance(outputs, ShardedTensor):
+            raise TypeError(
+                "combine got a plain tensor for tokens that are sharded; pass what was computed from `rows`"
+            )
+        layout = back.placed_as(back.rows, spec).layout(tuple(outputs.shape))
+        local = redistribute_to(outputs, layout, "combine").local_parts[0].index_select(0, back.arrival)
+        kept = [p.along(p.dim + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
+        tokens = back.placed_as(back.tokens, MeshSpec(spec.mesh, kept)).layout((*self._shape, *outputs.shape[1:]))
+        returned = swap_rows(back.swap.reverse(), local)
+        return wrap(tokens, (self._spread(returned, tokens.local_shapes(outputs.comm.rank)[0][0]),), outputs.comm)
+
+
+def route_tokens(
+    x: Tensor, expert_ids: Tensor, num_experts: int, *, axis: str | None = "ep", capacity: int | None = None
+) -> TokenRoute:
+    """Bring each token to the ranks of its experts; called on every rank.
+
+    `x` has a row for each token, `expert_ids` the numbers of its experts, a column for each choice. Experts are split
+    along `axis` as `torch.chunk` splits them; where the mesh has no such axis every rank has all of them. An expert
+    takes the first `capacity` tokens of the whole batch, or all. Plain tensors are routed too, without communication,
+    so that a model is written once.
+
+    >>> route = route_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)
+    >>> route.rows.flatten().tolist(), route.offsets.tolist()
+    ([2.0, 1.0, 3.0], [1, 3])
+    >>> route.combine(route.rows * 10, torch.ones(3, 1)).flatten().tolist()
+    [10.0, 20.0, 30.0]
+    """
+    if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"route_tokens takes tokens of shape (tokens, width) and expert ids of shape (tokens, choices), got "
+            f"{tuple(x.shape)} and {tuple(expert_ids.shape)}"
+        )
+    if num_experts < 1 or (capacity is not None and capacity < 1):
+        raise ValueError(f"num_experts={num_experts} and capacity={capacity}: pass positive numbers, or capacity=None")
+    if isinstance(x, ShardedTensor):
+        return _route_over_ranks(x, expert_ids, num_experts, axis, capacity)
+    counts, problem = _count_experts(expert_ids, num_experts)
+    if problem:
+        raise IndexError(problem)
+    kept = limit_counts(counts[None], capacity)[0]
+    choices = _sort_choices(expert_ids, counts, kept)
+    offsets = torch.tensor(list(accumulate(kept.tolist())), dtype=torch.int32, device=x.device)
+    shape = (x.shape[0], expert_ids.shape[1])
+    return TokenRoute(x[choices // shape[1]], offsets, tuple(kept.tolist()), choices, shape, None)
+
+
+def _count_experts(ids: Tensor, num_experts: int) -> tuple[IntArray, str]:
+    """The choices of each expert, and what is wrong with the ids."""
+    flat = ids.detach().reshape(-1)
+    low, high = (int(flat.min()), int(flat.max())) if flat.numel() else (0, 0)
+    if low < 0 or high >= num_experts:
+        wrong = low if low < 0 else high
+        return np.zeros(num_experts, np.int64), f"expert id {wrong} is out of range for {num_experts} experts"
+    return torch.bincount(flat, minlength=num_experts).cpu().numpy().astype(np.int64), ""
+
+
+def _sort_choices(ids: Tensor, counts: IntArray, kept: IntArray) -> Tensor:
+    """The numbers of choices in order of experts, without those that experts do not take."""
+    order = ids.detach().reshape(-1).argsort(stable=True)
+    if (kept == counts).all():
+        return order
+    return order[torch.from_numpy(first_choices(counts, kept)).to(order.device)]
+
+
+def _route_over_ranks(
+    x: ShardedTensor, expert_ids: Tensor, num_experts: int, axis: str | None, capacity: int | None
+) -> TokenRoute:
+    spec, comm = _checked_spec(x, expert_ids), x.comm
+    expert_axis = spec.mesh.axes.index(axis) if axis in spec.mesh.axes else None
+    tokens = _token_spec(spec, expert_axis)
+    token_axes = tuple(a for a, p in enumerate(tokens.placements) if isinstance(p, Shard))
+    x = redistribute_to(x, tokens.layout(tuple(x.shape)), "route_tokens")
+    assert isinstance(expert_ids, ShardedTensor)
+    ids = redistribute_to(expert_ids, tokens.layout(tuple(expert_ids.shape)), "route_tokens").local_parts[0]
+    check_may_communicate("route_tokens", x.sharding, x.sharding)
+    counts = _gather_counts(ids, num_experts, tokens, token_axes, comm)
+    plan = RoutePlan(spec.mesh, token_axes, expert_axis, limit_counts(counts, capacity))
+    part = plan.part_of(comm.rank)
+    choices = _sort_choices(ids, counts[part], plan.counts[part])
+    return _send_tokens(x, plan, tokens, choices, expert_ids.shape[1])
+
+
+def _send_tokens(x: ShardedTensor, plan: RoutePlan, tokens: MeshSpec, choices: Tensor, top_k: int) -> TokenRoute:
+    rank, rows = x.comm.rank, plan.place_rows(tokens)
+    layout = rows.layout((sum(plan.totals), *x.shape[1:]))
+    copies = plan.mesh.size // len(plan.counts)
+    moved = plan.moved_rows * copies * x.dtype.itemsize * x.shape[1]
+    swap = RowSwap(x.comm, plan.sends(rank), plan.receives(rank), x.sharding, layout, moved, "route_tokens")
+    arrived = swap_rows(swap, x.local_parts[0].index_select(0, choices // top_k))
+    order = plan.arrival_order(rank)
+    by_expert, arrival = (torch.from_numpy(a).to(arrived.device) for a in (order, np.argsort(order)))
+    offsets = torch.tensor(list(accumulate(plan.totals)), dtype=torch.int32, device=arrived.device)
+    return TokenRoute(
+        wrap(layout, (arrived.index_select(0, by_expert),), x.comm),
+        replicate(offsets, x),
+        plan.totals,
+        choices,
+        (x.shape[0], top_k),
+        _ReturnRoute(rows, tokens, plan.token_axes, arrival, swap),
+    )
+
+
+def _checked_spec(x: ShardedTensor, expert_ids: Tensor) -> MeshSpec:
+    spec = mesh_view(x.sharding)
+    if spec is None or spec.mesh.size != x.comm.world_size:
+        raise LayoutError("route_tokens takes tokens that are laid out on a mesh of all ranks of their comm")
+    if not isinstance(expert_ids, ShardedTensor):
+        raise TypeError(
+            "route_tokens got plain expert ids for tokens that are sharded; if every rank has the same ones pass "
+            "shardwise.replicate(expert_ids, x)"
+        )
+    return spec
+
+
+def _token_spec(spec: MeshSpec, expert_axis: int | None) -> MeshSpec:
+    """Where tokens are sent from: split in runs along the axis of experts, and wherever they are split already."""
+    placements: list[Placement] = []
+    for axis, now in enumerate(spec.placements):
+        if isinstance(now, Shard) and now.dim == 0:
+            placements.append(now if now.is_in_runs and spec.splits_in_mesh_order else Shard(0))
+        else:
+            placements.append(Shard(0) if axis == expert_axis else Replicate())
+    return MeshSpec(spec.mesh, placements)
+
+
+def _gather_counts(
+    ids: Tensor, num_experts: int, tokens: MeshSpec, token_axes: tuple[int, ...], comm: Comm
+) -> IntArray:
+    """The choices of each expert by part of the batch; a wrong id on one rank raises on all."""
+    counts, problem = _count_experts(ids, num_experts)
+    told = comm.all_gather_bytes(counts.tobytes() + problem.encode(), label="route_tokens: counts")
+    by_rank = dict(zip(comm.ranks, told, strict=True))
+    width = counts.nbytes
+    wrong = [f"rank {rank}: {data[width:].decode()}" for rank, data in by_rank.items() if len(data) > width]
+    if wrong:
+        raise DisagreementError(f"route_tokens: {'; '.join(wrong)}; every rank passes ids from 0 to {num_experts - 1}")
+    if any(len(data) != width for data in by_rank.values()):
+        numbers = sorted({len(data) // 8 for data in by_rank.values()})
+        raise DisagreementError(f"route_tokens: ranks pass num_experts {numbers}; pass the same number on every rank")
+    index = tuple(slice(None) if a in token_axes else 0 for a in range(tokens.mesh.ndim))
+    firsts = np.asarray(tokens.mesh.ranks[index]).reshape(-1).tolist()
+    return np.stack([np.frombuffer(by_rank[int(rank)], np.int64) for rank in firsts])
