@@ -245,9 +245,8 @@ def _find_shortcut(
         return None
     if recording.operators > 1:
         return _find_shortcut_of_several(func, args, kwargs, result, recording)
-    if not _gives_back_what_it_writes(args, result, tensors, recording):
-        return None
-    moves = _find_moves(tensors, recording)
+    fits = _gives_back_what_it_writes(args, result, tensors, recording)
+    moves = _find_moves(tensors, recording) if fits else None
     if moves is None:
         return None
     wanted = [move or t.sharding for t, move in zip(tensors, moves, strict=True)]

@@ -135,10 +135,7 @@ def _bring(tensor: Tensor, like: ShardedTensor, spec: MeshSpec) -> ShardedTensor
 
 def _cut_batch(spec: MeshSpec, cuts: Sequence[Placement], dim: int | None) -> MeshSpec:
     """The same cuts of the batch, which is this dim."""
-    moved = [
-        p.along(dim) if isinstance(p, Shard) and dim is not None else Replicate()
-        for p in cuts
-    ]
+    moved = [p.along(dim) if isinstance(p, Shard) and dim is not None else Replicate() for p in cuts]
     return MeshSpec(spec.mesh, moved, spec.order)
 
 
