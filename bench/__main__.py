@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, layouts, modules, move, ops, ops_share, plans
+from bench import checkpoint, compiled, layouts, modules, move, ops, ops_share, plans
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -19,6 +19,7 @@ SECTIONS: dict[str, Section] = {
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
     "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.OpShareBenchSizes()),
+    "compile": lambda tiny: compiled.run(compiled.TINY if tiny else compiled.CompileBenchSizes()),
     "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.ModuleBenchSizes()),
     "move": lambda tiny: move.run(move.TINY if tiny else move.MoveBenchSizes()),
     "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.CheckpointBenchSizes()),

@@ -101,3 +101,10 @@ def test_pieces_of_the_layout_section_cover_their_tensor(make: object) -> None:
 def test_irregular_specs_cover_the_tensor() -> None:
     for spec in plans.make_irregular_specs(16):
         assert len(spec.layout((plans.SIDE, plans.SIDE)).pieces) == 16
+
+
+@pytest.mark.timeout(300)
+def test_compile_runs_all_ways_to_the_same_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (table,) = _tables("compile", tmp_path)
+    assert isinstance(table["rows"], list)
+    assert [row[1] for row in table["rows"]] == ["plain", "by hand", "ours", "ours, not compiled", "DTensor"]
