@@ -28,7 +28,6 @@ class RangeCache:
         self.chunk_bytes = min(_LARGE_CHUNK, max(_SMALL_CHUNK, limit // 8))
         self._most = max(2, limit // 2 // self.chunk_bytes)
         self._chunks: OrderedDict[tuple[str, int, int], Future[bytes]] = OrderedDict()
-        self._small = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwise read")
 
