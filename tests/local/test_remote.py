@@ -339,3 +339,59 @@ def test_a_slice_of_a_large_tensor_reads_little(monkeypatch: pytest.MonkeyPatch)
     with shardwise.open("memory://runs/hf", max_buffer_bytes=1 << 20) as opened:
         assert torch.equal(opened["w"][500:503, 7], large[500:503, 7])
     assert 0 < count < 1 << 20
+
+
+OPERATIONS = ("put_file", "pipe_file", "rm", "ls", "info", "cat_file")
+
+
+def save_with_failure(
+    monkeypatch: pytest.MonkeyPatch, state: Any, format: str, number: int, killed: bool
+) -> tuple[bool, bool]:
+    """Save while operation `number` of the store fails, and if killed all after it.
+
+    Whether the save came through, and whether there was such an operation; some drivers hide a failure.
+    """
+    count = 0
+
+    def failing(plain: Any) -> Any:
+        def operation(self: Any, *args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number or (killed and count > number):
+                raise BrokenStore("the connection was lost")
+            return plain(self, *args, **options)
+
+        return operation
+
+    with monkeypatch.context() as patched:
+        for name in OPERATIONS:
+            patched.setattr(MemoryFileSystem, name, failing(getattr(MemoryFileSystem, name)))
+        try:
+            shardwise.save(state, URL, format=format)
+        except CheckpointError as error:
+            assert "BrokenStore" in str(error) or "FileNotFoundError" in str(error) or "still there" in str(error)
+            return False, True
+    return True, count >= number
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("format", ["shardwise", "hf"])
+def test_whichever_operation_of_a_store_fails_there_is_one_whole_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, format: str, killed: bool
+) -> None:
+    value, failures = 0.0, 0
+    shardwise.save({"w": WHOLE, "b": torch.zeros(5)}, URL, format="shardwise")
+    for number in range(1, 100):
+        state = {"w": WHOLE + number, "b": torch.full((5,), float(number))}
+        came_through, reached = save_with_failure(monkeypatch, state, format, number, killed)
+        found = {"w": torch.zeros(8, 6), "b": torch.zeros(5)}
+        shardwise.load(found, URL)
+        now = float(found["b"][0])
+        assert torch.equal(found["w"], WHOLE + now) and (found["b"] == now).all(), f"operation {number}"
+        assert now == number if came_through else now in (value, number), f"operation {number}"
+        value, failures = now, failures + (not came_through)
+        if not reached:
+            break
+    assert failures >= 5 and not reached
+    shardwise.save({"w": WHOLE, "b": torch.zeros(5)}, URL)
+    assert len(names()) == 2, "an index and a file: what was left is removed"

@@ -77,8 +77,8 @@ class RangeCache:
         return found
 
     def close(self) -> None:
-        """Stop the threads, and drop what was read."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads, which finish the ranges that they are reading, and drop what was read."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._chunks.clear()
 

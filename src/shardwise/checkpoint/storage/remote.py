@@ -189,12 +189,19 @@ class RemoteSave(SaveFolder):
         except CheckpointError:
             self._give_up_commit(name, data)
             raise
-        indexes = {known_name for known in FORMATS for known_name in known.index_names} - {name}
+        try:
+            self._remove_replaced(name)
+        finally:
+            self.close()
+
+    def _remove_replaced(self, index_name: str) -> None:
+        """Remove what the new checkpoint replaces: indexes of other formats first and surely, one may win over it."""
+        indexes = {name for known in FORMATS for name in known.index_names} - {index_name}
         there = self.path.list_names()
-        self.path.remove_files([other for other in there if other in indexes])
-        old = [n for n in there if n not in indexes and n not in self._delivered and self._is_old(n, name)]
-        self.path.remove_files(old)
-        self.close()
+        for other in (name for name in there if name in indexes):
+            (self.path / other).remove_file()
+        kept = {index_name, *indexes, *self._delivered}
+        self.path.remove_files([name for name in there if name not in kept and self._is_old(name)])
 
     def _give_up_commit(self, name: str, data: bytes) -> None:
         """Remove the files, unless the index may be in place although writing it failed."""
@@ -215,7 +222,6 @@ class RemoteSave(SaveFolder):
             return b""
         return (self.path / name).read_range(0, size) if size else b""
 
-    def _is_old(self, name: str, index_name: str) -> bool:
-        if name == index_name or name.startswith(self.prefix):
-            return False
-        return bool(_TOKEN_FILE.fullmatch(name)) or is_checkpoint_file(name)
+    def _is_old(self, name: str) -> bool:
+        ours = name.startswith(self.prefix)
+        return not ours and (_TOKEN_FILE.fullmatch(name) is not None or is_checkpoint_file(name))

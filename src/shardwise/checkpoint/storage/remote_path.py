@@ -158,6 +158,13 @@ class RemotePath:
         with name_driver_errors(self, "written"):
             self.fs.pipe_file(self.key, data)
 
+    def remove_file(self) -> None:
+        """Remove a file, and see that it is gone."""
+        with name_driver_errors(self, "removed"):
+            self.fs.rm_file(self.key)
+        if self.is_file():
+            raise CheckpointError(f"{self}: cannot be removed: it is still there")
+
     def remove_files(self, names: Collection[str]) -> None:
         """Remove files of this folder; those that are gone are not an error."""
         with name_driver_errors(self, "written"):
