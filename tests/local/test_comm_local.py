@@ -237,9 +237,12 @@ def test_a_late_rank_does_not_read_what_was_written_after_the_time_out(kind: str
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_a_rank_of_torchrun_without_a_process_group_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("names", [list(TORCHRUN), ["RANK", "WORLD_SIZE"]], ids=["torchrun", "rank and size alone"])
+def test_a_rank_of_torchrun_without_a_process_group_is_not_alone(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    for name in names:
+        monkeypatch.setenv(name, TORCHRUN[name])
     with pytest.raises(
         CommError, match=r"this process is rank 1 of 4 \(RANK, WORLD_SIZE\), but .* call torch.distributed"
     ):

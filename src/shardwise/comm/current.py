@@ -45,7 +45,8 @@ def current_comm() -> Comm | None:
 def default_comm() -> Comm:
     """Return the current comm, else that of torch's default process group, else a world of this one process.
 
-    A process that torchrun started as one of several is not alone: without a process group it is an error.
+    A process that torchrun or another launcher started as one of several (RANK, WORLD_SIZE) is not alone: without a
+    process group it is an error.
 
     >>> default_comm().ranks
     (0,)
@@ -55,8 +56,8 @@ def default_comm() -> Comm:
         return comm
     if dist.is_available() and dist.is_initialized():
         return ProcessGroupComm.of(None)
-    rank, size = given_world() or (0, 1)
-    if size > 1:
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         raise CommError(
             f"this process is rank {rank} of {size} (RANK, WORLD_SIZE), but torch.distributed has no process group, so "
             "each rank would work alone and overwrite what the others save; call torch.distributed."

@@ -48,9 +48,9 @@ def reduction_layout(src: Layout, dst: Layout) -> Layout:
         holders = src.cells.addends * src.cells.replicas
         if len(found.cells) * holders > CUT_REGIONS:
             return deal_regions(src, dst, found).layout(src.shape)
+    needing = {box: _holders(dst, int(dst.table.cells[first[box]]), 0) for box in set(found.boxes.tolist())}
     reducers = [
-        _reducers(src, dst, cell, int(dst.table.cells[first[box]]))
-        for cell, box in zip(found.cells.tolist(), found.boxes.tolist(), strict=True)
+        _reducers(src, cell, needing[box]) for cell, box in zip(found.cells.tolist(), found.boxes.tolist(), strict=True)
     ]
     grid = _grid_of_regions(found.starts, found.sizes, reducers)
     if grid is not None:
@@ -162,9 +162,11 @@ def _holders(layout: Layout, cell: int, addend: int | None) -> IntArray:
     return np.unique(owners if addend is None else owners[addend])
 
 
-def _reducers(src: Layout, dst: Layout, src_cell: int, dst_cell: int) -> IntArray:
+def _reducers(src: Layout, src_cell: int, needing: IntArray) -> IntArray:
+    """The ranks that reduce a region: those that hold an addend and need the result, else all that hold one."""
     holders = _holders(src, src_cell, None)
-    wanted = np.intersect1d(holders, _holders(dst, dst_cell, 0), assume_unique=True)
+    place = np.minimum(np.searchsorted(needing, holders), len(needing) - 1)
+    wanted = holders[needing[place] == holders] if len(needing) else needing
     return wanted if len(wanted) else holders
 
 

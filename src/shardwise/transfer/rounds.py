@@ -5,8 +5,8 @@ With at most `degree` messages in and out of a rank, each message of a round may
 1. Cut every box into parts of at most a quarter of that.
 2. Along each edge, deal the parts to rounds by the bytes before them; a round starts every three quarters.
 
-Both sides of an edge compute the same rounds from the edge's own boxes. To count the rounds, parts are not listed for
-all boxes: where an edge has one box, boxes of one size have the same rounds.
+Both sides of an edge compute the same rounds from the edge's own boxes. To count the rounds, parts
+are not listed: what comes before the last part of an edge decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.intersect import expand_runs
-from shardwise.transfer.routes import Routes, constant_column
+from shardwise.transfer.routes import Routes, box_volumes, constant_column
 from shardwise.transfer.totals import StepOutline, overlapping_pairs
 
 _MOST_SIZES = 1 << 16
@@ -55,17 +55,23 @@ def _cut_boxes(routes: Routes, limit: int) -> Routes:
     """Cut boxes of more than `limit` elements, keeping rows of the last dims whole where they fit."""
     if len(routes) == 0 or int(routes.elements().max()) <= limit:
         return routes
-    part = np.empty_like(routes.sizes)
-    left = np.full(len(routes), limit, np.int64)
-    for d in reversed(range(routes.sizes.shape[1])):
-        part[:, d] = np.minimum(routes.sizes[:, d], left)
-        left = np.maximum(1, left // np.maximum(1, part[:, d]))
+    part = _part_sizes(routes.sizes, limit)
     counts = -(-routes.sizes // part)
     items, digits = expand_runs([counts[:, d] for d in range(counts.shape[1])])
     shift = np.stack(digits, axis=1) * part[items]
     taken = routes.take(items)
     sizes = np.minimum(part[items], taken.sizes - shift)
     return replace(taken, starts=taken.starts + shift, sizes=sizes)
+
+
+def _part_sizes(sizes: IntArray, limit: int) -> IntArray:
+    """The sizes of the parts into which boxes are cut; the last ones of a box may be smaller."""
+    part = np.empty_like(sizes)
+    left = np.full(len(sizes), limit, np.int64)
+    for d in reversed(range(sizes.shape[1])):
+        part[:, d] = np.minimum(sizes[:, d], left)
+        left = np.maximum(1, left // np.maximum(1, part[:, d]))
+    return part
 
 
 def _assign_rounds(routes: Routes, step: int) -> Routes:
@@ -111,11 +117,17 @@ def most_cells(layout: Layout) -> int:
 
 
 def count_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> int:
-    """The number of rounds into which `split_in_rounds` would split these moves."""
-    edges = np.stack([routes.src_ranks, routes.dst_ranks], axis=1)
-    if len(routes) and (np.diff(edges, axis=0) != 0).any(axis=1).all():
-        routes = _boxes_of_sizes(np.unique(routes.sizes, axis=0))
-    return int(split_in_rounds(routes, degree, itemsize, limit).rounds.max(initial=-1)) + 1
+    """The number of rounds into which `split_in_rounds` would split these moves, which are sorted by edge."""
+    per_message, most = _message_sizes(degree, itemsize, limit)
+    if len(routes) == 0:
+        return 0
+    new = (np.diff(routes.src_ranks) != 0) | (np.diff(routes.dst_ranks) != 0)
+    first = np.concatenate([[0], np.flatnonzero(new) + 1])
+    last = np.append(first[1:], len(routes)) - 1
+    sizes = routes.sizes[last]
+    part = _part_sizes(sizes, most)
+    before_last_part = np.add.reduceat(routes.elements(), first) - box_volumes(sizes - (-(-sizes // part) - 1) * part)
+    return int(before_last_part.max()) // (per_message - most + 1) + 1
 
 
 def _boxes_of_sizes(sizes: IntArray) -> Routes:

@@ -27,6 +27,7 @@ from shardwise.transfer.spread import SpreadSenders
 from shardwise.transfer.topology import Topology
 
 LISTED_BOXES = 1 << 18  # more moves than these are not listed to make a plan
+LISTED_CHOICES = 1 << 22  # nor are they, if there are more pairs of a move and a replica that could send it
 _PAIRS_AT_ONCE = 1 << 18
 
 
@@ -84,7 +85,8 @@ def can_be_listed(outline: StepOutline) -> bool:
     src, dst = outline.src, outline.dst
     if src.cells is None or dst.cells is None or len(src.table) * len(dst.table) <= LISTED_BOXES:
         return True
-    return count_boxes(outline) <= LISTED_BOXES
+    boxes = count_boxes(outline)
+    return boxes <= LISTED_BOXES and boxes * src.cells.replicas <= LISTED_CHOICES
 
 
 def total_step(outline: StepOutline, topology: Topology | None) -> StepTotals:
