@@ -22,7 +22,10 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
+from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.parts import find_moved_bytes
+
+_MAX_KEPT_ROWS = 1 << 16  # of a layout that is used again and again; rows of longer dims are worked out each time
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,11 +48,27 @@ class RowExchange:
 
 def held_rows(layout: Layout, rank: int, dim: int) -> IntArray:
     """The numbers of the rows of a dim that a rank has, in the order of its local tensor."""
-    own = layout.table.take(layout.rows_of(rank))
-    columns = np.stack([own.local_offsets[:, dim], own.offsets[:, dim], own.sizes[:, dim]], axis=1)
-    columns = np.unique(columns, axis=0)
-    lengths = columns[:, 2]
-    shift = np.repeat(columns[:, 1] - (np.cumsum(lengths) - lengths), lengths)
+    if layout.shape[dim] > _MAX_KEPT_ROWS and not layout.depends_on_data:
+        return _find_held_rows(layout, rank, dim)
+    known = _known_rows(layout)
+    if (rank, dim) not in known:
+        known[rank, dim] = _find_held_rows(layout, rank, dim)
+    return known[rank, dim]
+
+
+@cache_by_identity
+def _known_rows(layout: Layout) -> dict[tuple[int, int], IntArray]:
+    """The rows of ranks and dims, as far as they were asked for."""
+    return {}
+
+
+def _find_held_rows(layout: Layout, rank: int, dim: int) -> IntArray:
+    rows = layout.rows_of(rank)
+    at, starts, lengths = (t[rows, dim] for t in (layout.table.local_offsets, layout.table.offsets, layout.table.sizes))
+    filled = np.flatnonzero(lengths)
+    first = filled[np.unique(at[filled], return_index=True)[1]]  # cells that differ in other dims have the same rows
+    starts, lengths = starts[first], lengths[first]
+    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return shift + np.arange(len(shift))
 
 
