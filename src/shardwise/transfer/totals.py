@@ -27,7 +27,7 @@ from shardwise.transfer.spread import SpreadSenders
 from shardwise.transfer.topology import Topology
 
 LISTED_BOXES = 1 << 18  # more moves than these are not listed to make a plan
-LISTED_CHOICES = 1 << 22  # nor are they, if there are more pairs of a move and a replica that could send it
+LISTED_CHOICES = 1 << 20  # nor are they, if there are more pairs of a move and a replica that could send it
 _PAIRS_AT_ONCE = 1 << 18
 
 
