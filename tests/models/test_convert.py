@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint import NameMap, load, reshard
 from shardwise.checkpoint import open as open_checkpoint
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; see the extra 'models'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("default")
 SIZES = {
     "vocab_size": 64,
