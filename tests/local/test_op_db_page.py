@@ -45,6 +45,14 @@ def test_every_form_dtype_and_layout_of_add_is_tried() -> None:
     assert [e for e in endings if e.kind != RIGHT] == []
 
 
+LAYOUT_HEAVY = ("exp", "scatter_reduce sum", "unsqueeze", "as_strided", "resize_", "linalg.inv", "unbind_copy", "msort")
+
+
+@pytest.mark.parametrize("name", LAYOUT_HEAVY)
+def test_every_call_of_operators_that_write_or_turn_is_right(name: str) -> None:
+    assert [e for e in run_ours([NUMBERS[name]], samples=1) if e.kind != RIGHT] == []
+
+
 def test_wrong_values_and_gradients_are_noticed() -> None:
     ones = torch.ones(2)
     right = Answer([ones], [ones])

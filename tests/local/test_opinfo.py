@@ -13,7 +13,7 @@ from bench.op_trials import RIGHT, UNCLEAR, WRONG, TrialOutcome, run_ours
 
 CHUNKS = 16
 SAMPLES = 2
-LEAST_SHARE = 0.8
+LEAST_SHARE = 0.95
 
 
 @pytest.mark.timeout(240)
