@@ -73,3 +73,14 @@ def test_a_number_of_ranks_that_does_not_fit_is_told_in_one_line() -> None:
     assert str(tensor_parallel(4, 1).mesh) == "dp=4,tp=1"
     with pytest.raises(SystemExit, match="3 ranks cut the 4 heads of attention apart; start ranks whose number"):
         fully_sharded(3)
+
+
+def test_torchrun_starts_the_example_of_hosts_with_a_device_mesh(tmp_path: Path) -> None:
+    """Twice, with one host of two devices and of one: the losses are the same, whatever the mesh."""
+    losses = []
+    for ranks in ("2", "1"):
+        status, out = run([*TORCHRUN, ranks, example("torchrun_hosts")], tmp_path)
+        assert status == 0, out
+        losses.append(re.findall(r"^step \d  loss (\S+)  mesh \(1, \d\)", out, re.MULTILINE))
+    assert len(losses[0]) == 3
+    assert [round(float(a) - float(b), 5) for a, b in zip(*losses, strict=True)] == [0.0] * 3

@@ -165,8 +165,15 @@ def _check_scalar(name: str, value: object) -> Scalar:
         return float(value)
     raise CheckpointError(
         f"{name or 'the state'}: a checkpoint stores tensors, numbers, strings, bools and None in dicts, lists and "
-        f"tuples; got a {type(value).__name__}: convert it"
+        f"tuples; got a {type(value).__name__}: {_advise_conversion(value)}"
     )
+
+
+def _advise_conversion(value: object) -> str:
+    """What to store in place of a value that cannot be."""
+    if hasattr(value, "state_dict"):
+        return "pass its state_dict()"
+    return "pass torch.as_tensor(x)" if hasattr(value, "__array__") else "convert it"
 
 
 def _scalar_json(value: Scalar) -> Json:

@@ -48,6 +48,11 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
 
     Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
     """
+    if not isinstance(nprocs, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
+        raise TypeError(
+            "launch(fn, nprocs, *args) calls fn(*args) in each process; got "
+            f"{type(fn).__name__} and {type(nprocs).__name__}"
+        )
     if given_world() is not None:
         _warn_of_other_size(nprocs)
         return [_run_in_given_world(fn, args)]

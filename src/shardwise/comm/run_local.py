@@ -36,6 +36,11 @@ def run_local(
     >>> run_local(total, 3, 10)
     [30, 30, 30]
     """
+    if not isinstance(world_size, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
+        raise TypeError(
+            "run_local(fn, world_size, *args) calls fn(comm, *args) on each rank; got "
+            f"{type(fn).__name__} and {type(world_size).__name__}"
+        )
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
     room = ThreadWorldState()

@@ -96,6 +96,8 @@ def install(packages: Sequence[str] = PACKAGES) -> Installation:
     ...     importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor.__module__
     'shardwise.compat.sharded_tensor'
     """
+    if isinstance(packages, str):
+        raise TypeError(f"install takes a list of packages, got the string {packages!r}; pass [{packages!r}]")
     with _lock:
         if not _installed:
             _installed.append(_apply_patch(_Patch(tuple(packages))))

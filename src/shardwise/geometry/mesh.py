@@ -41,7 +41,10 @@ class Mesh:
     ranks: IntArray
     _hash: int
 
-    def __init__(self, axes: Any, ranks: Any) -> None:
+    def __init__(self, axes: Any = None, ranks: Any = None, **sizes: int) -> None:
+        if sizes:
+            told = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+            raise LayoutError(f"Mesh({told}): a mesh by the sizes of its axes is Mesh.of({told})")
         axes, ranks = _read_axes_and_ranks(axes, ranks)
         self._set("axes", axes)
         self._set("ranks", freeze_array(ranks))
@@ -71,6 +74,11 @@ class Mesh:
     def of(cls, **axes: int) -> Mesh:
         """A mesh of ranks 0, 1, 2... in row-major order: `Mesh.of(dp=2, tp=4)`."""
         for name, size in axes.items():
+            if not isinstance(size, int):
+                raise LayoutError(
+                    f"axis {name!r} has a number of ranks, got {type(size).__name__}: {size!r}; to choose the ranks "
+                    "use Mesh(('dp', 'tp'), [[0, 1], [2, 3]])"
+                )
             if size < 1:
                 raise LayoutError(f"axis {name!r} needs at least one rank, got {size}")
         sizes = tuple(axes.values())

@@ -242,6 +242,10 @@ class Shard(_Questions):
     owners: RowOwners | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dim, int):
+            raise LayoutError(
+                f"Shard takes the number of a tensor's dim, as in Shard(0); got {type(self.dim).__name__}: {self.dim!r}"
+            )
         given = [n for n in CUT_RULES if getattr(self, n) is not None]
         if len(given) > 1:
             raise LayoutError(f"Shard({self.dim}) takes one of {', '.join(CUT_RULES)}, got {' and '.join(given)}")

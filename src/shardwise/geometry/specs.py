@@ -30,6 +30,10 @@ from shardwise.geometry.torch_words import read_order, to_mesh, to_placement
 Devices: TypeAlias = tuple[str | None, ...] | None
 
 
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(v, str) for v in value))
+
+
 class _ProductSpec(ShardingSpec):
     """A spec whose layouts have a product form."""
 
@@ -51,6 +55,11 @@ class ChunkSpec(_ProductSpec):
     devices: Devices = None
 
     def __init__(self, dim: int, ranks: int | Sequence[int], devices: Sequence[str | None] | None = None) -> None:
+        if _has_text(ranks):
+            raise LayoutError(
+                f"ChunkSpec takes ranks as numbers, a count such as 4 or a list such as [0, 1]; got {ranks!r}. Texts "
+                "such as 'rank:0/cpu' belong in the ChunkShardingSpec of shardwise.compat"
+            )
         chosen = tuple(range(ranks)) if isinstance(ranks, int) else to_int_tuple(ranks, "ranks of ChunkSpec")
         object.__setattr__(self, "dim", to_int_tuple((dim,), "a dim")[0])
         object.__setattr__(self, "ranks", chosen)

@@ -111,6 +111,11 @@ class ModelPlan:
         if is_device_mesh(self.mesh):
             object.__setattr__(self, "_device_mesh", self.mesh)
             object.__setattr__(self, "mesh", remember_device_mesh(cast(Any, self.mesh)))
+        if not isinstance(self.parameters, Mapping):
+            raise PlanError(
+                "a plan maps patterns to placements, as in ModelPlan(Mesh.of(tp=2), {'*.weight': 'S(0)'}); got "
+                f"{type(self.parameters).__name__} in place of the patterns"
+            )
         object.__setattr__(self, "parameters", {p: write_placements(v) for p, v in self.parameters.items()})
         _check_kinds(self.mesh, self.parameters)
         _check_output_plan(self.output_plan, self.input_plan)

@@ -69,6 +69,11 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
+        if not callable(optimizer_class):
+            raise TypeError(
+                "ShardedOptimizer takes the class of an optimizer and its options, as in ShardedOptimizer(dict(model."
+                f"named_parameters()), torch.optim.AdamW, lr=0.1); got {type(optimizer_class).__name__} as the class"
+            )
         self.named_params = _collect_named_parameters(named_params)
         self._groups: list[list[str]] = [list(self.named_params)]
         tensors = [local for value in self.named_params.values() for local in local_tensors(value)]

@@ -121,7 +121,10 @@ def shard_module(
     """
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if not isinstance(plan, ShardingPlan | ModelPlan):
-        raise TypeError(f"shard_module takes a ShardingPlan or a ModelPlan, got {type(plan).__name__}")
+        raise TypeError(
+            "shard_module takes a ShardingPlan or a ModelPlan, such as ModelPlan(Mesh.of(tp=2), {'*.weight': 'S(0)'}), "
+            f"or the path of a plan's file; got {type(plan).__name__}"
+        )
     if process_group is None and isinstance(plan, ModelPlan):
         process_group = plan.device_mesh
     comm = resolve_comm(process_group)

@@ -38,6 +38,10 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
     `comm` holds the mesh's ranks; the default is the mesh's own group for one axis, else the world if the mesh covers
     it. Placements without a counterpart (torch's private ones) are refused.
     """
+    if not is_dtensor(tensor):
+        raise TypeError(
+            f"from_dtensor takes a DTensor, got {type(tensor).__name__}; shard(x, spec) lays out a plain one"
+        )
     spec = tensor._spec
     shape = tuple(spec.shape)
     native = spec_from_dtensor(spec.mesh, spec.placements, shape, dtensor_split_order(spec))

@@ -59,7 +59,7 @@ def shard(
     >>> run_local(body, 2)
     [[0], [1, 2, 3]]
     """
-    if isinstance(src_rank, list | tuple | str):
+    if src_rank is not None and not isinstance(src_rank, int) and (isinstance(spec, Mesh) or is_device_mesh(spec)):
         placements, src_rank = src_rank, 0
     comm = _comm_for(spec, comm)
     if is_device_mesh(spec) and src_rank == 0 and 0 not in comm.ranks:  # of a submesh: its first rank, as in torch
@@ -97,6 +97,12 @@ def _read_spec(spec: Any, placements: Any) -> tuple[Any, str | None]:
     return spec, None
 
 
+def _source_problem(src_rank: Any) -> str | None:
+    if src_rank is None or (isinstance(src_rank, int) and not isinstance(src_rank, bool)):
+        return None
+    return f"src_rank is a rank, or None where every rank has the data; got {type(src_rank).__name__}: {src_rank!r}"
+
+
 def _shard_dtensor(tensor: Any, spec: Any, placements: Any, comm: Comm) -> ShardedTensor:
     """A DTensor in another layout, if it is on ranks of the comm."""
     held, problem = None, None
@@ -116,7 +122,8 @@ def _agree_on_source(
     tensor: Any, spec: Any, src_rank: int | None, comm: Comm, unread: str | None = None
 ) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
-    own: dict[str, Any] = {"src_rank": src_rank, "problem": unread, "has": tensor is not None}
+    unread = unread or _source_problem(src_rank)
+    own: dict[str, Any] = {"src_rank": str(src_rank), "problem": unread, "has": tensor is not None}
     if unread is not None:
         pass
     elif tensor is not None and not _is_plain_tensor(tensor):
@@ -143,6 +150,8 @@ def _is_plain_tensor(value: object) -> bool:
 
 
 def _advice_for(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "; make a tensor of it first: torch.as_tensor(x)"
     if isinstance(value, ShardedTensor):
         return "; use its redistribute()"
     return "; it is laid out already: shard(x, spec) or compat.from_dtensor(x) converts it" if is_dtensor(value) else ""
@@ -153,7 +162,7 @@ def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str,
     if not isinstance(spec, Layout | ShardingSpec):
         return {
             "problem": "shard takes a spec such as ChunkSpec(0, 4), a Layout, or a mesh and placements, got "
-            f"{type(spec).__name__}: {spec!r}"
+            f"{type(spec).__name__}: {spec!r}{_advice_for_spec(spec)}"
         }
     try:
         layout = spec if isinstance(spec, Layout) else spec.layout(shape)
@@ -163,6 +172,13 @@ def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str,
         return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
     outside = _outside_problem(layout, comm)
     return {"spec": format_layout_text(layout)} if outside is None else {"problem": outside}
+
+
+def _advice_for_spec(spec: Any) -> str:
+    listed = spec if isinstance(spec, list | tuple) else [spec]
+    if listed and all(hasattr(p, "is_shard") for p in listed):
+        return "; placements need a mesh: shard(x, Mesh.of(tp=4), (Shard(0),))"
+    return ""
 
 
 def _outside_problem(layout: Layout, comm: Comm) -> str | None:

@@ -137,7 +137,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
         if not isinstance(sharding_spec, ShardingSpec):
-            raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
+            raise ValueError(
+                f"Expecting ShardingSpec but got: {type(sharding_spec)}; the spec comes first, then the size, as in "
+                "zeros(ChunkSpec(0, 4), 8, 4); shard(x, spec) lays out an existing tensor"
+            )
         if layout != torch.strided:
             raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
         if memory_format != torch.contiguous_format:

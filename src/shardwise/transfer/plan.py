@@ -45,12 +45,27 @@ def plan_transfer(
 
 
 def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
+    for name, given in (("source", src), ("destination", dst)):
+        if not isinstance(given, Layout):
+            raise LayoutError(_describe_other_kind(name, given))
     if src.shape != dst.shape:
         raise LayoutError(f"a transfer keeps the shape; the source has {src.shape}, the destination {dst.shape}")
     if itemsize < 1:
         raise LayoutError(f"itemsize is the number of bytes of an element, got {itemsize}")
     if max_buffer_bytes is not None and max_buffer_bytes < 1:
         raise LayoutError(f"max_buffer_bytes must be at least one element, got {max_buffer_bytes}")
+
+
+def _describe_other_kind(name: str, given: object) -> str:
+    """What to pass in place of something that is not a layout."""
+    fix = "a spec lays out a shape: spec.layout((8, 4))"
+    if isinstance(given, str):
+        fix = f"read the text first: parse_layout({given!r}).layout, with its shape, as in 'f32[8,4] on tp=2: S(0)'"
+    elif isinstance(getattr(given, "layout", None), Layout):
+        fix = "pass its .layout"
+    elif isinstance(getattr(given, "sharding", None), Layout):
+        fix = "pass its .sharding"
+    return f"plan_transfer takes layouts, and the {name} is {type(given).__name__}: {str(given)[:80]}; {fix}"
 
 
 def transfer_from_json(data: dict[str, Any]) -> Transfer:

@@ -29,6 +29,11 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     >>> str(find_place("memory://runs/ckpt")), find_place("file:///runs/ckpt").as_posix()
     ('memory://runs/ckpt', '/runs/ckpt')
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"the path of a checkpoint is a string or a pathlib.Path, got {type(path).__name__}; the state comes "
+            "first: save(state, path), load(state, path)"
+        )
     if is_url(path):
         return RemotePath.parse(os.fspath(path))
     text = os.fspath(path)

@@ -224,7 +224,7 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     if scanner.take("P"):
         return _read_partial(scanner)
     if not scanner.take("S"):
-        scanner.fail(f"expected S(dim), R or P{place}; {scanner.found()}")
+        scanner.fail(f"expected S(dim), R or P{place} (for Shard(dim), Replicate(), Partial()); {scanner.found()}")
     scanner.expect("(", "after S, as in S(0)")
     dim = scanner.integer("a dim", signed=True)
     scanner.expect(")", "after the dim")

@@ -46,6 +46,8 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
 
     Without `like` it takes the mesh of the tensors it is computed with.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"replicate takes a tensor that every rank has, got {type(tensor).__name__}")
     if like is not None:
         return wrap(_replicated_on_mesh(tuple(tensor.shape), _mesh_of(like)), (tensor,), like.comm)
     comm = resolve_comm(None)

@@ -1,0 +1,58 @@
+"""A small model over hosts and devices, in the words of torch: torchrun, a DeviceMesh, and a plan.
+
+    torchrun --nproc-per-node 2 examples/torchrun_hosts.py
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/torchrun_hosts.py
+
+Ranks of one host are next to each other, so the inner axis `tp`, which communicates most, stays inside a host. The
+outer axis `dp` splits the batch. Each rank uses the device that torchrun gives it, over nccl, or the CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise
+
+PLAN = {"0.weight": "tp: S(0)", "0.bias": "tp: S(0)", "2.weight": "tp: S(1)"}
+
+
+def start() -> DeviceMesh:
+    """Join the world that torchrun started, on this rank's own device."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    return init_device_mesh(kind, (ranks // local, local), mesh_dim_names=("dp", "tp"))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def main() -> None:
+    mesh = start()
+    model = make_model().to(mesh.device_type)
+    shardwise.shard_module(model, shardwise.ModelPlan(mesh, PLAN, input_plan="dp: S(0)"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("dp"))  # the batch of this dp rank
+        batch = torch.randn(8, 16, generator=generator).to(mesh.device_type)
+        loss = (model(batch) - batch.flip(1).mean()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        value = loss.item()  # every rank asks
+        if dist.get_rank() == 0:
+            print(f"step {step}  loss {value:.6f}  mesh {tuple(mesh.shape)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
