@@ -40,7 +40,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "shape with a fraction": (lambda: ChunkSpec(0, 2).layout((4.5,)), "a shape must contain integers, got (4.5,)"),  # type: ignore[arg-type]  # the mistake
     "shape that is none": (lambda: ChunkSpec(0, 2).layout(4), "a shape must be a sequence of integers, got 4"),  # type: ignore[arg-type]  # the mistake
     "dim with a fraction": (lambda: ChunkSpec(0.5, 2), "a dim must contain integers, got (0.5,)"),  # type: ignore[arg-type]  # the mistake
-    "ranks in letters": (lambda: ChunkSpec(0, "ab"), "ranks of ChunkSpec must contain integers, got ('a', 'b')"),  # type: ignore[arg-type]  # the mistake
+    "ranks in letters": (
+        lambda: ChunkSpec(0, "ab"),
+        "ChunkSpec takes ranks as numbers, a count such as 4 or a list such as [0, 1]; got 'ab'. Texts such as "
+        "'rank:0/cpu' belong in the ChunkShardingSpec of shardwise.compat",
+    ),  # type: ignore[arg-type]  # the mistake
     "sizes with a fraction": (
         lambda: Shard(0, sizes=(1.5, 2.5)),  # type: ignore[arg-type]  # the mistake
         "Shard(0, sizes=...) must contain integers, got (1.5, 2.5)",
@@ -125,7 +129,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mesh no placement": (
         lambda: MeshSpec(TP, (0,)),  # type: ignore[arg-type]  # the error under test
-        "axis 'tp' needs Shard, Replicate or Partial, got 0",
+        "axis 'tp': a placement is Shard(dim), Replicate() or Partial(), of shardwise or of torch.distributed.tensor; "
+        "got int: 0",
     ),
     "mesh order": (
         lambda: MeshSpec(MESH, (Shard(0), Shard(0)), order=("tp", "tp")),

@@ -107,7 +107,11 @@ MISTAKES = [
     ("f32[8] on tp=4 @ 0,1,1,2: S(0)", 15, "rank 1 appears 2 times in the mesh"),
     ("f32[8] on tp=4 @ 3-0: S(0)", 17, "a run of ranks must ascend, got 3-0"),
     ("f32[8] as chunk(0) over 0-99999999", 24, "more than 1048576 ranks"),
-    ("f32[8] on tp=4: T(0)", 16, "expected S(dim), R or P for axis 'tp'; found 'T'"),
+    (
+        "f32[8] on tp=4: T(0)",
+        16,
+        "expected S(dim), R or P for axis 'tp' (for Shard(dim), Replicate(), Partial()); found 'T'",
+    ),
     ("f32[8] on tp=4: S 0", 18, "expected '(' after S, as in S(0); found '0'"),
     ("f32[8] on tp=4: S(0", 19, "expected ')' after the dim; the text ends here"),
     ("f32[8] on dp=2,tp=4: S(0)", 25, "expected ',' and a placement for axis 'tp' (the mesh needs 2 placements"),

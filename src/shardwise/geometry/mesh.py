@@ -177,7 +177,7 @@ class Mesh:
 
 def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:
     """The names and the array of ranks, from either order of arguments."""
-    if _are_names(ranks):
+    if _are_names(ranks) and len(ranks):
         names = (ranks,) if isinstance(ranks, str) else tuple(ranks)
         if isinstance(axes, int):
             axes = (axes,)
