@@ -5,35 +5,18 @@ With SHARDWISE_MODELS_TABLE=docs/models.md the table of families and layouts is 
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import warnings
 from pathlib import Path
 
 import pytest
 
+from tests.models.environment import make_torchvision_importable
 from tests.models.families import write_table
 
 RESULTS: dict[tuple[str, str], str] = {}
 
 
-def _make_torchvision_importable() -> None:
-    """A torchvision that was built for another device has no operators, and its import asks for two of them."""
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            import torchvision  # noqa: F401
-    except RuntimeError:
-        import torch
-
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_torchvision"] = library  # its operators live as long as it does
-
-
-_make_torchvision_importable()
+make_torchvision_importable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ import shardwise.hf
 from shardwise import Comm, Mesh, ShardedTensor, run_local, shard_module
 from shardwise.checkpoint import loading
 from shardwise.nn import PlanError
+from tests.models.environment import import_or_skip
 from tests.models.families import DECODER, FAMILIES, LAYOUTS, LENGTH, tokens
 
-with warnings.catch_warnings(action="ignore"):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+transformers = import_or_skip("transformers")
 
 TIMEOUT = 120.0
 GREEDY: dict[str, Any] = dict(max_new_tokens=4, do_sample=False)

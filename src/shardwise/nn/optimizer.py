@@ -46,6 +46,32 @@ def local_tensors(parameter: Tensor) -> list[Tensor]:
     return list(parameter.local_parts) if isinstance(parameter, ShardedTensor) else [parameter]
 
 
+class GroupView(dict[str, Any]):
+    """The options of a group of an optimizer on local tensors, with the sharded parameters as its `params`.
+
+    Schedulers write options here. What looks at gradients (GradScaler) meets the sharded ones, and so decides the same on
+    every rank.
+    """
+
+    def __init__(self, inner: dict[str, Any], parameters: list[Tensor]) -> None:
+        super().__init__(inner, params=parameters)
+        self._inner = inner
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "params":
+            self._inner[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
 class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer, on the local tensors of sharded and plain parameters.
 
@@ -84,8 +110,10 @@ class ShardedOptimizer(optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Hold the very state, groups and hooks of the wrapped optimizer, so that schedulers see one optimizer."""
+        """Hold the very state, options and hooks of the wrapped optimizer, so that schedulers see one optimizer."""
         self.__dict__.update(vars(self._optim))
+        groups = zip(self._optim.param_groups, self._groups, strict=True)
+        self.param_groups = [GroupView(group, [self.named_params[n] for n in names]) for group, names in groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or set to zero) all gradients."""

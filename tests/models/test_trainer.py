@@ -1,0 +1,158 @@
+"""The Trainer on spawned ranks: as on one process, its checkpoints continue, also on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import shardwise.hf
+from shardwise import PlanError, ShardedTensor, shard_module
+from tests.models.environment import import_or_skip
+from tests.models.families import FAMILIES, LAYOUTS, LENGTH, VOCABULARY
+from tests.ranks.world import Ranks, world_fixture
+
+transformers = import_or_skip("transformers")
+import_or_skip("accelerate")
+
+world = world_fixture(2, timeout=120.0)
+STEPS = 4
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self) -> None:
+        drawn = torch.randint(3, VOCABULARY, (24, LENGTH), generator=torch.Generator().manual_seed(5))
+        self.rows = [{"input_ids": row, "labels": row} for row in drawn]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def arguments(folder: Path, rows: int, **more: Any) -> Any:
+    return transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
+        max_steps=STEPS,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=0.05,
+        optim="sgd",
+        optim_args="momentum=0.9",
+        data_seed=7,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def start_accelerate() -> None:
+    """What torchrun sets."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), ACCELERATE_USE_CPU="true")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "0")
+
+
+def train_sharded(layout: str, folder: Path, resume: str | None = None, **more: Any) -> tuple[Any, ...]:
+    start_accelerate()
+    mesh = LAYOUTS[layout]
+    model = FAMILIES["llama"].build(transformers)
+    if resume is not None:  # what is not loaded would show
+        torch.nn.init.zeros_(model.model.norm.weight)
+        torch.nn.init.zeros_(model.lm_head.weight)
+    shard_module(model, shardwise.hf.plan(model, mesh))
+    rows = 4 if layout == "tp2" else 2
+    data = Sentences()
+    trainer = shardwise.hf.ShardedTrainer(model, arguments(folder, rows, **more), train_dataset=data, eval_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = {n: p.full() for n, p in model.named_parameters() if isinstance(p, ShardedTensor)}
+    return losses, found, trainer.evaluate()["eval_loss"]
+
+
+def train_dense(folder: Path, **more: Any) -> tuple[Any, ...]:
+    model = FAMILIES["llama"].build(transformers)
+    data = Sentences()
+    trainer = transformers.Trainer(model, arguments(folder, 4, **more), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = {n: p.detach() for n, p in model.named_parameters()}
+    return losses, found, trainer.evaluate()["eval_loss"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    return train_dense(tmp_path_factory.mktemp("dense"), save_strategy="no")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "fsdp2"])
+def test_the_trainer_trains_evaluates_and_continues(
+    world: Ranks, dense: tuple[Any, ...], layout: str, tmp_path: Path
+) -> None:
+    results = world.run(train_sharded, layout, tmp_path)
+    for found in results:
+        assert_close(found[0], dense[0], rtol=1e-3, atol=1e-3)
+        assert_close(found[1], dense[1], rtol=1e-3, atol=1e-4)
+        assert found[2] == pytest.approx(dense[2], rel=1e-4)
+    half = tmp_path / "checkpoint-2"
+    assert {"config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"} <= {p.name for p in half.iterdir()}
+    assert json.loads((half / "trainer_state.json").read_text())["global_step"] == 2
+    again = world.run(train_sharded, "fsdp2" if layout == "dp2" else layout, tmp_path / "again", str(half))
+    assert_close(again[0][1], results[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_trains_as_the_dense_trainer_does(world: Ranks, tmp_path: Path) -> None:
+    expected = train_dense(tmp_path / "dense", save_strategy="no", bf16=True)
+    for found in world.run(train_with_bf16, "tp2", tmp_path):
+        assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
+        assert {value.dtype for value in found[1].values()} == {torch.float32}
+
+
+def train_with_bf16(layout: str, folder: Path) -> tuple[Any, ...]:
+    return train_sharded(layout, folder, save_strategy="no", bf16=True)
+
+
+def sample(layout: str, seed: int, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    model = FAMILIES["llama"].build(transformers)
+    shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+    torch.manual_seed(seed)
+    return model.generate(Sentences()[0]["input_ids"][None], max_new_tokens=6, do_sample=True, **options)
+
+
+def sample_with_beams(layout: str, seed: int) -> Tensor:
+    return sample(layout, seed, num_beams=2, top_k=10, temperature=1.5)
+
+
+def test_drawn_tokens_are_those_of_the_dense_model_with_the_same_seed(world: Ranks) -> None:
+    model = FAMILIES["llama"].build(transformers)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        plain = model.generate(Sentences()[0]["input_ids"][None], max_new_tokens=6, do_sample=True)
+        torch.manual_seed(seed)
+        beams = model.generate(
+            Sentences()[0]["input_ids"][None],
+            max_new_tokens=6,
+            do_sample=True,
+            num_beams=2,
+            top_k=10,
+            temperature=1.5,
+        )
+        assert all(torch.equal(made, plain) for made in world.run(sample, "tp2", seed))
+        assert all(torch.equal(made, beams) for made in world.run(sample_with_beams, "tp2", seed))
+
+
+def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="ShardedTrainer trains a model that shard_module sharded by a ModelPlan"):
+        shardwise.hf.ShardedTrainer(FAMILIES["bert"].build(transformers), arguments(tmp_path, 1))
