@@ -89,12 +89,30 @@ def _follow_tp_plan(model: nn.Module, own: Mapping[str, str], ranks: int) -> dic
     heads = _count_heads(model)
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        for style in (own.get(_fold_numbers(name)), own.get(_fold_numbers(name.rpartition(".")[0]))):
-            text = None if style is None else _read_style(style, name, parameter)
-            if text is not None and heads.get(name.split(".")[-2], 0) % ranks == 0:
+        plain, factor = _strip_adapter(name)
+        for style in (own.get(_fold_numbers(plain)), own.get(_fold_numbers(plain.rpartition(".")[0]))):
+            text = None if style is None or factor in style else _read_style(style, parameter)
+            if text is not None and heads.get(plain.split(".")[-2], 0) % ranks == 0:
                 found[name] = text
                 break
     return found
+
+
+def _strip_adapter(name: str) -> tuple[str, str]:
+    """The name of a parameter in the model that peft wraps, and the style that leaves a factor of LoRA whole.
+
+    Of a product `B @ A` that is added to columns, B has the columns; of one that is added to rows, A has the rows.
+
+    >>> _strip_adapter("base_model.model.up.base_layer.weight")
+    ('up.weight', 'none')
+    >>> _strip_adapter("base_model.model.up.lora_A.default.weight")
+    ('up.weight', 'colwise')
+    """
+    plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    factor = re.search(r"\.lora_([AB])\.[^.]+(?=\.)", plain)
+    if factor is None:
+        return plain, "none"
+    return plain.replace(factor[0], ""), {"A": "colwise", "B": "rowwise"}[factor[1]]
 
 
 def _count_heads(model: nn.Module) -> dict[str, int]:
@@ -110,7 +128,7 @@ def _fold_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _read_style(style: str, name: str, parameter: Tensor) -> str | None:
+def _read_style(style: str, parameter: Tensor) -> str | None:
     """What a style of transformers does to a parameter: `packed` ones fuse two layers."""
     rows, columns = parameter.ndim - 2, parameter.ndim - 1
     if "embedding_rowwise" in style:

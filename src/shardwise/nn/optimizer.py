@@ -49,8 +49,8 @@ def local_tensors(parameter: Tensor) -> list[Tensor]:
 class GroupView(dict[str, Any]):
     """The options of a group of an optimizer on local tensors, with the sharded parameters as its `params`.
 
-    Schedulers write options here. What looks at gradients (GradScaler) meets the sharded ones, and so decides the same on
-    every rank.
+    Schedulers write options here. What looks at gradients (GradScaler) meets the sharded ones, and so decides the same
+    on every rank.
     """
 
     def __init__(self, inner: dict[str, Any], parameters: list[Tensor]) -> None:
