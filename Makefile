@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MODELS := .venv-models
 SECTION ?=
 PAIRS ?=
 SEED ?= 1
@@ -12,10 +13,10 @@ SAMPLE ?= 100
 CHAOS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench matrix fuzz mutants chaos check clean
+.PHONY: help demo test test-models lint types bench matrix fuzz mutants chaos check clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about a minute
 	$(BIN)/shardwise demo
@@ -24,6 +25,9 @@ demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about 
 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
+
+test-models: $(MODELS)/.installed  ## models of transformers, peft, timm and others, in an environment of their own (5 GB); writes docs/models.md
+	SHARDWISE_MODELS_TABLE=docs/models.md $(MODELS)/bin/python -m pytest tests/models
 
 lint: $(STAMP)  ## check the style with ruff
 	$(BIN)/ruff check .
@@ -51,7 +55,7 @@ chaos: $(STAMP)  ## attack ranks, saves, files and disks at length, and soak, tw
 check: lint types test  ## lint + types + test: what .ci/run runs
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(MODELS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find src tests bench examples tools -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is newer than the files it depends on exactly when the environment is up to date.
@@ -61,4 +65,11 @@ $(STAMP): pyproject.toml constraints.txt
 	       "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchrec asks for the CUDA build of fbgemm, whose files are those of the CPU build: so both without what they ask for.
+$(MODELS)/.installed: pyproject.toml constraints.txt constraints-models.txt
+	@$(MODELS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(MODELS)
+	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-models.txt -e '.[dev,models,remote-tests]'
+	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-models.txt torchrec fbgemm-gpu-cpu
 	@touch $@

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm import Comm, DisagreementError, run_local
 from shardwise.geometry import ChunkSpec, Mesh, Replicate, Shard
+from shardwise.geometry.notation.by_axis import read_placements
 from shardwise.nn import (
     ModelPlan,
     PlanError,
@@ -28,7 +29,7 @@ from shardwise.nn import (
     save_plan,
     shard_module,
 )
-from shardwise.nn.patterns import match_patterns, read_placements
+from shardwise.nn.patterns import match_patterns
 from shardwise.tensor import ShardedTensor
 from tests.ranks.tiny_transformer import Sizes, Transformer, make_model, train
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.device_meshes import remember_device_mesh
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardingSpec
+from shardwise.geometry.notation.by_axis import read_placements
 from shardwise.geometry.torch_words import is_device_mesh
-from shardwise.nn.patterns import PlanError, match_patterns, read_placements, write_placements
+from shardwise.nn.patterns import PlanError, match_patterns, write_placements
 
 
 class Sharder(ABC):

@@ -37,7 +37,7 @@ class CreationOptions(TypedDict, total=False):
 
 
 def empty(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -99,7 +99,7 @@ def takes_options_of(model: Callable[..., Any]) -> Callable[[F], F]:
 
 @takes_options_of(empty)
 def full(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     size: Any,
     fill_value: complex,
     **options: Unpack[CreationOptions],
@@ -122,7 +122,7 @@ def full(
 
 @takes_options_of(empty)
 def zeros(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     *size: Any,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
@@ -142,7 +142,7 @@ def zeros(
 
 @takes_options_of(empty)
 def ones(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     *size: Any,
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
@@ -162,7 +162,7 @@ def ones(
 
 @takes_options_of(empty)
 def rand(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     *size: Any,
     generator: torch.Generator | None = None,
     seed: int | None = None,
@@ -187,7 +187,7 @@ def rand(
 
 @takes_options_of(empty)
 def randn(
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | str,
     *size: Any,
     generator: torch.Generator | None = None,
     seed: int | None = None,

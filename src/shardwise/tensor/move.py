@@ -30,6 +30,7 @@ from shardwise.geometry import (
     format_layout,
     parse_placements,
 )
+from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.caches import cache_plans
@@ -71,6 +72,9 @@ def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout
         if target.shape != layout.shape:
             raise LayoutError(f"a tensor of shape {layout.shape} cannot take a layout of shape {target.shape}")
         return target
+    own = layout.spec.mesh if isinstance(layout.spec, MeshSpec) else None
+    if isinstance(target, str) and (":" in target or target.split()[:1] == ["as"]):
+        return read_spec(target, own, layout.ranks).layout(layout.shape)
     listed = parse_placements(target) if isinstance(target, str) else target
     if not isinstance(layout.spec, MeshSpec):
         raise LayoutError(

@@ -14,6 +14,7 @@ from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, fold_te
 from shardwise.comm.device_meshes import comm_of_device_mesh
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
 from shardwise.geometry.infer import infer_from_parts
+from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dtensors import from_dtensor, is_dtensor
@@ -43,9 +44,9 @@ def shard(
 ) -> ShardedTensor:
     """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
 
-    `spec` is a spec, a Layout, or a mesh, with its placements next or by name: `shard(x, mesh, [Shard(0)])`. The mesh
-    and the placements may be torch's; the ranks are then those of the DeviceMesh. A DTensor, which is laid out already,
-    is redistributed.
+    `spec` is a spec, a Layout, a text in notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)"), or a mesh, with its placements
+    next or by name: `shard(x, mesh, [Shard(0)])`. The mesh and the placements may be torch's; the ranks are then those
+    of the DeviceMesh. A DTensor, which is laid out already, is redistributed.
 
     The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.)
     Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
@@ -66,7 +67,7 @@ def shard(
         src_rank = comm.ranks[0]
     if is_dtensor(tensor):
         return _shard_dtensor(tensor, spec, placements, comm)
-    spec, unread = _read_spec(spec, placements)
+    spec, unread = _read_spec(spec, placements, comm)
     given = _agree_on_source(tensor, spec, src_rank, comm, unread)
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
@@ -85,13 +86,15 @@ def _comm_for(spec: Any, comm: Any) -> Comm:
     return comm_of_device_mesh(spec) if comm is None and is_device_mesh(spec) else resolve_comm(comm)
 
 
-def _read_spec(spec: Any, placements: Any) -> tuple[Any, str | None]:
-    """A mesh and placements as a MeshSpec, and why that is not possible; anything else as it is."""
-    if isinstance(spec, Mesh) or is_device_mesh(spec):
-        try:
+def _read_spec(spec: Any, placements: Any, comm: Comm) -> tuple[Any, str | None]:
+    """A mesh and placements, or a text, as a spec, and why that is not possible; anything else as it is."""
+    try:
+        if isinstance(spec, Mesh) or is_device_mesh(spec):
             return mesh_spec_of(spec, placements), None
-        except ValueError as error:
-            return spec, str(error)
+        if isinstance(spec, str) and placements is None:
+            return read_spec(spec, None, comm.ranks), None
+    except ValueError as error:
+        return spec, str(error)
     if placements is not None:
         return spec, f"placements go with a mesh, and {spec!r} is not one; pass a mesh and placements, or a spec"
     return spec, None
@@ -226,8 +229,9 @@ def from_local(
         problem = problem or unread
     elif given:
         shape = given[0]
+    layout, unread = _read_spec(layout, None, comm) if isinstance(layout, str) else (layout, None)
     where, unfit = _resolve_local_layout(layout, shape)
-    problem = problem or unfit or _local_problem(held, where, comm)
+    problem = problem or unread or unfit or _local_problem(held, where, comm)
     asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
     agree(comm, asked, label="from_local", problem=problem)
     dtype, grad = _agree_on_kind(held, comm)
@@ -239,7 +243,7 @@ def _read_parts(
     held: Sequence[Tensor], mesh: Any, placements: Any, shape: Sequence[int] | None, comm: Comm
 ) -> tuple[Any, Sequence[int] | None, str | None]:
     """The spec and the global shape of parts on a mesh, and why there are none; the parts' shapes are gathered."""
-    spec, problem = _read_spec(mesh, placements)
+    spec, problem = _read_spec(mesh, placements, comm)
     if shape is not None or problem is not None:
         return spec, shape, problem
     own = json.dumps(list(held[0].shape) if held else None).encode()

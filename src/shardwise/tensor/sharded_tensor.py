@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.geometry import Layout, ShardingSpec
+from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
@@ -127,7 +128,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     @staticmethod
     def __new__(
         cls: type[ShardedTensor],
-        sharding_spec: ShardingSpec,
+        sharding_spec: ShardingSpec | str,
         *size: Any,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -136,6 +137,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         memory_format: torch.memory_format = torch.contiguous_format,
         process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
+        if isinstance(sharding_spec, str):
+            sharding_spec = read_spec(sharding_spec, None, cls._resolve_comm(process_group).ranks)
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(
                 f"Expecting ShardingSpec but got: {type(sharding_spec)}; the spec comes first, then the size, as in "
