@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ LOOKUP_AIM, MODEL_AIM = 1.2, 1.15
 
 @dataclass(frozen=True)
 class ModuleBenchSizes:
-    """The lookups, their turns, the ranks; the ranks and turns of the models."""
+    """The lookups, their turns, the ranks; the ranks and turns of the models, and which ones (none named: all)."""
 
     cases: tuple[LookupCase, ...] = (
         LookupCase(100_000, 64, 10_000, 0, 0, False),
@@ -52,10 +53,15 @@ class ModuleBenchSizes:
     ranks: int = 4
     model_ranks: int = 2
     model_turns: int = 60
+    models: tuple[str, ...] = ()
 
 
 TINY = ModuleBenchSizes(
-    cases=(LookupCase(64, 4, 20, 0, 0, True), LookupCase(64, 4, 20, 5, 1, False)), turns=1, ranks=2, model_turns=1
+    cases=(LookupCase(64, 4, 20, 0, 0, True), LookupCase(64, 4, 20, 5, 1, False)),
+    turns=1,
+    ranks=2,
+    model_turns=1,
+    models=("perceptron", "transformer block"),
 )
 
 
@@ -64,7 +70,7 @@ def run(sizes: ModuleBenchSizes) -> list[Figures]:
     with LocalWorld(sizes.ranks) as world:
         lookups = [_join_rank_times(world.run(_lookup, case, sizes.turns)) for case in sizes.cases]
     with LocalWorld(sizes.model_ranks) as world:
-        models = {kind: _join_rank_times(world.run(_model, kind, sizes.model_turns)) for kind in MODELS}
+        models = {kind: _join_rank_times(world.run(_model, kind, sizes.model_turns)) for kind in sizes.models or MODELS}
     return [_lookup_table(sizes, lookups), _model_table(sizes, models)]
 
 
@@ -114,6 +120,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[
         ops_models.HandBlock,
         (ops_models.BATCH, ops_models.TOKENS, ops_models.WIDTH),
     ),
+}
+MODELS |= {
+    f"transformer block, width {width}": (
+        partial(ops_models.BenchBlock, width),
+        partial(ops_models.HandBlock, width),
+        (ops_models.BATCH, ops_models.TOKENS, width),
+    )
+    for width in (256, 512)
 }
 
 

@@ -22,9 +22,9 @@ BY_COLUMNS = ("out", "down")
 class Perceptron(nn.Module):
     """Two linear layers and what is between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x)))
@@ -33,11 +33,11 @@ class Perceptron(nn.Module):
 class BenchBlock(nn.Module):
     """Attention and a perceptron, each behind a norm and with a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.perceptron = Perceptron()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.perceptron = Perceptron(width)
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.before(x)
@@ -87,9 +87,9 @@ class HandPerceptron(Perceptron):
 class HandBlock(BenchBlock):
     """A block whose layers hold this rank's part."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.perceptron = HandPerceptron()
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.perceptron = HandPerceptron(width)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = _Copy.apply(self.before(x))
