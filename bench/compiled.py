@@ -40,7 +40,7 @@ class CompileBenchSizes:
 
     worlds: Sequence[int] = (1, 2)
     models: Sequence[str] = tuple(MODELS)
-    repeats: int = 200
+    repeats: int = 100
     backend: str = "inductor"
 
 
@@ -99,8 +99,7 @@ def _make_steps(name: str, device: str, backend: str) -> dict[str, Callable[[Any
     laid = shard(x, MeshSpec(mesh, [Replicate()]), None)
 
     def seeded(kind: type[nn.Module]) -> nn.Module:
-        torch.manual_seed(1)
-        return kind().to(device)
+        return ops_models.make_seeded(kind).to(device)
 
     ours = [ops_models.make_sharded(seeded(whole), mesh) for _ in range(2)]
     dtensors = ops_models.make_dtensors(seeded(whole), device_mesh)

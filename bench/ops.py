@@ -205,10 +205,12 @@ def _measure_models(sizes: OpBenchSizes) -> dict[str, dict[str, float]]:
     found = {}
     for name, (model, hand) in pairs.items():
         ways = [
-            Contender(PLAIN, ops_models.step(_make_seeded(model), x)),
-            Contender(HAND, ops_models.step(ops_models.shard_by_hand(_make_seeded(hand)), x)),
-            Contender(OURS, ops_models.step(ops_models.make_sharded(_make_seeded(model), mesh), laid)),
-            Contender(DTENSOR, ops_models.step(ops_models.make_dtensors(_make_seeded(model), device_mesh), x)),
+            Contender(PLAIN, ops_models.step(ops_models.make_seeded(model), x)),
+            Contender(HAND, ops_models.step(ops_models.shard_by_hand(ops_models.make_seeded(hand)), x)),
+            Contender(OURS, ops_models.step(ops_models.make_sharded(ops_models.make_seeded(model), mesh), laid)),
+            Contender(
+                DTENSOR, ops_models.step(ops_models.make_dtensors(ops_models.make_seeded(model), device_mesh), x)
+            ),
         ]
         losses = [_whole(way.run(None)).detach() for way in [*ways, *ways, *ways]]
         for loss in losses:
@@ -216,13 +218,3 @@ def _measure_models(sizes: OpBenchSizes) -> dict[str, dict[str, float]]:
         spans = run_interleaved(ways, sizes.model_turns, before=torch.distributed.barrier)
         found[name] = {kind: median(e - s for s, e in runs) * MICRO for kind, runs in spans.items()}
     return found
-
-
-def _make_seeded(model: Callable[[], torch.nn.Module]) -> Any:
-    """A model whose weights do not depend on the order in which its layers are made."""
-    made = model()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for _, parameter in sorted(made.named_parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return made

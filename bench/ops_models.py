@@ -101,6 +101,16 @@ class HandBlock(BenchBlock):
         return x + self.perceptron(self.between(x))
 
 
+def make_seeded(model: Callable[[], torch.nn.Module]) -> Any:
+    """A model whose weights do not depend on the order in which its layers are made."""
+    made = model()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, parameter in sorted(made.named_parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return made
+
+
 def shard_by_hand(model: nn.Module) -> nn.Module:
     """Keep this rank's part of every layer."""
     rank, world = dist.get_rank(), dist.get_world_size()

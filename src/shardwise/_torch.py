@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,6 +164,9 @@ _DispatchKey = _private("_C.DispatchKey")
 _AUTOCAST_KEYS = tuple(key for name, key in _DispatchKey.__members__.items() if name.startswith("Autocast"))
 # Compares tensors with those of an earlier call (dtype, device, sizes, strides, requires_grad), all in one call in C++.
 TensorGuards: Any = _private("_C._dynamo.guards.TensorGuards")
+
+# Which code dynamo leaves alone; in C, so that dynamo itself is not loaded.
+_eval_frame: Any = _private("_C._dynamo.eval_frame")
 
 _len_dispatch_stack = _private("_C._len_torch_dispatch_stack")
 _current_graph_task_id = _private("_C._current_graph_task_id")
@@ -462,3 +466,14 @@ def define_operator(schema: str, kernel: Any, fake: Any) -> None:
     _operators.define(schema)
     _operators.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardwise::{name}", fake, lib=_operators)
+
+
+def skip_package(name: str) -> None:
+    """Let dynamo, which is loaded, not follow calls into the functions of a package."""
+    _private("_dynamo.trace_rules.add")(name)
+
+
+def skip_recursively(code: CodeType) -> None:
+    """Let dynamo leave alone a function that is called between graphs, and all that it calls."""
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))

@@ -357,3 +357,12 @@ def test_a_wrapper_takes_the_shape_of_another_in_place() -> None:
     with _torch.DisableTorchFunctionSubclass():
         assert wrapper.shape == (2, 3) and wrapper.stride() == (3, 1) and type(wrapper) is Wrapper
     assert Wrapper.seen == []
+
+
+def test_code_is_left_alone_by_dynamo() -> None:
+    def function() -> int:
+        return 1
+
+    _torch.skip_recursively(function.__code__)
+    assert function() == 1
+    _torch.skip_package("shardwise")
