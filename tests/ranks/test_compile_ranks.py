@@ -53,7 +53,8 @@ def _train(backend: str | None, lengths: list[list[int]], resharded: bool) -> tu
         batch = torch.arange(rows[rank] * 8.0).reshape(rows[rank], 8).sin() + rank
         run(batch)
     text = "" if backend is None else run.explain()
-    return [p.detach().full() for p in model.parameters()], text  # type: ignore[operator]  # ShardedTensors
+    parameters: list[Any] = list(model.parameters())
+    return [p.detach().full() for p in parameters], text
 
 
 @pytest.mark.parametrize("resharded", [False, True])

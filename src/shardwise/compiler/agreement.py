@@ -52,31 +52,39 @@ class Verdict:
 def compare_traces(comm: Comm, own: TraceReport, answers: Answers) -> Verdict:
     """Compare the traces of all ranks, where this one was made with some answers; the same verdict on every rank."""
     told = [TraceReport.decode(data) for data in comm.all_gather_bytes(own.encode(), label=LABEL)]
-    by_rank = dict(zip(comm.ranks, told, strict=True))
+    known = _common_answers(told)
+    if not all(_was_used(answers, i, entry, told) for i, entry in enumerate(known)):
+        return Verdict(answers=known)  # what else is different may follow from what was assumed
     if any(report.calls_backward for report in told):
         return Verdict(as_step=True)
+    by_rank = dict(zip(comm.ranks, told, strict=True))
     problems = {rank: report.problem for rank, report in by_rank.items() if report.problem is not None}
     if problems:
         return Verdict(problem=fold_texts(problems))
     labels = [[label for label, _ in report.asked] for report in told]
     if any(found != labels[0] for found in labels):
         return Verdict(problem=f"the ranks ask each other different things: {_first_difference(labels)}")
-    if any(len(set(found)) > 1 for found in zip(*[report.moves for report in told], strict=False)) or _differ(told):
-        return Verdict(problem=f"the ranks make different moves: {_first_difference([r.moves for r in told])}")
-    found = [(label, [report.asked[i][1] for report in told]) for i, label in enumerate(labels[0])]
-    if all(_was_used(answers, i, entry, comm.world_size, own) for i, entry in enumerate(found)):
-        return Verdict()
-    return Verdict(answers=found)
+    moves = [report.moves for report in told]
+    if any(list(found) != list(moves[0]) for found in moves):
+        return Verdict(problem=f"the ranks make different moves: {_first_difference(moves)}")
+    return Verdict()
 
 
-def _differ(told: Sequence[TraceReport]) -> bool:
-    return len({len(report.moves) for report in told}) > 1
+def _common_answers(told: Sequence[TraceReport]) -> list[tuple[str, Sequence[bytes]]]:
+    """The answers of all ranks, up to the first question that not all of them asked."""
+    found: list[tuple[str, Sequence[bytes]]] = []
+    for entries in zip(*(report.asked for report in told), strict=False):
+        if len({label for label, _ in entries}) > 1:
+            break
+        found.append((entries[0][0], [data for _, data in entries]))
+    return found
 
 
-def _was_used(answers: Answers, index: int, entry: tuple[str, Sequence[bytes]], count: int, own: TraceReport) -> bool:
-    """Whether a trace went by the true answers to a question."""
-    used = answers[index][1] if index < len(answers) else [own.asked[index][1]] * count
-    return list(used) == list(entry[1])
+def _was_used(answers: Answers, index: int, entry: tuple[str, Sequence[bytes]], told: Sequence[TraceReport]) -> bool:
+    """Whether all ranks went by the true answers to a question: those that were passed, or the same on all."""
+    if index < len(answers):
+        return list(answers[index][1]) == list(entry[1])
+    return len({report.asked[index][1] for report in told}) == 1
 
 
 def _first_difference(by_rank: Sequence[Sequence[Any]]) -> str:
