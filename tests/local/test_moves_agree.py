@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "a text for the layout of local tensors": (
         lambda odd: from_local(torch.zeros(4, 4), given(odd, "S(0)", parse_spec(ROWS)), (8, 4)),
-        "rank 1: from_local takes a spec or a Layout, got str: 'S(0)'",
+        "rank 1: from_local takes a Layout, a spec and a shape, or a mesh and placements, got str: 'S(0)'",
     ),
     "a list for a whole tensor": (
         lambda odd: shard(given(odd, [1.0, 2.0], torch.zeros(8, 4)), parse_spec(ROWS), None),
@@ -88,11 +88,11 @@ MISTAKES: dict[str, tuple[Callable[[bool], Any], str]] = {
     ),
     "a text for a spec": (
         lambda odd: shard(torch.zeros(8, 4), given(odd, "S(0)", parse_spec(ROWS)), None),
-        "rank 1: shard takes a spec or a Layout, got str: 'S(0)'",
+        "a Layout, or a mesh and placements, got str: 'S(0)'",
     ),
     "a number for a target": (
         lambda odd: shard(torch.zeros(8, 4), parse_spec(ROWS), None).redistribute(given(odd, 3.5, (Replicate(),))),
-        "rank 1: redistribute takes a spec, a Layout or placements, got float: 3.5",
+        "placements such as (Shard(0),), or a mesh and placements; got float: 3.5",
     ),
 }
 

@@ -37,3 +37,9 @@ def test_packages_load_on_first_use_and_do_not_hide_names_of_the_caller() -> Non
     assert not {"checkpoint", "compat", "nn", "testing"} & set(shardwise.__all__)
     with pytest.raises(AttributeError, match=r"module 'shardwise.compat' has no attribute '_shards'"):
         shardwise.compat._shards  # type: ignore[attr-defined]  # noqa: B018  # the attribute is what is asked for
+
+
+def test_the_drop_in_names_come_with_the_operators() -> None:
+    code = "import shardwise.compat._shard, sys; print('shardwise.ops.engine.dispatcher' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "True\n"

@@ -4,6 +4,7 @@
 one to the other. Names are loaded on first use, and are listed in `__init__.pyi`.
 """
 
+import shardwise.ops  # noqa: F401  # drop-in names come with the operators
 from shardwise._lazy import attach_stub
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -27,9 +27,12 @@ TENSOR_MODULE = "torch.distributed.tensor"
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether this is torch's DTensor; whoever has one has loaded its module, which takes long to load."""
-    module = sys.modules.get(TENSOR_MODULE)
-    return module is not None and isinstance(value, module.DTensor)
+    """Whether this is torch's DTensor; whoever has one has loaded its module, which takes long to load.
+
+    Another thread may be loading it right now: then nobody has one.
+    """
+    kind = getattr(sys.modules.get(TENSOR_MODULE), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:

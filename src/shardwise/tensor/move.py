@@ -80,7 +80,7 @@ def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout
         raise LayoutError(
             f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; pass a MeshSpec(mesh, placements)"
         )
-    if target is None or isinstance(target, dict | int | torch.device | Tensor):
+    if target is None or isinstance(target, dict | int | float | torch.device | Tensor):
         raise LayoutError(
             "redistribute takes a spec, a Layout, placements such as (Shard(0),), or a mesh and placements; got "
             f"{type(target).__name__}: {_brief(target)}"
