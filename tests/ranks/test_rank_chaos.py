@@ -44,6 +44,7 @@ def test_every_kind_of_fault_is_drawn_over_both_transports() -> None:
         ("stop", {"event": "failed", "text": "someone is late", "seconds": 1.0}, "unnamed"),
         ("stop", {"event": "failed", "text": "rank 1 is late", "seconds": 9.0}, "late"),
         ("pause", {"event": "failed", "text": "rank 1 is late", "seconds": 1.0}, "false alarms"),
+        ("kill", {"event": "failed", "text": "rank 1 ended", "seconds": 1.0, "lines": 742}, "floods of text"),
         ("exit", {"event": "crashed", "text": "KeyError"}, "crashes"),
     ],
 )
