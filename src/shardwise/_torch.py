@@ -124,6 +124,9 @@ _PROXY_MODE = _private("_C._TorchDispatchModeKey.PROXY")
 # Whether a tensor stands for many, inside of `torch.func.vmap`.
 is_batched_tensor: Any = _private("_C._functorch.is_batchedtensor")
 
+# The Function by which `torch.distributions.Dirichlet` and `Beta` draw samples with gradients.
+DirichletFunction: type[torch.autograd.Function] = _private("distributions.dirichlet._Dirichlet")
+
 # Data-dependent checks on a GPU without a synchronisation.
 assert_async: Any = _private("_assert_async")
 

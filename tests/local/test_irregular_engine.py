@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Comm, run_local
+from shardwise import Comm, no_communication, run_local
+from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import (
     BOXES,
     CHUNKS,
@@ -208,23 +209,75 @@ def test_one_element_beside_a_mesh(other: str, one: str) -> None:
     check_or_refuse(lambda x, y: x * y, [other, where], (matrix(1), numbers(*shape, seed=2)))
 
 
-REFUSED: dict[str, Callable[[Any], Any]] = {
+ON_A_MESH: dict[str, Callable[[Any], Any]] = {
     "matmul": lambda x: x @ x,
+    "linear": lambda x: torch.nn.functional.linear(x, x * 2),
     "sum of rows": lambda x: x.sum(0),
     "softmax": lambda x: x.softmax(1),
     "sort": lambda x: x.sort(0).values,
-    "row": lambda x: x[1],
-    "transpose": lambda x: x.t() * 2,
-    "reshape": lambda x: x.reshape(2, 8),
     "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x * 2], 1),
     "cumsum": lambda x: x.cumsum(0),
     "mean of rows, kept": lambda x: x - x.mean(1, keepdim=True),
-    "sum, kept": lambda x: x / x.sum((0, 1), keepdim=True),
     "argmax": lambda x: x.argmax(),
+    "argmax of rows": lambda x: x.argmax(1),
     "nonzero": lambda x: x.nonzero(),
     "median": lambda x: x.median(),
     "flip": lambda x: x.flip(0),
     "masked_select": lambda x: x[x > 0],
+    "tril": lambda x: x.tril(),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (4,)),
+    "pad": lambda x: torch.nn.functional.pad(x, (1, 1)),
+    "new_zeros": lambda x: x.new_zeros(x.shape) + x,
+    "quantile": lambda x: torch.quantile(x, 0.5, 0),
+}
+
+
+@pytest.mark.parametrize("layout", (*IRREGULAR, "on four"))
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_other_operators_are_computed_on_a_mesh(name: str, layout: str) -> None:
+    where, world = (ON_FOUR, 4) if layout == "on four" else (IRREGULAR[layout], 2)
+    check(ON_A_MESH[name], [where], (matrix(1),), (matrix(2),), world=world)
+
+
+@pytest.mark.parametrize("ranks", ("2,1", "1"))
+def test_chunks_on_some_of_the_ranks_stay_there(ranks: str) -> None:
+    """A mesh of those ranks says the same, and nothing has to move."""
+
+    def body(comm: Comm) -> None:
+        x: Any = lay(matrix(1), f"as chunk(0) over {ranks}")
+        with no_communication():
+            found = x.softmax(1)[:, 1:].sum(1)
+        assert set(found.sharding.ranks) == set(x.sharding.ranks)
+
+    forget()
+    run_local(body, 3, timeout=20)
+
+
+def test_a_view_of_pieces_that_had_to_move_is_refused() -> None:
+    """What is written to one would not be seen in the other. On ranks that have nothing too; inside of functions no."""
+
+    def body(comm: Comm) -> None:
+        x = lay(matrix(1), ONE_RANK)
+        for view in (lambda: x[1:3], lambda: x[1:, 2], lambda: x.t(), lambda: x.split(2), lambda: x.unsqueeze(0)[0]):
+            with pytest.raises(UnsupportedOpError, match="would be a copy, where torch returns a view"):
+                view()
+        assert_same(torch.nn.functional.linear(x, x), matrix(1) @ matrix(1).t())
+        with pytest.raises(UnsupportedOpError, match="are written to by pointwise operators and copies only"):
+            x.cumsum_(0)
+
+    forget()
+    run_local(body, 2, timeout=20)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x * 2)),
+    "broadcast both ways": lambda x: x[:, :1] * x[1],
+    "transpose": lambda x: x.t() * 2,
+    "rows": lambda x: x[1:3] * 2,
+    "row": lambda x: x[1],
+    "reshape": lambda x: x.reshape(2, 8),
+    "sum, kept": lambda x: x / x.sum((0, 1), keepdim=True),
     "index": lambda x: x[torch.tensor([0, 2])],
     "write a row": lambda x: (x * 1).index_fill_(0, torch.tensor([1]), 3.0),
     "dropout": lambda x: torch.nn.functional.dropout(x, 0.0),

@@ -19,7 +19,6 @@ from shardwise.compat._shard import sharded_tensor as compat_sharded_tensor
 from shardwise.compat._shard.metadata import ShardMetadata
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat.sharded_tensor import TorchShardedTensor
-from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import S0, S1, P, R, assert_gradient, assert_same, check, forget, lay, numbers
 
@@ -204,70 +203,6 @@ def test_formats_of_one_element(layout: str) -> None:
 
     texts = run(body)
     assert texts[0] == texts[1]
-
-
-DISTRIBUTIONS: dict[str, Callable[[Any], Any]] = {
-    "Normal": lambda p: torch.distributions.Normal(p, p),
-    "Bernoulli": lambda p: torch.distributions.Bernoulli(p),
-    "Bernoulli of logits": lambda p: torch.distributions.Bernoulli(logits=p),
-    "Categorical": lambda p: torch.distributions.Categorical(p),
-    "Categorical of logits": lambda p: torch.distributions.Categorical(logits=p),
-    "Exponential": lambda p: torch.distributions.Exponential(p),
-    "Poisson": lambda p: torch.distributions.Poisson(p),
-    "Laplace": lambda p: torch.distributions.Laplace(p, p),
-    "LogNormal": lambda p: torch.distributions.LogNormal(p, p),
-    "Independent": lambda p: torch.distributions.Independent(torch.distributions.Normal(p, p), 1),
-    "Geometric": lambda p: torch.distributions.Geometric(p),
-}
-
-
-@pytest.mark.parametrize("layout", ("S0", "S1", "R"))
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_distributions(name: str, layout: str) -> None:
-    """Log probabilities and means with gradients; samples that every rank sees alike and no layout changes."""
-    whole = numbers(4, 4, seed=1).abs().clamp(0.1, 0.9)
-    make = DISTRIBUTIONS[name]
-
-    def body(comm: Comm) -> None:
-        manual_seed(3)
-        drawn = make(lay(whole, R)).sample()
-        manual_seed(3)
-        other = make(lay(whole, LAYOUTS[layout])).sample()
-        assert torch.equal(drawn.full(), other.full()), "the layout changes the sample"
-        values = drawn.full()
-        dense, held = whole.clone().requires_grad_(), lay(whole.clone().requires_grad_(), LAYOUTS[layout])
-        where = R if values.ndim < 2 and layout == "S1" else LAYOUTS[layout]
-        expected, found = make(dense).log_prob(values), make(held).log_prob(lay(values, where))
-        assert_same(found, expected)
-        assert_same(make(held).mean, make(dense).mean)
-        expected.sum().backward()
-        found.full().sum().backward()
-        assert_gradient(held, dense)
-
-    run(body)
-
-
-def _sample(distribution: Any) -> Any:
-    return distribution.sample()
-
-
-DRAWN_BY_EACH_RANK: dict[str, Callable[[Any], Any]] = {
-    "Uniform": lambda p: _sample(torch.distributions.Uniform(p * 0, p)),
-    "Gumbel": lambda p: _sample(torch.distributions.Gumbel(p, p)),
-    "sparse_": lambda p: nn.init.sparse_(p, 0.5),
-}
-
-
-@pytest.mark.parametrize("layout", ("S0", "S1", "R"))
-@pytest.mark.parametrize("name", DRAWN_BY_EACH_RANK)
-def test_plain_random_numbers_are_refused_on_every_rank(name: str, layout: str) -> None:
-    """Torch draws plain tensors there, on each rank its own: replicas would differ."""
-
-    def body(comm: Comm) -> None:
-        with pytest.raises(MixedTensorsError, match="got a plain tensor of shape"):
-            DRAWN_BY_EACH_RANK[name](lay(numbers(4, 4, seed=1).abs() + 0.1, LAYOUTS[layout]))
-
-    run(body)
 
 
 @pytest.mark.parametrize("layout", ("S0", "S1", "R"))

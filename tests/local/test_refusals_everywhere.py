@@ -332,6 +332,14 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "negative bincount": lambda x: torch.bincount((x * 0 - 1).long()[:, 0]),
     "split sizes": lambda x: x.split([3, 3]),
     "item of many": lambda x: x.item(),
+    "one_hot of a class too large": lambda x: F.one_hot((x == x.max()).long() * 5, 3),
+    "one_hot of a negative class": lambda x: F.one_hot((x == x.max()).long() * -1, 3),
+    "bernoulli": lambda x: torch.bernoulli((x == x.max()).double() * 2),
+    "bernoulli in place": lambda x: (x * 1).bernoulli_((x == x.max()).double() * 2),
+    "poisson": lambda x: torch.poisson((x == x.max()).double() * -1),
+    "multinomial": lambda x: torch.multinomial((x == x.max()).double() * -1, 2),
+    "multinomial with replacement": lambda x: torch.multinomial((x == x.max()).double() * -1, 2, True),
+    "normal": lambda x: torch.normal(x, (x == x.max()).double() * -1),
 }
 
 

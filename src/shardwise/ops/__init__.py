@@ -27,6 +27,7 @@ from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     scan,
     slice,
     strided,
+    torch_distributions,
     variance,
     view,
 )

@@ -46,7 +46,7 @@ from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, 
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
-from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces
+from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
@@ -115,7 +115,7 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     if is_outside(op, given) and not (unknown and is_composite(op)):
         return compute_outside(call_op, op, args, kwargs)
     if isinstance(rule, Steps):
-        return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
+        return _run_own_steps(op, rule, args, kwargs)
     if unknown and is_composite(op):
         return finish_out(op, kwargs, decompose(op, args, kwargs))
     call = split_call(op, args, kwargs)
@@ -131,6 +131,14 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     if irregular:
         return compute_on_pieces(call, tensors, written)
     return _run_call(call, tensors)
+
+
+def _run_own_steps(op: Any, rule: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the steps of an operator; what they refuse of tensors in irregular pieces is done on a mesh."""
+    try:
+        return _run_steps(rule, *_on_one_mesh(op, args, kwargs))
+    except UnsupportedOpError as error:
+        return retry_on_mesh(split_call(op, args, kwargs), error)
 
 
 def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

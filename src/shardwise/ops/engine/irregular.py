@@ -6,7 +6,12 @@
    the same shape are moved there; what is pending is reduced by that. Others broadcast: they are wanted whole on every
    rank and vary, so that their gradients are summed, each element's once however many replicas there are.
 3. The operator runs on each local tensor, and the shapes of the results are compared with the layout.
-4. Everything else is refused. All of this is decided from shapes and layouts, so all ranks decide the same.
+4. For everything else the tensors are put on a mesh: where chunks are one for each of some ranks nothing moves, and the
+   mesh is that of these ranks. Otherwise they are cut along their longest dim over all ranks of the comm.
+5. A tensor that is written to is never moved: such operators are refused. So are functions that would return a copy
+   where torch returns a view.
+
+All of this is decided from shapes and layouts, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -33,11 +38,12 @@ from shardwise.geometry import (
 )
 from shardwise.ops.engine.fast_path import note_special
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.schema import OperatorCall, is_pointwise
+from shardwise.ops.engine.schema import OperatorCall, is_pointwise, written_slots
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.dispatch import UnsupportedOpError, call_operator, note_moved_view
+from shardwise.tensor.inplace import gives_views
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -72,6 +78,8 @@ def compute_on_pieces(call: OperatorCall, tensors: Sequence[ShardedTensor], writ
         return reduced
     lead = tensors[written[0]] if written else max(tensors, key=lambda t: (t.numel(), is_in_pieces(t)))
     shape = _broadcast_shape(call, tensors, lead)
+    if shape is None:
+        return _compute_on_mesh(call, tensors, written)
     if not is_in_pieces(lead):
         args, kwargs = call.fill_slots([_place_on_mesh(t, lead, str(call.op)) for t in tensors])
         return call.op(*args, **kwargs)
@@ -99,19 +107,72 @@ def is_in_pieces(tensor: ShardedTensor) -> bool:
     return not isinstance(layout.spec, MeshSpec) and len(layout.ranks) < len(tensor.comm.ranks)
 
 
-def _broadcast_shape(call: OperatorCall, tensors: Sequence[ShardedTensor], lead: ShardedTensor) -> tuple[int, ...]:
-    """The shape of the results; refused unless it is the lead's, with dims of length 1 in front."""
-    if is_pointwise(call.op):
-        shape = tuple(torch.broadcast_shapes(*(tuple(t.shape) for t in tensors)))  # type: ignore[no-untyped-call]
-        own = tuple(lead.shape)
-        if shape == (1,) * (len(shape) - len(own)) + own:
-            return shape
-    odd = next(t for t in tensors if is_in_pieces(t))
-    raise UnsupportedOpError(
-        f"{call.op} of {', '.join(format_layout_text(t.sharding) for t in tensors)}: tensors in irregular pieces "
-        f"({odd.sharding.spec!r}) support pointwise operators whose result has the shape of the largest tensor, copies "
-        "and reductions of the whole tensor; redistribute to a mesh or chunk layout for others"
+def _broadcast_shape(
+    call: OperatorCall, tensors: Sequence[ShardedTensor], lead: ShardedTensor
+) -> tuple[int, ...] | None:
+    """The shape of the results if it is the lead's, with dims of length 1 in front; None for other operators."""
+    if not is_pointwise(call.op):
+        return None
+    shape = tuple(torch.broadcast_shapes(*(tuple(t.shape) for t in tensors)))  # type: ignore[no-untyped-call]
+    own = tuple(lead.shape)
+    return shape if shape == (1,) * (len(shape) - len(own)) + own else None
+
+
+def _compute_on_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], written: Sequence[int]) -> Any:
+    refuse_written_pieces(call.op, [tensors[i] for i in written])
+    return run_on_mesh(call, tensors)
+
+
+def retry_on_mesh(call: OperatorCall, error: UnsupportedOpError) -> Any:
+    """What an operator gives on a mesh, where it refused tensors in irregular pieces; else raises what it raised."""
+    given = [t for t in call.tensors if isinstance(t, ShardedTensor)]
+    if len(given) < len(call.tensors) or not any(map(is_in_pieces, given)) or written_slots(call.op):
+        raise error
+    return run_on_mesh(call, given)
+
+
+def refuse_written_pieces(op: Any, written: Sequence[ShardedTensor]) -> None:
+    """Raise if a tensor in irregular pieces is written to: it cannot be moved."""
+    odd = next((t for t in written if is_in_pieces(t)), None)
+    if odd is not None:
+        raise UnsupportedOpError(
+            f"{op} writes to {format_layout_text(odd.sharding)}: tensors in irregular pieces ({odd.sharding.spec!r}) "
+            "are written to by pointwise operators and copies only; use the operator that does not write, or "
+            "redistribute to a mesh layout first"
+        )
+
+
+def run_on_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
+    """What an operator gives for these tensors on one mesh; they are moved unless one mesh has them already."""
+    note_special()
+    op = call.op
+    views = [mesh_view(t.sharding) for t in tensors]
+    shapes_known = torch.Tag.dynamic_output_shape not in getattr(op, "tags", ())
+    if shapes_known and all(v is not None and v.mesh == views[0].mesh for v in views):  # type: ignore[union-attr]
+        return _call_again(call, [_show_mesh(t, v) for t, v in zip(tensors, views, strict=True)])
+    result = _call_again(call, [_cut_over_ranks(t, str(op)) if is_in_pieces(t) else t for t in tensors])
+    if gives_views(op):
+        note_moved_view([result] if isinstance(result, ShardedTensor) else result)
+    return result
+
+
+def _call_again(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
+    args, kwargs = call.fill_slots(tensors)
+    return call_operator(call.op, (ShardedTensor,), args, kwargs)
+
+
+def _show_mesh(tensor: ShardedTensor, spec: Any) -> ShardedTensor:
+    layout = spec.layout(tuple(tensor.shape))
+    return wrap(
+        layout, tensor.local_parts, tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor
     )
+
+
+def _cut_over_ranks(tensor: ShardedTensor, name: str) -> ShardedTensor:
+    """The tensor cut along its longest dim over all ranks of the comm."""
+    placement = Shard(max(range(tensor.ndim), key=lambda d: tensor.shape[d])) if tensor.ndim else Replicate()
+    spec = MeshSpec(Mesh(("all",), tensor.comm.ranks), (placement,))
+    return redistribute_to(tensor, spec.layout(tuple(tensor.shape)), name)
 
 
 def _place_on_mesh(tensor: ShardedTensor, lead: ShardedTensor, name: str) -> ShardedTensor:

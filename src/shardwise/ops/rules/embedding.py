@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,23 +10,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten
+from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.engine.mixed import register_plain_maker
+from shardwise.ops.engine.mixed import plain_as_replicated, register_plain_maker
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import find_runs, redistribute_to
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
-from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 SUM, MEAN, MAX = 0, 1, 2
 
-register_plain_maker(F.one_hot)
 register_plain_maker(F.embedding_bag)
+
+
+@register_function(F.one_hot)
+def _one_hot(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    """Ranks agree on whether all classes are in range, as torch checks it where no device has to be waited for."""
+    given = dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs
+    index, classes = given["tensor"], given.get("num_classes", -1)
+    own = [t for t in index.local_parts if t.numel()] if index.device.type == "cpu" else []
+    low, high = min((int(t.min()) for t in own), default=0), max((int(t.max()) for t in own), default=0)
+    problem = "non-negative" if low < 0 else "smaller than num_classes" if 0 <= classes <= high else ""
+    whole = all(isinstance(p, Replicate) for p in index.placements or ())
+    told = (
+        [problem.encode()] if whole and index.placements else comm.all_gather_bytes(problem.encode(), label="one_hot")
+    )
+    if any(told):
+        raise RuntimeError(f"Class values must be {max(told).decode()}.")
+    with plain_as_replicated():
+        return run_function(F.one_hot, args, kwargs)
 
 
 @register_sharding(aten.embedding.default)

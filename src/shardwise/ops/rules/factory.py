@@ -154,18 +154,6 @@ def _drop(tensor: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     return tensor * (0.0 if keep == 0 else 1.0 / keep) * kept, kept
 
 
-def _draw_bernoulli_of(tensor: ShardedTensor, *, generator: Any = None) -> Any:
-    """Ones with the probabilities that the tensor holds."""
-    drawn: Any = rand_like(tensor.detach(), generator=generator)
-    return (drawn < tensor.detach()).to(tensor.dtype)
-
-
-def _draw_bernoulli_into(tensor: ShardedTensor, p: Any, *, generator: Any = None) -> Any:
-    """Ones with the probabilities that another tensor holds, written in place."""
-    drawn: Any = rand_like(tensor.detach(), dtype=p.dtype, generator=generator)
-    return tensor.copy_(drawn < p)
-
-
 def _draw_bernoulli_like(tensor: ShardedTensor, p: float, *, generator: Any = None) -> ShardedTensor:
     made = empty_like(tensor)
     return draw_into(made, lambda: bernoulli(p), label="bernoulli", fields={"p": p}, generator=generator)
@@ -191,7 +179,6 @@ def _draw_integers_below(tensor: ShardedTensor, high: int, **options: Any) -> Sh
 
 
 register_sharding(aten.native_dropout.default, Steps(_drop))
-register_sharding(aten.bernoulli.default, Steps(_draw_bernoulli_of))
 register_sharding(aten.bernoulli.p, Steps(_draw_bernoulli_like))
 for _name in ("default", "generator", "low_dtype", "low_generator_dtype"):
     if _name in aten.randint_like.overloads():  # older torch takes no generator
@@ -202,7 +189,6 @@ for _name in ("default", "generator", "low_dtype", "low_generator_dtype"):
 register_sharding(aten.uniform_.default, Steps(draw_uniform))
 register_sharding(aten.normal_.default, Steps(draw_normal))
 register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
-register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into))
 register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
 register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill))
 register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0)))

@@ -8,18 +8,21 @@ writes what falls into its rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._torch import assert_async, aten
-from shardwise.geometry import Partial, Placement, Replicate, Shard
+from shardwise.geometry import MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import DimRun
+from shardwise.ops.engine.two_step import DimRun, redistribute_to
 from shardwise.ops.rules.row_owners import index_rows, keeps_rows, select_rows
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
+from shardwise.tensor.sharded_tensor import wrap
 
 Indices = Sequence[TensorMeta | None]
 
@@ -229,21 +232,28 @@ def scatter_add(x: TensorMeta, dim: int, index: TensorMeta, src: TensorMeta) -> 
 
 
 @register_sharding(aten.index_put.default)
-def index_put(x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool = False) -> list[Any]:
+def index_put(x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool = False) -> list[Any] | Steps:
     return _put_strategies(aten.index_put.default, x, indices, values, accumulate)
 
 
 @register_sharding(aten.index_put_.default)
-def index_put_(x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool = False) -> list[Any]:
+def index_put_(x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool = False) -> list[Any] | Steps:
     return _put_strategies(aten.index_put_.default, x, indices, values, accumulate)
 
 
-def _put_strategies(op: Any, x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool) -> list[Strategy]:
+def _put_strategies(
+    op: Any, x: TensorMeta, indices: Indices, values: TensorMeta, accumulate: bool
+) -> list[Strategy] | Steps:
     given = [i for i in indices if i is not None]
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     found = [Strategy((Replicate(),), (Replicate(), *whole, Replicate()))]
     if any(i.dtype == torch.bool for i in given):
-        return found + _masked_strategies(x, given[0], values) if len(indices) == 1 else found
+        if len(indices) > 1:
+            return found
+        masked = _masked_strategies(x, given[0], values)
+        if not masked and given[0].dtype == torch.bool and _is_cut(x):
+            return Steps(partial(_put_where, op))
+        return found + masked
     new, _ = _new_dims(x.ndim, indices)
     dims, width, _ = _indexed_dims(indices)
     missing = width + x.ndim - len(dims) - values.ndim
@@ -270,6 +280,23 @@ def _masked_strategies(x: TensorMeta, mask: TensorMeta, values: TensorMeta) -> l
         cut: Placement = Shard(own) if own >= 0 and values.shape[own] != 1 else Replicate()
         found.append(Strategy((Shard(dim),), (Shard(dim), Replicate(), cut)))
     return found
+
+
+def _is_cut(x: TensorMeta) -> bool:
+    return any(isinstance(p, Shard) for p in x.placements) and not any(isinstance(p, Partial) for p in x.placements)
+
+
+def _put_where(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """One value for each place that a mask says, in the order of places: they are put in place on a whole tensor."""
+    (mask,), view = indices, mesh_view(x.sharding)
+    assert view is not None
+    whole = MeshSpec(view.mesh, (Replicate(),) * view.mesh.ndim)
+    held = [redistribute_to(t, whole.layout(tuple(t.shape)), "index_put") for t in (mask, values)]
+    empty = wrap(whole.layout(tuple(x.shape)), (x.local_parts[0].new_zeros(x.shape),), x.comm)
+    filled: Any = aten.index_put.default(empty, [held[0]], held[1])
+    inner = mask.reshape(tuple(mask.shape) + (1,) * (x.ndim - mask.ndim)) if x.ndim > mask.ndim else mask
+    result = torch.where(inner, x + filled if accumulate else filled, x)
+    return aten.copy_.default(x, result) if op is aten.index_put_.default else result
 
 
 def _put_local(op: Any) -> Any:

@@ -234,3 +234,21 @@ def _value_and_position(op: str, x: Any, dim: int, keepdim: bool = False) -> tup
 def _position(op: str, x: Any, dim: int | None = None, keepdim: bool = False) -> ShardedTensor:
     dims, name = all_dims(dim, x.ndim), f"arg{op}"
     return _squeeze_dims(_find_extremes(resolve_partial(x, name), dims, op, name)[1], dims, keepdim)
+
+
+# Values between others
+
+
+@register_sharding([aten.quantile.scalar, aten.quantile.default, aten.nanquantile.scalar, aten.nanquantile.default])
+def quantile(
+    x: TensorMeta, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> list[Strategy]:
+    """Composite in torch, with plain numbers in between: a rule of its own. The dim is whole."""
+    given = (Replicate(),) if isinstance(q, TensorMeta) else ()
+    found = [Strategy((Replicate(),), (Replicate(), *given))]
+    if dim is None or not x.ndim:
+        return found
+    at, first = dim % x.ndim, int(isinstance(q, TensorMeta) and q.ndim == 1)
+    for d in (d for d in range(x.ndim) if d != at):
+        found.append(Strategy((Shard(first + d - (d > at and not keepdim)),), (Shard(d), *given)))
+    return found

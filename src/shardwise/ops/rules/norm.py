@@ -113,7 +113,7 @@ def _group_norm_part(
     """The same on a rank's examples and on its groups."""
     n, c = x.shape[0], x.shape[1]
     if x.numel() == 0:
-        nothing = x.new_zeros((n, c // per_group))
+        nothing = x.new_zeros((n, c // per_group if per_group else group))
         return empty_result_like(x, weight, bias), nothing, nothing
     return aten.native_group_norm.default(x.contiguous(), weight, bias, n, c, hxw, c // per_group, eps)
 
@@ -157,7 +157,7 @@ def _local_channels(values: ShardedTensor, spec: MeshSpec, axis: int, lengths: t
 def _find_whole_groups(layout: Layout, per_group: int) -> tuple[int, tuple[int, ...]] | None:
     """The one axis that cuts the channels and their lengths, if every rank has whole groups and whole examples."""
     spec, shape = mesh_view(layout), layout.shape
-    if spec is None or layout.pending is not None or cutting_axes(layout, range(2, len(shape))):
+    if per_group == 0 or spec is None or layout.pending is not None or cutting_axes(layout, range(2, len(shape))):
         return None
     cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
     if len(cuts) != 1 or not cuts[0][1].is_in_runs:

@@ -7,28 +7,57 @@ replicas are equal and the layout changes nothing. No gradient passes to the par
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._torch import aten
-from shardwise.geometry import MeshSpec
+from shardwise.comm import DisagreementError
 from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import gather_dims, mesh_spec_of, resolve_partial
-from shardwise.tensor.creation import empty, rand_like, randn_like
+from shardwise.tensor.creation import empty, empty_like, rand_like, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import draw_into
-from shardwise.tensor.random.distributions import uniform
+from shardwise.tensor.random.distributions import Distribution, normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+def _draw_checked(
+    like: Any,
+    given: Any,
+    is_wrong: Callable[[Tensor], Tensor],
+    rule: str,
+    values: Callable[[], Distribution],
+    **how: Any,
+) -> Any:
+    """Random numbers in the layout of `like`, unless an element of a parameter is wrong on some rank: then all raise.
+
+    The verdict travels with the exchange in which ranks agree on the numbers. A device is not waited for.
+    """
+    parts = given.local_parts if isinstance(given, ShardedTensor) else ()
+
+    def distribution() -> Distribution:
+        if any(part.device.type == "cpu" and bool(is_wrong(part).any()) for part in parts):
+            raise RuntimeError(rule)
+        return values()
+
+    made = empty_like(like, dtype=how.pop("dtype", None))
+    try:
+        return draw_into(made, distribution, **how)
+    except DisagreementError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _draw_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Normal numbers around means, with deviations; one of the two may be a number."""
     mean, std = (resolve_partial(v.detach(), "normal") if isinstance(v, ShardedTensor) else v for v in (mean, std))
-    both = mean + std
-    return mean + std * randn_like(both, generator=generator)
+    both, rule = mean + std, "normal expects all elements of std >= 0.0"
+    values = partial(normal, 0, 1, both.dtype)
+    return mean + std * _draw_checked(both, std, lambda t: t < 0, rule, values, label="normal", generator=generator)
 
 
 register_sharding([aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor], Steps(_draw_normal))
@@ -36,7 +65,9 @@ register_sharding([aten.normal.Tensor_float, aten.normal.float_Tensor, aten.norm
 
 def _draw_poisson(rate: ShardedTensor, generator: Any = None) -> ShardedTensor:
     rate = resolve_partial(rate.detach(), "poisson")
-    drawn = rand_like(rate, dtype=torch.float64, generator=generator)
+    values, rule = partial(uniform, 0, 1, torch.float64), "invalid Poisson rate, expected rate to be non-negative"
+    how = dict(label="poisson", generator=generator, dtype=torch.float64)
+    drawn = _draw_checked(rate, rate, lambda t: ~(t >= 0), rule, values, **how)
     locals_ = tuple(_count_events(u, r) for u, r in zip(drawn.local_parts, rate.local_parts, strict=True))
     return wrap(rate.sharding, locals_, rate.comm, dtype=rate.dtype, device=rate.device)
 
@@ -103,6 +134,35 @@ def _count_events(chance: Tensor, rate: Tensor) -> Tensor:
     return high.to(rate.dtype)
 
 
+_PROBABILITIES = "bernoulli expects all probabilities to be between 0 and 1"
+
+
+def _is_no_probability(t: Tensor) -> Tensor:
+    return ~((t >= 0) & (t <= 1))
+
+
+def _draw_bernoulli(chance: ShardedTensor, *, generator: Any = None) -> Any:
+    """Ones with the probabilities that the tensor has, else zeros."""
+    chance = resolve_partial(chance.detach(), "bernoulli")
+    values = partial(uniform, 0, 1, chance.dtype)
+    how = dict(label="bernoulli", generator=generator)
+    drawn = _draw_checked(chance, chance, _is_no_probability, _PROBABILITIES, values, **how)
+    return (drawn < chance).to(chance.dtype)
+
+
+def _draw_bernoulli_into(x: ShardedTensor, chance: Any, generator: Any = None) -> Any:
+    """The same, written in place; the probabilities may broadcast."""
+    chance = resolve_partial(chance.detach(), "bernoulli") if isinstance(chance, ShardedTensor) else chance
+    values = partial(uniform, 0, 1, chance.dtype)
+    how = dict(label="bernoulli", generator=generator, dtype=chance.dtype)
+    drawn = _draw_checked(x.detach(), chance, _is_no_probability, _PROBABILITIES, values, **how)
+    return x.copy_(drawn < chance)
+
+
+register_sharding(aten.bernoulli.default, Steps(_draw_bernoulli))
+register_sharding(aten.bernoulli_.Tensor, Steps(_draw_bernoulli_into))
+
+
 def _draw_multinomial(
     weights: ShardedTensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Any:
@@ -114,23 +174,23 @@ def _draw_multinomial(
             f"replacement; got the shape {tuple(weights.shape)} and num_samples={num_samples}"
         )
     rows = gather_dims(resolve_partial(weights.detach(), "multinomial"), (weights.ndim - 1,), "multinomial")
+    rule = "probability tensor contains either `inf`, `nan` or element < 0"
+    values, wrong = partial(uniform, 0, 1, torch.float64), lambda t: ~((t >= 0) & (t < torch.inf))
     if not replacement:
-        waits = -torch.log1p(-rand_like(rows, dtype=torch.float64, generator=generator))
+        how = dict(label="multinomial", generator=generator, dtype=torch.float64)
+        waits = -torch.log1p(-_draw_checked(rows, rows, wrong, rule, values, **how))
         return (rows / waits).topk(num_samples, -1).indices
     spec = mesh_spec_of(rows)
     if spec is None:
         raise UnsupportedOpError("multinomial of a tensor in irregular pieces; redistribute to a mesh or chunk layout")
-    drawn = _draw_uniform(spec, (*rows.shape[:-1], num_samples), rows, generator)
+    shape = (*rows.shape[:-1], num_samples)
+    like = empty(spec, *shape, dtype=torch.float64, process_group=rows.comm)
+    drawn = _draw_checked(like, rows, wrong, rule, values, label="multinomial", generator=generator)
     pairs = zip(rows.local_parts, drawn.local_parts, strict=True)
     return wrap(drawn.sharding, tuple(_find_positions(w, u) for w, u in pairs), rows.comm, dtype=torch.int64)
 
 
 register_sharding(aten.multinomial.default, Steps(_draw_multinomial))
-
-
-def _draw_uniform(spec: MeshSpec, shape: tuple[int, ...], like: ShardedTensor, generator: Any) -> ShardedTensor:
-    made = empty(spec, *shape, dtype=torch.float64, process_group=like.comm)
-    return draw_into(made, lambda: uniform(0, 1, made.dtype), label="multinomial", generator=generator)
 
 
 def _find_positions(weights: Tensor, chance: Tensor) -> Tensor:
