@@ -126,6 +126,9 @@ is_batched_tensor: Any = _private("_C._functorch.is_batchedtensor")
 
 # The Function by which `torch.distributions.Dirichlet` and `Beta` draw samples with gradients.
 DirichletFunction: type[torch.autograd.Function] = _private("distributions.dirichlet._Dirichlet")
+# What `torch.distributions` draws gamma and Dirichlet numbers by.
+draw_standard_gamma: Any = _private("_standard_gamma")
+draw_dirichlet: Any = _private("_sample_dirichlet")
 
 # Data-dependent checks on a GPU without a synchronisation.
 assert_async: Any = _private("_assert_async")

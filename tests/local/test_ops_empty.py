@@ -128,3 +128,15 @@ def test_an_empty_tensor_is_seen() -> None:
     with unguarded(flash):
         found = run_local(body, 2, timeout=60)
     assert found[0] == "" and "is called with shapes [(1, 0, 3, 4)" in found[1]
+
+
+@pytest.mark.parametrize("placement", (Replicate(), Shard(0), Shard(1)), ids=str)
+@pytest.mark.parametrize("shape", ((2, 0), (0, 2), (2, 4, 0)))
+def test_group_norm_of_nothing(shape: tuple[int, ...], placement: Placement) -> None:
+    """As torch, which returns nothing: also where there are no channels to divide by."""
+
+    def body(comm: Any) -> tuple[int, ...]:
+        x = lay_out(torch.zeros(shape), Mesh.of(tp=2), (placement,))
+        return tuple(F.group_norm(x, 1).shape)
+
+    assert run_local(body, 2, timeout=20) == [shape, shape]

@@ -14,6 +14,8 @@ from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.ops import MixedTensorsError, no_communication, plain_as_replicated, replicate
 from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.sharded_tensor import ShardedTensor
+from tests.local.dense import check, lay, numbers
 from tests.local.op_cases import check_op, lay_out, ramp
 
 
@@ -252,3 +254,35 @@ def test_the_same_bytes_under_another_dtype() -> None:
     values = ramp(4, 6, grad=False)
     check_op(lambda x: x.view(torch.int64), values, worlds=[(2,)])
     check_op(lambda x: x.view(torch.int32), values, worlds=[(2,)])
+
+
+def test_a_gathered_dim_that_one_axis_cuts_while_another_leaves_a_rank_empty() -> None:
+    """The function that looks up a rank's rows is taken, not the one that only checks where there is nothing."""
+    index = torch.tensor([[2, 0]])
+
+    def program(x: Any) -> Any:
+        where = "on dp=2,tp=2: S(1) groups(0,1,1), R"
+        return torch.gather(x, 0, lay(index, where) if isinstance(x, ShardedTensor) else index)
+
+    check(program, ["on dp=2,tp=2: R, S(0)"], (numbers(3, 2, seed=1),), (numbers(3, 2, seed=2),), world=4)
+
+
+@pytest.mark.parametrize("accumulate", (False, True))
+@pytest.mark.parametrize("layout", ("S(0)", "S(1)", "S(0) sizes(1,3)", "R"))
+def test_one_value_for_each_place_of_a_mask(layout: str, accumulate: bool) -> None:
+    """`x[mask] = y[mask]`: values in the order of places, whichever rank has them."""
+
+    def program(x: Any, y: Any) -> Any:
+        out = x * 1
+        if accumulate:
+            return out.index_put((x > 0,), y[x > 0], accumulate=True)
+        out[x > 0] = y[x > 0]
+        return out
+
+    def rows(x: Any, y: Any) -> Any:
+        mask = x[:, 0] > 0
+        return (x * 1).index_put_((mask,), y[mask], accumulate=accumulate)
+
+    calls = [(numbers(4, 4, seed=seed), numbers(4, 4, seed=seed + 1)) for seed in (1, 3)]
+    for one in (program, rows):
+        check(one, [f"on tp=2: {layout}", "on tp=2: S(0)"], *calls)

@@ -171,6 +171,17 @@ def test_dual_numbers_are_noticed() -> None:
     assert {_torch.make_dual_function, _torch.unpack_dual_function} <= set(Wrapper.seen)
 
 
+def test_distributions_draw_by_these_functions() -> None:
+    with _torch.DisableTorchFunctionSubclass():
+        wrapper = Wrapper.of(torch.ones(2))
+    for draw in (_torch.draw_standard_gamma, _torch.draw_dirichlet):
+        assert draw(torch.ones(3)).shape == (3,)
+        draw(wrapper)
+    assert {_torch.draw_standard_gamma, _torch.draw_dirichlet} <= set(Wrapper.seen)
+    sample = torch.distributions.Dirichlet(torch.ones(3, requires_grad=True)).rsample()
+    assert sample.grad_fn is not None and sample.grad_fn.name() == f"{_torch.DirichletFunction.__name__}Backward"
+
+
 def test_batches_and_traces_are_noticed() -> None:
     seen: list[tuple[bool, bool]] = []
 

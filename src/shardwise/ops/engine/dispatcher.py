@@ -315,10 +315,12 @@ def _ask_for_strategies(
 
 def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callable[..., Any] | None:
     """The function that computes the local results in place of the operator: the same one on every rank."""
+    own = next((s.local for s in chosen if s.local is not None), None)
     if_empty = next((s.local_if_empty for s in chosen if s.local_if_empty is not None), None)
-    if if_empty is not None and any(0 in p for w in wanted for rank in w.ranks for p in w.local_shapes(rank)):
-        return if_empty
-    return next((s.local for s in chosen if s.local is not None), None)
+    if own is not None or if_empty is None:
+        return own
+    empty = any(0 in p for w in wanted for rank in w.ranks for p in w.local_shapes(rank))
+    return if_empty if empty else None
 
 
 def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from shardwise.geometry import MeshSpec
 from shardwise.ops.engine.fast_path import note_special
 from shardwise.ops.engine.irregular import is_in_pieces
 from shardwise.ops.engine.mixed import copy_mesh_note
+from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -99,7 +100,8 @@ class _LeaveMesh(torch.autograd.Function):
 
 def is_outside(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
     """Whether this rank takes part in an operator without data; tensors in pieces are computed by all ranks anyway."""
-    if op in _ASK_ALL_RANKS or torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+    draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and isinstance(find_rule(op), Steps)
+    if op in _ASK_ALL_RANKS or draws:
         return False
     return any(map(_leaves_out_this_rank, tensors)) and not any(map(is_in_pieces, tensors))
 

@@ -16,7 +16,7 @@ from shardwise.ops.engine.mixed import plain_as_replicated, register_plain_maker
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import find_runs, redistribute_to
+from shardwise.ops.engine.two_step import find_runs, redistribute_to, resolve_partial
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
@@ -33,7 +33,7 @@ register_plain_maker(F.embedding_bag)
 def _one_hot(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
     """Ranks agree on whether all classes are in range, as torch checks it where no device has to be waited for."""
     given = dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs
-    index, classes = given["tensor"], given.get("num_classes", -1)
+    index, classes = resolve_partial(given["tensor"], "one_hot"), given.get("num_classes", -1)
     own = [t for t in index.local_parts if t.numel()] if index.device.type == "cpu" else []
     low, high = min((int(t.min()) for t in own), default=0), max((int(t.max()) for t in own), default=0)
     problem = "non-negative" if low < 0 else "smaller than num_classes" if 0 <= classes <= high else ""
@@ -44,7 +44,7 @@ def _one_hot(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     if any(told):
         raise RuntimeError(f"Class values must be {max(told).decode()}.")
     with plain_as_replicated():
-        return run_function(F.one_hot, args, kwargs)
+        return run_function(F.one_hot, (index, classes), {})
 
 
 @register_sharding(aten.embedding.default)

@@ -239,16 +239,37 @@ def _position(op: str, x: Any, dim: int | None = None, keepdim: bool = False) ->
 # Values between others
 
 
-@register_sharding([aten.quantile.scalar, aten.quantile.default, aten.nanquantile.scalar, aten.nanquantile.default])
-def quantile(
-    x: TensorMeta, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
-) -> list[Strategy]:
-    """Composite in torch, with plain numbers in between: a rule of its own. The dim is whole."""
-    given = (Replicate(),) if isinstance(q, TensorMeta) else ()
-    found = [Strategy((Replicate(),), (Replicate(), *given))]
-    if dim is None or not x.ndim:
+def _quantile_rule(compute: Any) -> Any:
+    """Composite in torch, with plain numbers in between: so it has a rule of its own. The dim is whole."""
+
+    def rule(
+        x: TensorMeta, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+    ) -> list[Strategy]:
+        given = (Replicate(),) if isinstance(q, TensorMeta) else ()
+        found = [Strategy((Replicate(),), (Replicate(), *given))]
+        if dim is None or not x.ndim:
+            return found
+        at, first = dim % x.ndim, int(isinstance(q, TensorMeta) and q.ndim == 1)
+        local = partial(_quantile_of_part, compute, x.numel())
+        for d in (d for d in range(x.ndim) if d != at):
+            cut = Shard(first + d - (d > at and not keepdim))
+            found.append(Strategy((cut,), (Shard(d), *given), local_if_empty=local))
         return found
-    at, first = dim % x.ndim, int(isinstance(q, TensorMeta) and q.ndim == 1)
-    for d in (d for d in range(x.ndim) if d != at):
-        found.append(Strategy((Shard(first + d - (d > at and not keepdim)),), (Shard(d), *given)))
-    return found
+
+    return rule
+
+
+def _quantile_of_part(
+    compute: Any, numel: int, view: LocalView, x: Tensor, q: Any, dim: int, keepdim: bool = False, **named: Any
+) -> Any:
+    """Torch refuses a tensor without elements: also where only a rank has none."""
+    if x.numel() or not numel:
+        return compute(x, q, dim, keepdim, **named)
+    filled = compute(x.new_zeros([max(1, n) for n in x.shape]), q, dim, keepdim, **named)
+    lost, at = next(d for d, n in enumerate(x.shape) if n == 0), dim % x.ndim
+    first = filled.ndim - x.ndim + (not keepdim)
+    return filled.narrow(first + lost - (lost > at and not keepdim), 0, 0) + x.sum()
+
+
+register_sharding([aten.quantile.scalar, aten.quantile.default])(_quantile_rule(torch.quantile))
+register_sharding([aten.nanquantile.scalar, aten.nanquantile.default])(_quantile_rule(torch.nanquantile))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwise._torch import DirichletFunction, aten
+from shardwise._torch import DirichletFunction, aten, draw_dirichlet, draw_standard_gamma
 from shardwise.comm import Comm
 from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate, Shard, ShardingSpec
 from shardwise.ops.engine.mixed import plain_as_replicated, replicate
@@ -147,15 +147,11 @@ def _size_of(size: Sequence[Any]) -> tuple[int, ...]:
 
 _MAKERS: dict[Any, Callable[..., Any]] = {torch.rand: rand, torch.randn: randn}
 _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}  # of a tensor that torch has just made
-_OTHERS = {
-    torch.normal,
-    torch.bernoulli,
-    torch.multinomial,
-    torch.poisson,
-    torch.binomial,
-    torch.randint,
-    torch.randperm,
-}
+_DRAWS = {torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, torch.binomial} | {
+    draw_standard_gamma,
+    draw_dirichlet,
+}  # of parameters that are plain: numbers, which are the same on every rank
+_NO_DRAWS = {torch.randint, torch.randperm}
 
 
 class _DrawSharded(TorchFunctionMode):
@@ -175,7 +171,9 @@ class _DrawSharded(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _FILLS:
             return func(self._make(empty, tuple(args[0].shape), args[0].dtype), *args[1:], **kwargs)
-        if func in _OTHERS:
+        if func in _DRAWS:
+            return func(*(replicate(a, self.like) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        if func in _NO_DRAWS:
             raise UnsupportedOpError(
                 f"{func.__name__} inside of a distribution of ShardedTensors: every rank would draw numbers of its own"
             )
