@@ -65,7 +65,8 @@ def make_leaf(name: str, tensor: Tensor, comm: Comm) -> Leaf:
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is torch's DTensor; torch's module is not loaded to find out."""
     module = sys.modules.get(TENSOR_MODULE)
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(module, "DTensor", None)  # another thread may be loading the module right now
+    return kind is not None and isinstance(tensor, kind)
 
 
 def _dtensor_parts(tensor: Tensor, comm: Comm) -> tuple[Layout, tuple[Tensor, ...]]:
