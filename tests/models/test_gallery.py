@@ -99,6 +99,34 @@ def test_a_family_trains_saves_loads_and_generates(
     record_property("shown", "T S G" if generates else "T S")
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model(name: str) -> None:
+    family = FAMILIES[name]
+    batch, start = family.batch(), family.build(transformers)
+
+    def run(model: nn.Module, half: bool) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            output = model(**batch)
+        assert output.logits.dtype == (torch.bfloat16 if half else torch.float32)
+        output.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found = {n: g.full() if isinstance(g, ShardedTensor) else g for n, g in grads.items()}
+        return {"loss": output.loss.detach().float(), **found}
+
+    exact, dense = run(copy.deepcopy(start), False), run(copy.deepcopy(start), True)
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS["tp2"]))
+        return run(model, True)
+
+    for found in run_local(body, 2, timeout=TIMEOUT):
+        assert found.keys() == exact.keys() and {value.dtype for value in found.values()} == {torch.float32}
+        for part, value in found.items():
+            off, allowed = (value - exact[part]).norm(), (dense[part] - exact[part]).norm()
+            assert off <= 2 * allowed + 1e-3 * exact[part].norm() + 1e-4, f"{part}: {off} where dense has {allowed}"
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": dict(num_beams=3),

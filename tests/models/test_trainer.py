@@ -123,34 +123,30 @@ def train_with_bf16(layout: str, folder: Path) -> tuple[Any, ...]:
     return train_sharded(layout, folder, save_strategy="no", bf16=True)
 
 
-def sample(layout: str, seed: int, **options: Any) -> Tensor:
-    torch.manual_seed(seed)
+DRAWN: dict[str, dict[str, Any]] = {"plain": {}, "beams": dict(num_beams=2, top_k=10, temperature=1.5)}
+
+
+def prompts() -> Tensor:
+    return torch.stack([Sentences()[i]["input_ids"] for i in range(2)])
+
+
+def sample(layout: str, seed: int, kind: str) -> Tensor:
     model = FAMILIES["llama"].build(transformers)
     shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+    rank = torch.distributed.get_rank()
+    mine = prompts() if layout == "tp2" else prompts()[rank : rank + 1]
     torch.manual_seed(seed)
-    return model.generate(Sentences()[0]["input_ids"][None], max_new_tokens=6, do_sample=True, **options)
+    return model.generate(mine, max_new_tokens=6, do_sample=True, **DRAWN[kind])
 
 
-def sample_with_beams(layout: str, seed: int) -> Tensor:
-    return sample(layout, seed, num_beams=2, top_k=10, temperature=1.5)
-
-
-def test_drawn_tokens_are_those_of_the_dense_model_with_the_same_seed(world: Ranks) -> None:
+@pytest.mark.parametrize("kind", DRAWN)
+def test_drawn_tokens_are_those_of_the_dense_model_with_the_same_seed(world: Ranks, kind: str) -> None:
     model = FAMILIES["llama"].build(transformers)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        plain = model.generate(Sentences()[0]["input_ids"][None], max_new_tokens=6, do_sample=True)
-        torch.manual_seed(seed)
-        beams = model.generate(
-            Sentences()[0]["input_ids"][None],
-            max_new_tokens=6,
-            do_sample=True,
-            num_beams=2,
-            top_k=10,
-            temperature=1.5,
-        )
-        assert all(torch.equal(made, plain) for made in world.run(sample, "tp2", seed))
-        assert all(torch.equal(made, beams) for made in world.run(sample_with_beams, "tp2", seed))
+        expected = model.generate(prompts(), max_new_tokens=6, do_sample=True, **DRAWN[kind])
+        assert all(torch.equal(made, expected) for made in world.run(sample, "tp2", seed, kind))
+        assert torch.equal(torch.cat(world.run(sample, "dp2", seed, kind)), expected)
 
 
 def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
