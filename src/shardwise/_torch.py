@@ -226,6 +226,8 @@ def current_dispatch_keys() -> DispatchKeys:
     False
     """
     keys = _INFERENCE_KEYS if torch.is_inference_mode_enabled() else _NORMAL_KEYS
+    if _len_dispatch_stack():  # modes, as tracers are, see what makes tensors from nothing by these keys alone
+        keys = DispatchKeys(keys.included.add(_DispatchKey.Python).add(_DispatchKey.PythonTLSSnapshot), keys.excluded)
     if not is_any_autocast_enabled():
         return keys
     now, excluded = _excluded_keys(), keys.excluded

@@ -377,3 +377,11 @@ def test_code_is_left_alone_by_dynamo() -> None:
     _torch.skip_recursively(function.__code__)
     assert function() == 1
     _torch.skip_package("shardwise")
+
+
+def test_tensors_made_from_nothing_inside_an_operator_pass_through_modes() -> None:
+    with FakeTensorMode(), _torch.autograd_on_locals(_torch.current_dispatch_keys()):
+        made = torch.empty(2)
+    assert type(made) is not Tensor
+    with _torch.autograd_on_locals(_torch.current_dispatch_keys()):
+        assert type(torch.empty(2)) is Tensor
