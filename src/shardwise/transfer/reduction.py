@@ -28,6 +28,7 @@ from shardwise.transfer.routes import box_volumes
 from shardwise.transfer.totals import StepOutline, count_addends, overlapping_pairs
 
 CUT_REGIONS = 1 << 15  # more parts than these are not made by cutting every region for all that could reduce it
+IRREGULAR_PARTS = 1 << 13  # nor more than these, if they make no grid: only regular layouts have plans without a list
 
 
 def has_replicas(layout: Layout) -> bool:
@@ -44,15 +45,18 @@ def overlap_regions(src: Layout, dst: Layout) -> tuple[Overlaps, IntArray]:
 def reduction_layout(src: Layout, dst: Layout) -> Layout:
     """The layout in which each region is on the ranks that reduce it: a grid where the regions make one."""
     found, first = overlap_regions(src, dst)
+    parts = 0  # of regular layouts
     if src.cells is not None and dst.cells is not None:
-        holders = src.cells.addends * src.cells.replicas
-        if len(found.cells) * holders > CUT_REGIONS:
-            return deal_regions(src, dst, found).layout(src.shape)
+        parts = len(found.cells) * src.cells.addends * src.cells.replicas
+    if parts > CUT_REGIONS:
+        return deal_regions(src, dst, found).layout(src.shape)
     needing = {box: _holders(dst, int(dst.table.cells[first[box]]), 0) for box in set(found.boxes.tolist())}
     reducers = [
         _reducers(src, cell, needing[box]) for cell, box in zip(found.cells.tolist(), found.boxes.tolist(), strict=True)
     ]
     grid = _grid_of_regions(found.starts, found.sizes, reducers)
+    if grid is None and parts > IRREGULAR_PARTS:
+        grid = deal_regions(src, dst, found)
     if grid is not None:
         return grid.layout(src.shape)
     offsets, sizes, ranks = [], [], []

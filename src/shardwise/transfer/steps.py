@@ -206,10 +206,12 @@ def _degree(outline: StepOutline, options: PlanOptions, moves: Routes | None) ->
 def _max_degree(moves: Routes) -> int:
     """The most messages that go in and out of one rank."""
     remote = moves.src_ranks != moves.dst_ranks
-    edges = np.unique(np.stack([moves.src_ranks[remote], moves.dst_ranks[remote]], axis=1), axis=0)
-    if len(edges) == 0:
-        return 1
-    return int(np.unique(edges, return_counts=True)[1].max())
+    sources, targets = moves.src_ranks[remote], moves.dst_ranks[remote]
+    width = 1 + max(int(sources.max(initial=0)), int(targets.max(initial=0)))
+    edges = np.unique(sources * width + targets)
+    return max(
+        1, int((np.bincount(edges // width, minlength=width) + np.bincount(edges % width, minlength=width)).max())
+    )
 
 
 def unreached_rows(outline: StepOutline, rank: int | None) -> IntArray:
