@@ -95,6 +95,18 @@ def test_autocast_comes_and_goes(name: str, layout: str) -> None:
         check(order, [LAYOUTS[layout]] * 2, (single(1), single(2)), (single(3), single(4)), **COARSE)
 
 
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+@pytest.mark.parametrize("layouts", ((R, S0), (S1, S1), (S0, R)))
+def test_autocast_of_smooth_labels(layouts: tuple[str, str], reduction: str) -> None:
+    """The scores are bfloat16, the loss is float32, also where ranks have different classes."""
+
+    def program(x: Any, w: Any) -> Any:
+        labels = (x > 9).sum(1)
+        return F.cross_entropy(F.linear(x, w), labels, label_smoothing=0.1, reduction=reduction)
+
+    check(casting(program), layouts, (single(1), single(2)), (single(3), single(4)), **COARSE)
+
+
 def test_autocast_of_modules() -> None:
     """An MLP and a block of attention, their weights sharded: trained two steps as the dense ones."""
 
