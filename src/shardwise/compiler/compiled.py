@@ -48,7 +48,7 @@ from shardwise.tensor.random.streams import keep_streams
 from shardwise.tensor.random.traced_draws import take_streams
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-MAX_KINDS = 16
+MAX_KINDS, MAX_ATTEMPTS = 16, 8
 DEFAULT_MEMORY_LIMIT = 256 << 20
 
 
@@ -166,16 +166,18 @@ class CompiledProgram:
         state = self._refresh_state()
         comm = self._comm_of(state, leaves)
         answers: Answers = ()
-        while True:
+        for _ in range(MAX_ATTEMPTS):
             kind, report = self._trace_once(state, comm, leaves, structure, answers)
             verdict = compare_traces(comm, report, answers)
             if verdict.is_final:
                 break
             self._in_step |= verdict.as_step
             answers = verdict.answers or answers
-        self._asks_ranks = any(label == "inputs" for label, _ in report.asked)
-        if verdict.problem is not None:
-            self._give_up(kind, verdict.problem)
+        problem = verdict.problem if verdict.is_final else f"the ranks' answers changed in {MAX_ATTEMPTS} traces"
+        asks = any(label == "inputs" for label, _ in report.asked)
+        self._asks_ranks = asks or (self._asks_ranks and bool(self._order))
+        if problem is not None:
+            self._give_up(kind, problem)
         self._kinds.setdefault(self._make_key(state, leaves, structure), []).insert(0, kind)
         self._order.append(kind)
         return kind
