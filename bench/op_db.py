@@ -159,7 +159,7 @@ def _table(head: Sequence[str], mine: dict[str, list[Ending]], others: dict[str,
 
 def _cells(endings: Sequence[Ending], kinds: Sequence[str]) -> list[str]:
     count = Counter(ending.kind for ending in endings)
-    share = f"{100 * count[RIGHT] / len(endings):.0f} %" if endings else ""
+    share = f"{1000 * count[RIGHT] // len(endings) / 10:g} %" if endings else ""  # rounded down: 100 is all
     return [str(len(endings)), *(str(count[kind]) for kind in kinds), share]
 
 
