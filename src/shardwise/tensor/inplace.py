@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
+from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.random.distributions import Distribution
@@ -79,6 +80,14 @@ def mark_moved_views(
             mark_copied(output, f"what {op} returned, after its input had to be moved,")
 
 
+def note_copies(given: Sequence[ShardedTensor], result: Any) -> None:
+    """Note for results that torch would return as views, and that were copied, what they were taken from."""
+    before = next((t._copied_from for t in given if t._copied_from is not None), None)
+    for output in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(output, ShardedTensor) and (name := _name_of_copy(output)) is not None:
+            output._copied_from = before or CopiedView.of(name, [local for t in given for local in t.local_parts])
+
+
 @cache
 def gives_views(op: Any) -> bool:
     """Whether an operator's results share memory with an argument that it does not write to.
@@ -106,11 +115,14 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
     return tensor
 
 
+def _name_of_copy(tensor: ShardedTensor) -> str | None:
+    notes = (local.untyped_storage().__dict__.get(_COPIED_BY) for local in tensor.local_parts)
+    return next((name for name in notes if name is not None), None)
+
+
 def check_writable(tensor: ShardedTensor) -> None:
     """Raise if what is written to a tensor would be lost: it should be a view, but had to be copied."""
-    name = next(
-        (n for t in tensor.local_parts if (n := t.untyped_storage().__dict__.get(_COPIED_BY)) is not None), None
-    )
+    name = _name_of_copy(tensor)
     if name is not None:
         raise UnsupportedOpError(
             f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it "

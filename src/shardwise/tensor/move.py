@@ -34,6 +34,7 @@ from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.caches import cache_plans
+from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import check_reducible
@@ -48,6 +49,7 @@ class MovableTensor(Protocol):
     local_parts: tuple[Tensor, ...]
     comm: Comm
     _anchor: Tensor | None
+    _copied_from: CopiedView | None
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -198,6 +200,8 @@ def move_to(
     held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: int | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The local tensors and the anchor of the same values in another layout; differentiable."""
+    if held._copied_from is not None:
+        held._copied_from.check()
     if held.sharding == dst:
         return held.local_parts, held._anchor
     limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)

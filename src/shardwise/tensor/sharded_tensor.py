@@ -20,6 +20,7 @@ from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
+from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.dispatch import call_operator, enter_function, on_local_tensors
 from shardwise.tensor.execute import Handle
 from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
@@ -124,6 +125,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     local_parts: tuple[Tensor, ...]
     comm: Comm
     _anchor: Tensor | None = None
+    _copied_from: CopiedView | None = None
 
     @staticmethod
     def __new__(

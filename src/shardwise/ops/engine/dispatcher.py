@@ -58,7 +58,7 @@ from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
-from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views
+from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views, note_copies
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -108,8 +108,18 @@ _MAX_DECISIONS = 16384
 
 def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors."""
-    rule = find_rule(op)
     given = list(sharded_leaves(args, kwargs))
+    for tensor in given:
+        if tensor._copied_from is not None:
+            tensor._copied_from.check()
+    result = _compute(op, given, args, kwargs)
+    if gives_views(op):
+        note_copies(given, result)
+    return result
+
+
+def _compute(op: Any, given: list[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = find_rule(op)
     refuse_unknown_shapes(op, given)
     unknown = rule is None and not is_pointwise(op)
     if is_outside(op, given) and not (unknown and is_composite(op)):

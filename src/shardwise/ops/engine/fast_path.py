@@ -393,7 +393,7 @@ def call_fast_path(
         kind = type(value)
         if kind is ShardedTensor or kind in derived_types:
             parts = value.local_parts
-            if len(parts) != 1:
+            if len(parts) != 1 or value._copied_from is not None:
                 break
             held = parts[0]
             key += (id(value.sharding), held.dtype, held.requires_grad)
@@ -460,7 +460,7 @@ def _shortcut_key(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is ShardedTensor or kind in derived_types:
-            if len(value.local_parts) != 1:
+            if len(value.local_parts) != 1 or value._copied_from is not None:
                 return None
             held = value.local_parts[0]
             tensors.append(value)
