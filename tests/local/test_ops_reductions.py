@@ -26,7 +26,6 @@ from shardwise.geometry import (
     Shard,
 )
 from shardwise.tensor import ShardedTensor, shard
-from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.op_cases import LINES, TORCH_RELEASE, Combination, check_op, lay_out, ramp
 
 SMOOTH: dict[str, Callable[[Tensor], Any]] = {
@@ -182,13 +181,19 @@ def test_whole_tensors_in_irregular_pieces(layout: str) -> None:
     run_local(body, 4)
 
 
-def test_a_dim_of_irregular_pieces_is_refused() -> None:
+@pytest.mark.parametrize("fn", [lambda x: x.sum(0), lambda x: x.mean(1), lambda x: x.amax(-1, keepdim=True)])
+def test_a_dim_of_irregular_pieces_is_reduced_on_a_mesh(fn: Callable[[Tensor], Any]) -> None:
     def body(comm: Comm) -> None:
-        x = shard(ramp(3, 5, grad=False), IRREGULAR["two boxes, one, none"], None)
-        with pytest.raises(UnsupportedOpError, match="tensors in irregular pieces"):
-            x.sum(0)
+        dense = ramp(3, 5)
+        x = shard(dense.detach(), IRREGULAR["two boxes, one, none"], None).requires_grad_()
+        for _ in range(2):
+            found = fn(x)
+            torch.testing.assert_close(found.full(), fn(dense))
+        fn(dense).square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(x.grad.full(), dense.grad)
 
-    run_local(body, 2)
+    run_local(body, 3)
 
 
 @pytest.mark.parametrize("fn", [lambda x: torch.softmax(x, 1), lambda x: x.var(1), lambda x: torch.log_softmax(x, 1)])

@@ -199,5 +199,5 @@ def test_load_with_process_group_does_not_nest_and_ends() -> None:
 
 
 def test_what_is_no_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="a torch ProcessGroup, a shardwise Comm or None; got str"):
+    with pytest.raises(ValueError, match="a torch ProcessGroup or DeviceMesh, a shardwise Comm or None; got str"):
         resolve_comm("gloo")  # type: ignore[arg-type]  # the mistake under test

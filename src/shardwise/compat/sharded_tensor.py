@@ -185,6 +185,8 @@ class TorchShardedTensor(TorchShardedTensorBase):
     (ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 2], placement=rank:0/cpu), True)
     """
 
+    _reads_notation = False
+
     _init_rrefs: bool = False
     _sharded_tensor_id: int | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     comm: Comm
     _anchor: Tensor | None = None
     _copied_from: CopiedView | None = None
+    _reads_notation: ClassVar[bool] = True
 
     @staticmethod
     def __new__(
@@ -139,7 +140,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         memory_format: torch.memory_format = torch.contiguous_format,
         process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
-        if isinstance(sharding_spec, str):
+        if isinstance(sharding_spec, str) and cls._reads_notation:
             sharding_spec = read_spec(sharding_spec, None, cls._resolve_comm(process_group).ranks)
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(
