@@ -113,7 +113,7 @@ def _serve_rank(rank: int, store: str, numbers: Sequence[int], samples: int, pip
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    place = dist.FileStore(store, RANKS)
+    place = dist.FileStore(store, RANKS)  # type: ignore[attr-defined]  # torch does not list it
     dist.init_process_group("gloo", store=place, rank=rank, world_size=RANKS, timeout=timedelta(seconds=2 * STALLED))
     for number in numbers:
         for call, wanted in calls(operators()[number], samples):

@@ -10,6 +10,7 @@ outer axis `dp` splits the batch. Each rank uses the device that torchrun gives 
 from __future__ import annotations
 
 import os
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def make_model() -> nn.Module:
 def main() -> None:
     mesh = start()
     model = make_model().to(mesh.device_type)
-    shardwise.shard_module(model, shardwise.ModelPlan(mesh, PLAN, input_plan="dp: S(0)"))
+    plan = shardwise.ModelPlan(cast(Any, mesh), PLAN, input_plan="dp: S(0)")  # torch's mesh is taken as ours is
+    shardwise.shard_module(model, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("dp"))  # the batch of this dp rank

@@ -482,14 +482,16 @@ def test_a_fresh_tensor_is_laid_out_and_checked() -> None:
         assert tuple(t.shape for t in tensor.local_tensors()) == tensor.sharding.local_shapes(comm.rank)
         assert ShardedTensor(ChunkSpec(0, 4), (6, 3), requires_grad=True).requires_grad
         return [
+            error_of(ShardedTensor, 7, 6, 3),
             error_of(ShardedTensor, "rows", 6, 3),
             error_of(ShardedTensor, ChunkSpec(0, 4), 6, layout=torch.sparse_coo),
             error_of(ShardedTensor, ChunkSpec(0, 4), 6, memory_format=torch.channels_last),
             error_of(ShardedTensor, ChunkSpec(0, 5), 6),
         ]
 
-    spec, strided, memory, ranks = texts_of(body)
-    assert spec.startswith("ValueError: Expecting ShardingSpec but got: <class 'str'>; the spec comes first")
+    spec, notation, strided, memory, ranks = texts_of(body)
+    assert spec.startswith("ValueError: Expecting ShardingSpec but got: <class 'int'>; the spec comes first")
+    assert notation.startswith("NotationError: expected S(dim), R or P")
     assert "Only torch.strided layout is currently supported, got torch.sparse_coo" in strided
     assert "Only torch.contiguous_format memory_format is currently supported" in memory
     assert "Global rank 4 does not exist in input process group: it has ranks 0-3" in ranks

@@ -47,12 +47,12 @@ from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writin
 from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
+from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, split_call, written_slots
-from shardwise.ops.engine.two_step import DimRun, find_runs, is_in_one_run
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
@@ -76,30 +76,6 @@ class Decision:
     local: Callable[..., Any] | None
     finish: Callable[[Any], Any] | None
     outputs: tuple[Layout | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LocalView:
-    """What a strategy's `local` function may ask: this rank, and where its local tensors begin in the global ones."""
-
-    rank: int
-    layouts: tuple[Layout, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    def interval(self, tensor: int, dim: int) -> tuple[int, int]:
-        """The rows of a dim that this rank's local tensor holds; each rank must have one run, else all raise."""
-        layout = self.layouts[tensor]
-        if not is_in_one_run(layout, dim):
-            counts = [len(find_runs(layout, rank, dim)) for rank in layout.ranks]
-            raise UnsupportedOpError(
-                f"dim {dim} of {format_layout_text(layout)} is stored in several runs, {max(counts)} on some ranks; "
-                f"redistribute to a plain Shard({dim})"
-            )
-        return self.runs(tensor, dim)[0][:2]
-
-    def runs(self, tensor: int, dim: int) -> tuple[DimRun, ...]:
-        """The runs of a dim that this rank has: start, stop, and where they begin in the local tensor."""
-        return find_runs(self.layouts[tensor], self.rank, dim)
 
 
 _decisions: dict[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = caches.clear_on_change({})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Placement, Replicate, Shard
-from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import MixedTensorsError, replicate
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding

@@ -23,7 +23,8 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
-from shardwise.ops.engine.dispatcher import LocalView, call_op
+from shardwise.ops.engine.dispatcher import call_op
+from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise._torch import aten, forward_ad, is_dual_level
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (

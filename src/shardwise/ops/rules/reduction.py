@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.dispatcher import LocalView
+from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import all_dims, cutting_axes, gather_rank_rows, resolve_partial
