@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,9 +14,8 @@ import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, DisagreementError, Mesh, MeshSpec, Partial, Shard, run_local
 from shardwise.checkpoint.formats.dcp.folder import _branch_to_json, _NodeLeaf
 from shardwise.checkpoint.formats.dcp.pickle import read_pickle
+from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.loading import _agree_on_load
-from shardwise.checkpoint.reading import touched_blocks
-from shardwise.checkpoint.resharding.copy import _source_span
 from shardwise.checkpoint.resharding.pool import divide_memory
 from shardwise.checkpoint.verify import _agrees, count_checked_bytes
 from shardwise.geometry import Box, find_dtype
@@ -25,6 +23,7 @@ from shardwise.tensor.parts import _ends_in_equal_runs
 from shardwise.tensor.random.distributions import bernoulli, integers, truncated_normal
 from shardwise.tensor.random.fill import fill_box
 from shardwise.tensor.random.streams import Stream
+from tests.local.dense import lay
 
 
 def test_whole_numbers_reach_the_last_one_of_their_dtype() -> None:
@@ -119,16 +118,10 @@ def test_ranks_that_load_other_checkpoints_are_told_once_it_is_certain() -> None
 
 
 def test_blocks_that_a_read_touches() -> None:
-    tensor: Any = SimpleNamespace(cut=SimpleNamespace(extents=[((8, 4), 32)]), dtype=torch.float32)
-    read: Any = SimpleNamespace(box=0, there=Box((2, 0), (2, 4)))
-    assert touched_blocks(read, tensor, 32) == (1, 2)
-    assert touched_blocks(read, tensor, 16) == (2, 4)
-
-
-def test_the_span_of_a_part_of_a_file() -> None:
-    array = np.zeros((4, 6), np.float32)
-    assert _source_span(array[1:3, 2:4]) == 6 * 4 + 2 * 4
-    assert _source_span(array[:0]) == 0
+    tensor: Any = SimpleNamespace(view_of=lambda number: (0, (4, 1), None), dtype=find_dtype("float32"))
+    rows = ((2, 0), (2, 4))
+    assert TensorEntry.touched_blocks(tensor, 0, *rows, 32) == (1, 2)
+    assert TensorEntry.touched_blocks(tensor, 0, *rows, 16) == (2, 4)
 
 
 def test_workers_fit_their_memory() -> None:
@@ -162,3 +155,17 @@ def test_pending_numbers_are_saved_as_cut_along_the_first_dim(tmp_path: Path) ->
     with shardwise.open(tmp_path / "c") as opened:
         layout = opened["w"].layout
         assert [layout.local_shapes(rank) for rank in (0, 1)] == [((2, 2),), ((2, 2),)]
+
+
+def test_a_pending_maximum_does_not_become_complex() -> None:
+    """Complex numbers have no order: it is refused at once, not when the value is read."""
+
+    def body(comm: Comm) -> None:
+        whole = torch.arange(6.0) - 3
+        assert torch.equal(lay(whole, "on tp=2: P(sum)").to(torch.complex64).full(), whole.to(torch.complex64))
+        for op in ("max", "min"):
+            with pytest.raises(ValueError, match=f"pending {op} converted"):
+                lay(whole, f"on tp=2: P({op})").to(torch.complex64)
+            assert torch.equal((lay(whole, f"on tp=2: P({op})") * 1j).full(), whole * 1j)
+
+    run_local(body, 2, timeout=20.0)
