@@ -79,16 +79,16 @@ MISTAKES: dict[str, tuple[Callable[[bool], Any], str]] = {
         "rank 1: local tensors are plain tensors, got float",
     ),
     "a text for the layout of local tensors": (
-        lambda odd: from_local(torch.zeros(4, 4), given(odd, "S(0)", parse_spec(ROWS)), (8, 4)),
-        "rank 1: from_local takes a Layout, a spec and a shape, or a mesh and placements, got str: 'S(0)'",
+        lambda odd: from_local(torch.zeros(4, 4), given(odd, "rows", parse_spec(ROWS)), (8, 4)),
+        "rank 1: expected S(dim), R or P",
     ),
     "a list for a whole tensor": (
         lambda odd: shard(given(odd, [1.0, 2.0], torch.zeros(8, 4)), parse_spec(ROWS), None),
         "rank 1: shard takes a whole tensor, got list",
     ),
     "a text for a spec": (
-        lambda odd: shard(torch.zeros(8, 4), given(odd, "S(0)", parse_spec(ROWS)), None),
-        "a Layout, or a mesh and placements, got str: 'S(0)'",
+        lambda odd: shard(torch.zeros(8, 4), given(odd, "rows", parse_spec(ROWS)), None),
+        "expected S(dim), R or P",
     ),
     "a number for a target": (
         lambda odd: shard(torch.zeros(8, 4), parse_spec(ROWS), None).redistribute(given(odd, 3.5, (Replicate(),))),

@@ -108,7 +108,7 @@ def test_the_page_adds_up() -> None:
         Ending("mul", "bool", "out=", "R", REFUSED),
     ]
     lines = page(mine, [Ending("add", "float32", "call", "R", RIGHT)], 1).splitlines()
-    assert "| all | 3 | 1 | 1 | 0 | 1 | 33 % | 1 | 1 | 0 | 100 % |" in lines
+    assert "| all | 3 | 1 | 1 | 0 | 1 | 33.3 % | 1 | 1 | 0 | 100 % |" in lines
     assert "| `add` | 2 | 1 | 0 | 0 | 1 | 50 % | 1 | 1 | 0 | 100 % |" in lines
     assert "| `mul` | 1 | 0 | 1 | 0 | 0 | 0 % | 0 | 0 | 0 |  |" in lines
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 
 from shardwise.comm import ProcessGroupComm
-from shardwise.compat import from_dtensor
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Shard
 from shardwise.tensor import from_local, redistribute_many, shard
 from tests.moving import (
@@ -255,24 +254,24 @@ def test_what_cannot_be_done_is_told_on_every_rank(world: Ranks) -> None:
     assert out == "DisagreementError: 'gather': rank 0: Argument ``out`` has size (3,), but should be (37, 29)"
 
 
-def shard_a_dtensor(placement: str, src_rank: int | None) -> list[str]:
-    """Pass a DTensor where a whole or a local tensor is needed; what each call raised."""
+def shard_a_dtensor(placement: str, src_rank: int | None) -> tuple[list[float], str]:
+    """Pass a DTensor where a whole tensor is needed, and where a local one is: the values, and what was raised."""
     whole = torch.arange(24.0).reshape(4, 6)
     mesh = init_device_mesh("cpu", (4,))
     given = distribute_tensor(whole, mesh, [DShard(0) if placement == "S(0)" else DReplicate()])
     if placement == "P":
         given = DTensor.from_local(whole / 4, mesh, [DPartial()])
     columns = ChunkSpec(1, 4)
-    laid = [from_dtensor(given).redistribute(columns).full()] if placement != "P" else [whole]
-    assert torch.equal(laid[0], whole)
-    return [error_of(shard, given, columns, src_rank), error_of(from_local, given, columns, (4, 6))]
+    laid = shard(given, columns, src_rank)
+    assert laid.local_tensor().shape == columns.layout((4, 6)).local_shapes(laid.comm.rank)[0]
+    return laid.full().flatten().tolist(), error_of(from_local, given, columns, (4, 6))
 
 
 @pytest.mark.parametrize("src_rank", (0, 1, None))
 @pytest.mark.parametrize("placement", ("S(0)", "R", "P"))
-def test_a_dtensor_is_refused_on_every_rank(world: Ranks, placement: str, src_rank: int | None) -> None:
-    """No rank starts DTensor's collectives alone."""
-    advice = "got DTensor; pass shardwise.compat.from_dtensor(x).redistribute(spec)"
+def test_a_dtensor_is_laid_out_by_all_ranks_together(world: Ranks, placement: str, src_rank: int | None) -> None:
+    """No rank starts DTensor's collectives alone; as a local tensor it is refused on every rank."""
     first, *others = world.run(shard_a_dtensor, placement, src_rank)
     assert others == [first] * 3
-    assert all(advice in text for text in first)
+    assert first[0] == [float(i) for i in range(24)]
+    assert "got DTensor" in first[1]
