@@ -226,8 +226,6 @@ def current_dispatch_keys() -> DispatchKeys:
     False
     """
     keys = _INFERENCE_KEYS if torch.is_inference_mode_enabled() else _NORMAL_KEYS
-    if _len_dispatch_stack():  # modes, as tracers are, see what makes tensors from nothing by these keys alone
-        keys = DispatchKeys(keys.included.add(_DispatchKey.Python).add(_DispatchKey.PythonTLSSnapshot), keys.excluded)
     if not is_any_autocast_enabled():
         return keys
     now, excluded = _excluded_keys(), keys.excluded
@@ -243,7 +241,10 @@ def autograd_on_locals(keys: DispatchKeys = _NORMAL_KEYS) -> Any:
     ...     (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
     True
     """
-    return _ForceDispatchKeyGuard(keys.included, keys.excluded)
+    included = keys.included
+    if _len_dispatch_stack():  # modes, as tracers are, see what makes tensors from nothing by these keys alone
+        included = included.add(_DispatchKey.Python).add(_DispatchKey.PythonTLSSnapshot)
+    return _ForceDispatchKeyGuard(included, keys.excluded)
 
 
 @contextmanager

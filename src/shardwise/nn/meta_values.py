@@ -17,6 +17,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -237,18 +238,29 @@ def _are_alike(value: Tensor, buffer: Tensor | None) -> bool:
     return buffer is not None and value.shape == buffer.shape and value.dtype == buffer.dtype
 
 
+class _Constructing(threading.local):
+    on_meta = False
+
+
+_constructing = _Constructing()
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules that this thread constructs keep their parameters on the meta device."""
-    thread = threading.get_ident()
-
-    def put_on_meta(_module: nn.Module, _name: str, value: Any) -> Any:
-        if threading.get_ident() != thread or not isinstance(value, nn.Parameter):
-            return None
-        return _put_on_meta(value)
-
-    handle = register_module_parameter_registration_hook(put_on_meta)
+    _watch_registrations()
+    _constructing.on_meta = True
     try:
         yield
     finally:
-        handle.remove()
+        _constructing.on_meta = False
+
+
+@cache
+def _watch_registrations() -> None:
+    """Register the hook once and for all: torch's table of hooks must not change while other ranks' threads read it."""
+
+    def put_on_meta(_module: nn.Module, _name: str, value: Any) -> Any:
+        return _put_on_meta(value) if _constructing.on_meta and isinstance(value, nn.Parameter) else None
+
+    register_module_parameter_registration_hook(put_on_meta)
