@@ -23,7 +23,6 @@ from shardwise.tensor.parts import _ends_in_equal_runs
 from shardwise.tensor.random.distributions import bernoulli, integers, truncated_normal
 from shardwise.tensor.random.fill import fill_box
 from shardwise.tensor.random.streams import Stream
-from tests.local.dense import lay
 
 
 def test_whole_numbers_reach_the_last_one_of_their_dtype() -> None:
@@ -155,17 +154,3 @@ def test_pending_numbers_are_saved_as_cut_along_the_first_dim(tmp_path: Path) ->
     with shardwise.open(tmp_path / "c") as opened:
         layout = opened["w"].layout
         assert [layout.local_shapes(rank) for rank in (0, 1)] == [((2, 2),), ((2, 2),)]
-
-
-def test_a_pending_maximum_does_not_become_complex() -> None:
-    """Complex numbers have no order: it is refused at once, not when the value is read."""
-
-    def body(comm: Comm) -> None:
-        whole = torch.arange(6.0) - 3
-        assert torch.equal(lay(whole, "on tp=2: P(sum)").to(torch.complex64).full(), whole.to(torch.complex64))
-        for op in ("max", "min"):
-            with pytest.raises(ValueError, match=f"pending {op} converted"):
-                lay(whole, f"on tp=2: P({op})").to(torch.complex64)
-            assert torch.equal((lay(whole, f"on tp=2: P({op})") * 1j).full(), whole * 1j)
-
-    run_local(body, 2, timeout=20.0)
