@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -29,6 +31,7 @@ from shardwise import (
     shard,
     sharding_rule,
 )
+from shardwise.geometry import Box, Piece, ShardingSpec
 
 Program: TypeAlias = Callable[..., Any]
 Call: TypeAlias = Sequence[Any]
@@ -238,3 +241,16 @@ def assert_ends_alike(body: Callable[[Comm], Any], world: int) -> None:
     forget()
     found = ends(body, world)
     assert len(set(found)) == 1 and not found[0].startswith("left waiting"), "\n".join(found)
+
+
+class WaitsForAnotherThread(ShardingSpec):
+    """Rows on two ranks; while it lays out a tensor it waits a moment for another thread that does the same."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    def pieces(self, shape: Sequence[int]) -> list[Piece]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.both.wait(1.0)
+        half = shape[0] // 2
+        return [Piece(Box((0,), (half,)), 0), Piece(Box((half,), (shape[0] - half,)), 1)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,10 @@ import pytest
 import torch
 
 from shardwise import (
-    Box,
     Comm,
     CommError,
     Partial,
-    Piece,
     Replicate,
-    ShardingSpec,
     from_local,
     parse_spec,
     redistribute_many,
@@ -29,6 +24,7 @@ from shardwise import (
 from shardwise.checkpoint import load, save
 from shardwise.compat._shard.sharded_tensor import init_from_local_shards
 from shardwise.tensor import ShardedTensor
+from tests.local.dense import WaitsForAnotherThread
 
 ROWS = "on tp=2: S(0)"
 TIMEOUT = 20.0
@@ -103,19 +99,6 @@ def test_a_wrong_type_on_one_rank_only(name: str) -> None:
     call, text = MISTAKES[name]
     one, other = endings(call)
     assert one == other and text in one, f"{one}\n{other}"
-
-
-class WaitsForAnotherThread(ShardingSpec):
-    """Rows on two ranks; while it lays out a tensor it waits a moment for another thread that does the same."""
-
-    def __init__(self) -> None:
-        self.both = threading.Barrier(2)
-
-    def pieces(self, shape: Sequence[int]) -> list[Piece]:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            self.both.wait(1.0)
-        half = shape[0] // 2
-        return [Piece(Box((0,), (half,)), 0), Piece(Box((half,), (shape[0] - half,)), 1)]
 
 
 def test_two_threads_that_make_one_layout_get_one_object() -> None:

@@ -6,10 +6,8 @@ its time-out, and the test says so.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import (
-    Box,
     Comm,
     CommError,
-    Piece,
     Replicate,
     ShardedTensor,
-    ShardingSpec,
     from_local,
     init_from_local_shards,
     parse_spec,
@@ -32,7 +27,17 @@ from shardwise import (
     shard,
 )
 from shardwise.tensor.dispatch import UnsupportedOpError
-from tests.local.dense import R, assert_ends_alike, assert_same, check_or_refuse, ends, forget, lay, numbers
+from tests.local.dense import (
+    R,
+    WaitsForAnotherThread,
+    assert_ends_alike,
+    assert_same,
+    check_or_refuse,
+    ends,
+    forget,
+    lay,
+    numbers,
+)
 
 # Layouts of an 8x4 tensor over 2 ranks in which ranks differ: lengths, runs, or whether there is anything.
 UNLIKE = {
@@ -421,22 +426,9 @@ def test_a_wrong_type_on_one_rank_only(name: str) -> None:
     assert len({end.partition(":")[0] for end in found}) == 1, "\n".join(found)
 
 
-class Slow(ShardingSpec):
-    """Rows on two ranks; while it lays out a tensor it waits a moment for another thread that does the same."""
-
-    def __init__(self) -> None:
-        self.both = threading.Barrier(2)
-
-    def pieces(self, shape: Sequence[int]) -> list[Piece]:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            self.both.wait(1.0)
-        half = shape[0] // 2
-        return [Piece(Box((0,), (half,)), 0), Piece(Box((half,), (shape[0] - half,)), 1)]
-
-
 def test_two_threads_that_describe_one_layout_get_one_object() -> None:
     """Else one rank takes a tensor given twice for two, and moves it twice."""
-    spec = Slow()
+    spec = WaitsForAnotherThread()
     first, second = run_local(lambda comm: spec.layout((6,)), 2, timeout=20)
     assert first is second
 

@@ -36,7 +36,7 @@ class TraceReport:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TraceVerdict:
     """What all ranks do now: use their graphs, trace again (as a step, or with these answers), or run without."""
 
     problem: str | None = None
@@ -49,25 +49,25 @@ class Verdict:
         return self.problem is not None or (not self.as_step and self.answers is None)
 
 
-def compare_traces(comm: Comm, own: TraceReport, answers: Answers) -> Verdict:
+def compare_traces(comm: Comm, own: TraceReport, answers: Answers) -> TraceVerdict:
     """Compare the traces of all ranks, where this one was made with some answers; the same verdict on every rank."""
     told = [TraceReport.decode(data) for data in comm.all_gather_bytes(own.encode(), label=LABEL)]
     known = _common_answers(told)
     if not all(_was_used(answers, i, entry, told) for i, entry in enumerate(known)):
-        return Verdict(answers=known)  # what else is different may follow from what was assumed
+        return TraceVerdict(answers=known)  # what else is different may follow from what was assumed
     if any(report.calls_backward for report in told):
-        return Verdict(as_step=True)
+        return TraceVerdict(as_step=True)
     by_rank = dict(zip(comm.ranks, told, strict=True))
     problems = {rank: report.problem for rank, report in by_rank.items() if report.problem is not None}
     if problems:
-        return Verdict(problem=fold_texts(problems))
+        return TraceVerdict(problem=fold_texts(problems))
     labels = [[label for label, _ in report.asked] for report in told]
     if any(found != labels[0] for found in labels):
-        return Verdict(problem=f"the ranks ask each other different things: {_first_difference(labels)}")
+        return TraceVerdict(problem=f"the ranks ask each other different things: {_first_difference(labels)}")
     moves = [report.moves for report in told]
     if any(list(found) != list(moves[0]) for found in moves):
-        return Verdict(problem=f"the ranks make different moves: {_first_difference(moves)}")
-    return Verdict()
+        return TraceVerdict(problem=f"the ranks make different moves: {_first_difference(moves)}")
+    return TraceVerdict()
 
 
 def _common_answers(told: Sequence[TraceReport]) -> list[tuple[str, Sequence[bytes]]]:

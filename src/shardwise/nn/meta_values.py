@@ -243,12 +243,14 @@ class _Constructing(threading.local):
 
 
 _constructing = _Constructing()
+_registering = threading.Lock()
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules that this thread constructs keep their parameters on the meta device."""
-    _watch_registrations()
+    with _registering:
+        _watch_registrations()
     _constructing.on_meta = True
     try:
         yield
