@@ -28,7 +28,15 @@ _running_saves_lock = threading.Lock()
 
 
 class Saving:
-    """A save running in the background; all ranks `wait()` for it."""
+    """A save running in the background; all ranks `wait()` for it.
+
+    >>> import tempfile, torch, shardwise
+    >>> path = f"{tempfile.mkdtemp()}/ckpt"
+    >>> saving = shardwise.save({"w": torch.ones(4)}, path, async_op=True)
+    >>> saving.wait()
+    >>> saving.done()
+    True
+    """
 
     def __init__(
         self,

@@ -23,7 +23,15 @@ from shardwise.geometry import Box, Layout
 
 
 class StoredTensor:
-    """A tensor of a checkpoint; `stored[...]` reads a slice, and only that."""
+    """A tensor of a checkpoint; `stored[...]` reads a slice, and only that.
+
+    >>> import tempfile, shardwise
+    >>> path = f"{tempfile.mkdtemp()}/ckpt"
+    >>> shardwise.save({"w": torch.arange(6.0).reshape(3, 2)}, path)
+    >>> with shardwise.open(path) as checkpoint:
+    ...     checkpoint["w"].shape, checkpoint["w"][1:].tolist()
+    (torch.Size([3, 2]), [[2.0, 3.0], [4.0, 5.0]])
+    """
 
     def __init__(self, store: Store, entry: TensorEntry, verify: bool) -> None:
         self._store, self._entry, self._verify = store, entry, verify
@@ -113,7 +121,15 @@ def _range(entry: Any, length: int, index: Any) -> tuple[int, int, Any]:
 
 
 class Checkpoint:
-    """An opened checkpoint; only what is requested is read."""
+    """An opened checkpoint; only what is requested is read.
+
+    >>> import tempfile, shardwise
+    >>> path = f"{tempfile.mkdtemp()}/ckpt"
+    >>> shardwise.save({"w": torch.ones(3), "step": 7}, path)
+    >>> with shardwise.open(path) as checkpoint:
+    ...     checkpoint.names(), checkpoint.values()
+    (['w'], {'step': 7})
+    """
 
     def __init__(self, store: Store, verify: bool = True) -> None:
         self._store, self._verify = store, verify

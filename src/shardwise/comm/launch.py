@@ -47,6 +47,9 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
     its exception is raised here with a note that has its rank and traceback.
 
     Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
+
+    >>> launch(os.cpu_count, 2)  # doctest: +SKIP
+    [8, 8]
     """
     if not isinstance(nprocs, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
         raise TypeError(
@@ -88,7 +91,11 @@ def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended a task: with a value or with an error."""
+    """How one rank ended a task: with a value or with an error.
+
+    >>> Outcome(1, error=ValueError("rank 1 has no data")).error is None
+    False
+    """
 
     rank: int
     value: Any = None
@@ -111,6 +118,10 @@ class LocalWorld:
     with LocalWorld(4) as world:
         world.run(fn, 1)
         world.run(fn, 2)
+
+    >>> with LocalWorld(2) as world:  # doctest: +SKIP
+    ...     world.run(os.cpu_count)
+    [8, 8]
     """
 
     def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT) -> None:

@@ -45,6 +45,11 @@ class ProcessGroupComm:
 
     `device` is where tensors normally live: by default the current GPU for a group with nccl, else the CPU.
     `shared_memory=False` keeps to the group's own backend even if all ranks share a host.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> ProcessGroupComm()
+    ProcessGroupComm(rank=0, ranks=(0,), device='cpu')
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -255,7 +260,14 @@ class ProcessGroupComm:
 
 
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:
-    """Return the comm of one axis of torch's DeviceMesh that this rank is in (of a mesh of one axis, of that one)."""
+    """Return the comm of one axis of torch's DeviceMesh that this rank is in (of a mesh of one axis, of that one).
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> comm_from_device_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), "tp").ranks
+    (0,)
+    >>> dist.destroy_process_group()
+    """
     return ProcessGroupComm.of(mesh.get_group(axis))
 
 

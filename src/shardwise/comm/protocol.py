@@ -52,7 +52,17 @@ DEFAULT_TIMEOUT = 300.0
 
 @runtime_checkable
 class Work(Protocol):
-    """A started operation; `wait()` completes it; it may be called repeatedly."""
+    """A started operation; `wait()` completes it; it may be called repeatedly.
+
+    >>> from shardwise.comm import run_local
+    >>> def total(comm):
+    ...     x = torch.ones(1)
+    ...     work = comm.all_reduce(x, label="total")  # other work may be done here
+    ...     work.wait()
+    ...     return x.item()
+    >>> run_local(total, 3)
+    [3.0, 3.0, 3.0]
+    """
 
     def wait(self) -> None:
         """Return when the results are in place and the sources are free again; raise `CommError` if it failed."""

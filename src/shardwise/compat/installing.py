@@ -70,6 +70,12 @@ class Installation:
     """What `install()` returns: leave it alone, or use it in a `with` block that undoes it at the end.
 
     Where there are several, in threads or one inside another, the end of the last one undoes it.
+
+    >>> from shardwise import compat
+    >>> with compat.install():
+    ...     from torch.distributed._shard.sharded_tensor import ShardedTensor
+    >>> ShardedTensor.__module__.startswith("shardwise")
+    True
     """
 
     def __init__(self, patch: _Patch) -> None:

@@ -68,7 +68,13 @@ class Kind:
 
 
 class CompiledProgram:
-    """What `shardwise.compile` returns: called as the program itself; `explain()` says what was traced and why."""
+    """What `shardwise.compile` returns: called as the program itself; `explain()` says what was traced and why.
+
+    >>> import shardwise
+    >>> double = shardwise.compile(lambda x: x * 2, backend="eager")
+    >>> double(shardwise.shard(torch.ones(2), shardwise.ChunkSpec(0, ranks=1))).full().tolist()
+    [2.0, 2.0]
+    """
 
     def __init__(self, target: Callable[..., Any], backend: Backend, uses: Sequence[object], memory_limit: int) -> None:
         self._target, self._backend, self._uses, self._limit = target, backend, uses, memory_limit

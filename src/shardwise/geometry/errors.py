@@ -5,11 +5,27 @@ from operator import index
 
 
 class LayoutError(ValueError):
-    """A layout, spec, mesh or placement that breaks a rule; the text names the numbers and the fix."""
+    """A layout, spec, mesh or placement that breaks a rule; the text names the numbers and the fix.
+
+    >>> import shardwise
+    >>> shardwise.ChunkSpec(2, ranks=4).layout((8, 6))
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.errors.LayoutError: ChunkSpec(dim=2): a tensor of shape (8, 6) has a dim from -2 to 1
+    """
 
 
 class NotationError(LayoutError):
-    """A layout written in short notation that does not parse; `position` is the offending character's index."""
+    """A layout written in short notation that does not parse; `position` is the offending character's index.
+
+    >>> import shardwise
+    >>> shardwise.parse_layout("f32[8] on tp=2: Q(0)")
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.errors.NotationError: expected S(dim), R or P for axis 'tp' ...; found 'Q'
+      f32[8] on tp=2: Q(0)
+                      ^
+    """
 
     def __init__(self, message: str, text: str, position: int) -> None:
         super().__init__(f"{message}\n  {text}\n  {' ' * position}^")

@@ -284,7 +284,12 @@ class Shard(_Questions):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(_Questions):
-    """Every rank of the axis holds the same values."""
+    """Every rank of the axis holds the same values.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec
+    >>> MeshSpec(Mesh.of(tp=2), [Replicate()]).layout((3,)).local_shapes(1)
+    ((3,),)
+    """
 
     def __repr__(self) -> str:
         return "Replicate()"

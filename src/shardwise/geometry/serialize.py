@@ -25,7 +25,11 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def layout_from_json(data: dict[str, Any]) -> Layout:
-    """The layout that `layout_to_json` wrote, checked again."""
+    """The layout that `layout_to_json` wrote, checked again.
+
+    >>> layout_from_json({"shape": [4], "spec": {"kind": "chunk", "dim": 0, "ranks": [0, 1]}}).local_shapes(1)
+    ((2,),)
+    """
     try:
         return spec_from_json(data["spec"]).layout(data["shape"])
     except (KeyError, TypeError, IndexError) as error:

@@ -43,6 +43,10 @@ def load(
     - `model`: a model on the meta device, a class of models, a config, or None for what the folder's config says.
     - `plan`: a plan, the file of one, or a mesh, for the plan that `shardwise.hf.plan` makes.
     - `dtype`: that of the parameters; by default the one in the config.
+
+    >>> import shardwise
+    >>> model = load(None, "path/to/Llama-3", shardwise.Mesh.of(tp=4))  # doctest: +SKIP
+    >>> model.generate(tokens, max_new_tokens=20)  # doctest: +SKIP
     """
     resolved = resolve_comm(comm)
     made = model if isinstance(model, nn.Module) else build_on_meta(model, folder, dtype)

@@ -23,7 +23,11 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
 class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types without transformers
-    """`transformers.Trainer` for a model that `shard_module` sharded by a plan with `output_plan="plain"`."""
+    """`transformers.Trainer` for a model that `shard_module` sharded by a plan with `output_plan="plain"`.
+
+    >>> trainer = ShardedTrainer(model, arguments, train_dataset=rows)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         self.sharded_by = _find_plan(model)

@@ -48,7 +48,12 @@ class TablePlacement:
 
 @dataclass(frozen=True)
 class Balance:
-    """What a planner found: the bytes of each rank, and where each table goes; prints as a table with bars."""
+    """What a planner found: the bytes of each rank, and where each table goes; prints as a table with bars.
+
+    >>> found = BalancedPlanner(2).balance(nn.ModuleList([nn.Embedding(100, 4), nn.Embedding(50, 4)]))
+    >>> found.bytes_by_rank, round(found.ratio, 2)
+    ({0: 1600, 1: 800}, 1.33)
+    """
 
     bytes_by_rank: dict[int, int]
     replicated_bytes: int

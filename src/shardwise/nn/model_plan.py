@@ -23,7 +23,14 @@ from shardwise.nn.patterns import PlanError, match_patterns, write_placements
 
 
 class Sharder(ABC):
-    """Shards a whole module in a way that specs of single parameters cannot express."""
+    """Shards a whole module in a way that specs of single parameters cannot express.
+
+    >>> class Freeze(Sharder):
+    ...     def shard(self, module):
+    ...         return module.requires_grad_(False)
+    >>> ShardingPlan({"encoder": Freeze()}).plan["encoder"].shard(nn.Linear(1, 1)).weight.requires_grad
+    False
+    """
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
@@ -49,7 +56,15 @@ class ShardingPlan:
 
 
 class ShardingPlanner(ABC):
-    """Makes a plan for a model."""
+    """Makes a plan for a model.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> class ByRows(ShardingPlanner):
+    ...     def build_plan(self, module):
+    ...         return ShardingPlan({name: ChunkSpec(0, ranks=2) for name, _ in module.named_parameters()})
+    >>> list(ByRows().build_plan(nn.Linear(2, 4)).plan)
+    ['weight', 'bias']
+    """
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:

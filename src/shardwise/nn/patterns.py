@@ -26,7 +26,14 @@ _MAX_SUGGESTIONS = 3
 
 
 class PlanError(ValueError):
-    """A plan that does not fit its model, with everything that is wrong with it."""
+    """A plan that does not fit its model, with everything that is wrong with it.
+
+    >>> import torch, shardwise
+    >>> shardwise.ModelPlan(shardwise.Mesh.of(tp=2), {"wieght": "S(0)"}).specs(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ...
+    shardwise.nn.patterns.PlanError: the pattern 'wieght' matches no parameter; near it: weight
+    """
 
 
 def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:

@@ -84,7 +84,18 @@ def _check_values(data: Mapping[str, Any], source: str) -> None:
 
 
 def save_plan(plan: ModelPlan, path: str | Path) -> None:
-    """Write a plan to a .toml, .json or .yaml file."""
+    """Write a plan to a .toml, .json or .yaml file.
+
+    >>> import tempfile
+    >>> from shardwise.geometry import Mesh
+    >>> path = f"{tempfile.mkdtemp()}/plan.toml"
+    >>> save_plan(ModelPlan(Mesh.of(tp=4), {"up.weight": "S(0)"}), path)
+    >>> print(Path(path).read_text().strip())
+    mesh = "tp=4"
+    <BLANKLINE>
+    [parameters]
+    "up.weight" = "S(0)"
+    """
     path, data = Path(path), plan_to_data(plan)
     kind = _plan_file_kind(path)
     if kind == "json":
@@ -96,7 +107,14 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
-    """Read a plan from a .toml, .json or .yaml file."""
+    """Read a plan from a .toml, .json or .yaml file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "plan.toml"
+    >>> _ = path.write_text('mesh = "dp=2,tp=4"\\n[parameters]\\n"up.weight" = "tp: S(0)"\\n')
+    >>> load_plan(path).mesh
+    Mesh(dp=2,tp=4)
+    """
     path = Path(path)
     kind, text = _plan_file_kind(path), path.read_text()
     try:

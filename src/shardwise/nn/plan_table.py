@@ -47,7 +47,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanTable:
-    """The rows of a plan for one model; prints as a table in which equal layers are one row."""
+    """The rows of a plan for one model; prints as a table in which equal layers are one row.
+
+    >>> from shardwise.geometry import Mesh
+    >>> table = describe_plan(ModelPlan(Mesh.of(tp=2), {"weight": "S(0)"}), nn.Linear(4, 8))
+    >>> table.elements, table.rank_bytes
+    (40, 96)
+    """
 
     mesh: str
     rows: tuple[PlanRow, ...]

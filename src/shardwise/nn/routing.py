@@ -34,7 +34,19 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowSwap:
-    """An uneven all-to-all of rows: how many this rank sends to each rank, in this order, and gets from each."""
+    """An uneven all-to-all of rows: how many this rank sends to each rank, in this order, and gets from each.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import Mesh, MeshSpec, Shard
+    >>> layout = MeshSpec(Mesh.of(ep=2), [Shard(0)]).layout((4, 1))
+    >>> def body(comm):  # rank 0 keeps one row and sends two; rank 1 keeps its only one
+    ...     counts = [{0: 1, 1: 2}, {0: 0, 1: 1}]
+    ...     receives = {rank: counts[rank][comm.rank] for rank in (0, 1)}
+    ...     swap = RowSwap(comm, counts[comm.rank], receives, layout, layout, 0, "swap")
+    ...     return swap.run(torch.arange(3.0) if comm.rank == 0 else torch.tensor([9.0])).tolist()
+    >>> run_local(body, 2)
+    [[0.0], [1.0, 2.0, 9.0]]
+    """
 
     comm: Comm
     sends: dict[int, int]
@@ -78,7 +90,18 @@ class _SwapRows(torch.autograd.Function):
 
 
 def swap_rows(swap: RowSwap, rows: Tensor) -> Tensor:
-    """An uneven all-to-all of this rank's rows; differentiable, also twice."""
+    """An uneven all-to-all of this rank's rows; differentiable, also twice.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import Mesh, MeshSpec, Shard
+    >>> layout = MeshSpec(Mesh.of(ep=2), [Shard(0)]).layout((2, 1))
+    >>> def body(comm):  # the two ranks exchange their only rows
+    ...     counts = {comm.rank: 0, 1 - comm.rank: 1}
+    ...     order = {rank: counts[rank] for rank in (0, 1)}
+    ...     return swap_rows(RowSwap(comm, order, order, layout, layout, 0, "swap"), torch.tensor([comm.rank])).tolist()
+    >>> run_local(body, 2)
+    [[1], [0]]
+    """
     moved: Tensor = _SwapRows.apply(swap, rows)  # type: ignore[no-untyped-call]  # untyped in torch
     return moved
 
@@ -104,6 +127,10 @@ class TokenRoute:
     """Tokens at their experts: `rows` are sorted by expert, those of expert e end at `offsets[e]`.
 
     A token has a row for each of its experts. `counts` says how many rows each expert has in the whole batch.
+
+    >>> route = route_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), num_experts=2)
+    >>> route.rows.flatten().tolist(), route.counts
+    ([2.0, 1.0], (1, 1))
     """
 
     rows: Tensor

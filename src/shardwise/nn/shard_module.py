@@ -266,7 +266,15 @@ def _replicate_buffers(module: nn.Module, plan: ModelPlan, src_rank: int, group:
 
 
 def check_plan(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise unless a plan fits the model: its entries name something, lay it out, and do not conflict."""
+    """Raise unless a plan fits the model: its entries name something, lay it out, and do not conflict.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> check_plan(nn.Linear(4, 8), ShardingPlan({"weight": ChunkSpec(0, ranks=2)}))
+    >>> check_plan(nn.Linear(4, 8), ShardingPlan({"wieght": ChunkSpec(0, ranks=2)}))
+    Traceback (most recent call last):
+    ...
+    AttributeError: Linear has no attribute `wieght`
+    """
     _check_plan_layouts(module, plan)
 
 

@@ -40,6 +40,16 @@ def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
 
     `comm` holds the mesh's ranks; the default is the mesh's own group for one axis, else the world if the mesh covers
     it. Placements without a counterpart (torch's private ones) are refused.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> import torch
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> x = from_dtensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    >>> type(x).__name__, x.local_tensor().shape
+    ('ShardedTensor', torch.Size([4]))
+    >>> dist.destroy_process_group()
     """
     if not is_dtensor(tensor):
         raise TypeError(

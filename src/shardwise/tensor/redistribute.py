@@ -324,6 +324,14 @@ def redistribute_many(
     """Move many tensors at once: their messages share the exchanges. Returns the new tensors, in order.
 
     With `async_op`, a Handle whose `wait()` returns them. Where gradients are recorded the tensors move one by one.
+
+    >>> import shardwise
+    >>> def body(comm):
+    ...     rows, columns = shardwise.ChunkSpec(0, ranks=2), shardwise.ChunkSpec(1, ranks=2)
+    ...     moved = redistribute_many([shardwise.ones(rows, 4, 6), shardwise.ones(rows, 2, 2)], [columns, columns])
+    ...     return [tuple(x.local_tensor().shape) for x in moved]
+    >>> shardwise.run_local(body, 2)[0]
+    [(4, 3), (2, 1)]
     """
     label = "redistribute_many"
     if not tensors and not targets:

@@ -68,7 +68,12 @@ def scatter(layout: Layout, values: Array, seed: int = 0) -> Locals:
 
 
 def allocate(layout: Layout, dtype: npt.DTypeLike) -> Locals:
-    """Every rank's local arrays, filled with zeros."""
+    """Every rank's local arrays, filled with zeros.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> allocate(ChunkSpec(0, ranks=2).layout((3,)), np.int64)
+    {0: [array([0, 0])], 1: [array([0])]}
+    """
     return {rank: [np.zeros(s, dtype) for s in layout.local_shapes(rank)] for rank in layout.ranks}
 
 

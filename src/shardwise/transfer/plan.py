@@ -69,7 +69,14 @@ def _describe_other_kind(name: str, given: object) -> str:
 
 
 def transfer_from_json(data: dict[str, Any]) -> Transfer:
-    """The transfer that `Transfer.to_json` wrote: planned again from its arguments, checked against its figures."""
+    """The transfer that `Transfer.to_json` wrote: planned again from its arguments, checked against its figures.
+
+    >>> import json, shardwise
+    >>> rows, columns = (shardwise.ChunkSpec(dim, ranks=2).layout((4, 6)) for dim in (0, 1))
+    >>> written = json.dumps(plan_transfer(rows, columns, itemsize=4).to_json())
+    >>> transfer_from_json(json.loads(written)).moved_bytes
+    48
+    """
     topology = None if data["topology"] is None else Topology.from_json(data["topology"])
     transfer = plan_transfer(
         layout_from_json(data["src"]),

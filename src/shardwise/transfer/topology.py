@@ -14,7 +14,11 @@ from shardwise.geometry.mesh import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link: latency in seconds, bandwidth in bytes per second."""
+    """One kind of link: latency in seconds, bandwidth in bytes per second.
+
+    >>> Link(latency=1e-5, bandwidth=25e9).seconds(messages=2, nbytes=50_000_000)
+    0.00202
+    """
 
     latency: float
     bandwidth: float

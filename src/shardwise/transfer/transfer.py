@@ -30,6 +30,12 @@ class Transfer:
 
     Between regular layouts of many ranks the moves are too many to list (`is_listed`): the figures are computed from
     the pieces, and `steps` and `bytes_by_edge` are listed only when they are used. A rank's own part is always listed.
+
+    >>> import shardwise
+    >>> rows, columns = (shardwise.ChunkSpec(dim, ranks=2).layout((4, 6)) for dim in (0, 1))
+    >>> move = shardwise.plan_transfer(rows, columns, itemsize=4)
+    >>> move.moved_bytes, move.lower_bound_bytes, move.bytes_by_edge
+    (48, 48, {(0, 1): 24, (1, 0): 24})
     """
 
     src: Layout

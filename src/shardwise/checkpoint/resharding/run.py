@@ -38,6 +38,13 @@ class ReshardReport:
 
     `unfit`: tensors that one layout for all did not fit. `left_out`: entries that the
     format has no place for, or that cannot be read. `copied`: files that were copied along.
+
+    >>> import tempfile, torch, shardwise
+    >>> folder = tempfile.mkdtemp()
+    >>> shardwise.save({"w": torch.ones(4, 2)}, f"{folder}/one")
+    >>> report = reshard(f"{folder}/one", f"{folder}/two", layout="S(0)", ranks=2)
+    >>> report.tensors, report.ranks, report.bytes
+    (1, (0, 1), 32)
     """
 
     path: Place

@@ -44,6 +44,15 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     Without `device_mesh` the one that the tensor came from is used, else one is made; making one creates process
     groups, so every rank of the world must call this. Layouts that DTensor cannot express (explicit sizes,
     groups, blocks, pieces without a mesh) are refused with the reason.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> import torch, shardwise
+    >>> x = shardwise.shard(torch.ones(4), shardwise.Mesh.of(tp=1), [shardwise.Shard(0)])
+    >>> to_dtensor(x).placements
+    (Shard(dim=0),)
+    >>> dist.destroy_process_group()
     """
     view = mesh_view(tensor.sharding)
     shape = tuple(tensor.shape)
@@ -80,6 +89,11 @@ def dtensor_fallback() -> Iterator[None]:
 
     Each such call shows in `explain()` as run on DTensor. What DTensor moves is not counted there, and is refused
     inside `no_communication()`.
+
+    >>> import torch, shardwise
+    >>> with dtensor_fallback():
+    ...     (shardwise.shard(torch.ones(4), shardwise.ChunkSpec(0, ranks=1)) * 2).full().tolist()
+    [2.0, 2.0, 2.0, 2.0]
     """
     token = _falls_back.set(True)
     _blocks[0] += 1

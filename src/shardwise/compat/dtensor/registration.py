@@ -68,6 +68,16 @@ def register_torch_sharding(op: Any) -> Callable[[T], T]:
     """Do what torch's own `register_sharding` does, for DTensor and for ShardedTensor.
 
     A built-in rule is replaced, and rules are shown what torch documents: a `DTensorSpec` for each tensor.
+
+    >>> import torch
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> @torch.library.custom_op("example::fourfold", mutates_args=())
+    ... def fourfold(x: torch.Tensor) -> torch.Tensor:
+    ...     return 4 * x
+    >>> @register_torch_sharding(torch.ops.example.fourfold.default)
+    ... def rule(x):
+    ...     return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
+    >>> remove_sharding(torch.ops.example.fourfold.default)
     """
 
     def decorator(rule: T) -> T:
@@ -79,7 +89,15 @@ def register_torch_sharding(op: Any) -> Callable[[T], T]:
 
 @contextmanager
 def sharding_rule(op: Any, rule: OperatorCode, *, dtensor: bool = False) -> Iterator[None]:
-    """Use a rule inside a `with` block only; the previous one comes back."""
+    """Use a rule inside a `with` block only; the previous one comes back.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate
+    >>> rows = torch.ops.aten.argsort.default
+    >>> with sharding_rule(rows, lambda x, *args: [([Replicate()], [Replicate()])]):
+    ...     find_rule(rows) is not None
+    True
+    """
     with rules.sharding_rule(op, rule):
         if dtensor and not isinstance(rule, Steps):
             register_dtensor_rule(resolve_op(op), rule)
@@ -91,6 +109,18 @@ def sharding_rule(op: Any, rule: OperatorCode, *, dtensor: bool = False) -> Iter
 
 
 def remove_sharding(op: Any) -> None:
-    """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back."""
+    """Remove the rule of an operator, for torch's DTensor too; what DTensor had before comes back.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate
+    >>> @torch.library.custom_op("example::same_a", mutates_args=())
+    ... def same(x: torch.Tensor) -> torch.Tensor:
+    ...     return x.clone()
+    >>> op = torch.ops.example.same_a.default
+    >>> rule = register_sharding(op, lambda x: [([Replicate()], [Replicate()])])
+    >>> remove_sharding(op)
+    >>> find_rule(op) is None
+    True
+    """
     rules.remove_sharding(op)
     remove_dtensor_rule(resolve_op(op))

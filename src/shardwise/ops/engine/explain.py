@@ -17,7 +17,17 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 class HiddenCommunicationError(RuntimeError):
-    """An operation would have communicated inside `no_communication()`."""
+    """An operation would have communicated inside `no_communication()`.
+
+    >>> import contextlib, shardwise
+    >>> def body(comm):
+    ...     x = shardwise.ones(shardwise.ChunkSpec(0, ranks=2), 4)
+    ...     with shardwise.no_communication(), contextlib.suppress(HiddenCommunicationError):
+    ...         return x.full()
+    ...     return "refused"
+    >>> shardwise.run_local(body, 2)
+    ['refused', 'refused']
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,17 @@ active_watchers = [0]
 
 @contextmanager
 def explain() -> Iterator[Log]:
-    """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line."""
+    """Record every operation on ShardedTensors in a `with` block: layouts, what was chosen, bytes, the user's line.
+
+    >>> import shardwise
+    >>> def body(comm):
+    ...     x = shardwise.ones(shardwise.ChunkSpec(0, ranks=2), 4, 2)
+    ...     with explain() as log:
+    ...         (x @ x.T).sum()
+    ...     return [entry.name for entry in log.entries], log.moved_bytes
+    >>> shardwise.run_local(body, 2)[0]
+    (['aten.permute.default', 'aten.matmul.default', 'aten.matmul.default', 'aten.sum.default'], 32)
+    """
     log = Log()
     token = _log.set(log)
     active_watchers[0] += 1
@@ -73,7 +93,16 @@ def explain() -> Iterator[Log]:
 
 @contextmanager
 def no_communication() -> Iterator[None]:
-    """Turn any communication of operations in a `with` block into an error that names it."""
+    """Turn any communication of operations in a `with` block into an error that names it.
+
+    >>> import shardwise
+    >>> def body(comm):
+    ...     x = shardwise.ones(shardwise.ChunkSpec(0, ranks=2), 4)
+    ...     with no_communication():
+    ...         return (x * 2).relu().local_tensor().tolist()  # a redistribute here would raise
+    >>> shardwise.run_local(body, 2)
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
     token = _forbidden.set(True)
     active_watchers[0] += 1
     try:

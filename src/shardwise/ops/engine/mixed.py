@@ -23,12 +23,28 @@ _plain_is_replicated: ContextVar[bool] = ContextVar("shardwise_plain_as_replicat
 
 
 class MixedTensorsError(RuntimeError):
-    """A plain tensor was mixed with a ShardedTensor, and nothing says how to read it."""
+    """A plain tensor was mixed with a ShardedTensor, and nothing says how to read it.
+
+    >>> import torch, shardwise
+    >>> shardwise.ones(shardwise.ChunkSpec(0, ranks=1), 4) + torch.ones(4)
+    Traceback (most recent call last):
+    ...
+    shardwise.ops.engine.mixed.MixedTensorsError: aten.add.Tensor got a plain tensor of shape (4,) as argument ...
+    """
 
 
 @contextmanager
 def plain_as_replicated() -> Iterator[None]:
-    """Read plain tensors mixed with sharded ones as replicated: every rank has the same values."""
+    """Read plain tensors mixed with sharded ones as replicated: every rank has the same values.
+
+    >>> import torch, shardwise
+    >>> def body(comm):
+    ...     x = shardwise.ones(shardwise.ChunkSpec(0, ranks=2), 4)
+    ...     with plain_as_replicated():
+    ...         return (x + torch.arange(4)).local_tensor().tolist()
+    >>> shardwise.run_local(body, 2)
+    [[1.0, 2.0], [3.0, 4.0]]
+    """
     token = _plain_is_replicated.set(True)
     try:
         yield
@@ -45,6 +61,13 @@ def replicate(tensor: Tensor, like: ShardedTensor | None = None) -> ShardedTenso
     """A plain tensor that every rank holds, as a ShardedTensor on the mesh of `like`; nothing is sent or copied.
 
     Without `like` it takes the mesh of the tensors it is computed with.
+
+    >>> import torch, shardwise
+    >>> def body(comm):
+    ...     x = shardwise.ones(shardwise.ChunkSpec(0, ranks=2), 4)
+    ...     return (x + replicate(torch.arange(4))).local_tensor().tolist()
+    >>> shardwise.run_local(body, 2)
+    [[1.0, 2.0], [3.0, 4.0]]
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"replicate takes a tensor that every rank has, got {type(tensor).__name__}")

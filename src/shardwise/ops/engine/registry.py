@@ -26,7 +26,13 @@ from shardwise.tensor import caches
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a rule sees of a tensor: no data. `requires_grad`: the call will be differentiated with respect to it."""
+    """What a rule sees of a tensor: no data. `requires_grad`: the call will be differentiated with respect to it.
+
+    >>> import shardwise
+    >>> layout = shardwise.parse_layout("f32[8,4] on tp=2: S(0)").layout
+    >>> TensorMeta((8, 4), torch.float32, layout, (shardwise.Shard(0),)).ndim
+    2
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,6 +56,11 @@ class Strategy:
     `LocalView` and the local arguments. `local_if_empty` takes its place where some rank's part of an input has no
     elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
     the caller gets them, and returns what the caller gets; it may communicate.
+
+    >>> from shardwise.geometry import Partial, Shard
+    >>> inner = Strategy((Partial(),), (Shard(1), Shard(0)))  # a product whose inner dim is split leaves addends
+    >>> inner.outputs
+    (Partial('sum'),)
     """
 
     outputs: tuple[Placement | None, ...]
@@ -65,6 +76,10 @@ class Steps:
 
     It may call any operator and may communicate, in an order that depends on layouts and arguments alone, so that all
     ranks take the same steps. Gradients are those of its steps.
+
+    >>> steps = Steps(lambda x, y: (x - y).abs().amax())
+    >>> steps.run(torch.tensor([1.0, -4.0]), torch.zeros(2)).item()
+    4.0
     """
 
     run: Callable[..., Any]

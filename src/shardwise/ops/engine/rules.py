@@ -65,7 +65,15 @@ def _register_rule(ops: tuple[Any, ...], rule: R, override: bool) -> R:
 
 @contextmanager
 def sharding_rule(op: Any, rule: OperatorCode) -> Iterator[None]:
-    """Use a rule inside a `with` block only; the previous one comes back."""
+    """Use a rule inside a `with` block only; the previous one comes back.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate
+    >>> rows = torch.ops.aten.argsort.default
+    >>> with sharding_rule(rows, lambda x, *args: [([Replicate()], [Replicate()])]):
+    ...     find_rule(rows) is not None
+    True
+    """
     op = resolve_op(op)
     before = set_rule(op, rule)
     try:
@@ -75,7 +83,19 @@ def sharding_rule(op: Any, rule: OperatorCode) -> Iterator[None]:
 
 
 def remove_sharding(op: Any) -> None:
-    """Remove the rule of an operator."""
+    """Remove the rule of an operator.
+
+    >>> import torch
+    >>> from shardwise.geometry import Replicate
+    >>> @torch.library.custom_op("example::same_b", mutates_args=())
+    ... def same(x: torch.Tensor) -> torch.Tensor:
+    ...     return x.clone()
+    >>> op = torch.ops.example.same_b.default
+    >>> rule = register_sharding(op, lambda x: [([Replicate()], [Replicate()])])
+    >>> remove_sharding(op)
+    >>> find_rule(op) is None
+    True
+    """
     op = resolve_op(op)
     if set_rule(op, None) is None:
         raise ValueError(f"{op} has no rule to remove")

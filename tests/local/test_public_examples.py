@@ -1,0 +1,64 @@
+"""Does every public name show how it is used? The API reference is made of docstrings; doctests run them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise
+from shardwise._lazy import read_stub
+
+ROOT = Path(shardwise.__file__).parent
+PACKAGES = ["nn", "checkpoint", "compat", "testing", "ops", "comm", "compiler"]
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def public_names(package: str) -> dict[str, Any]:
+    module = import_module(package)
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def has_example(value: object) -> bool:
+    return ">>> " in (inspect.getdoc(value) or "")
+
+
+@pytest.mark.parametrize("package", ["shardwise", *(f"shardwise.{name}" for name in PACKAGES)])
+def test_every_public_name_has_an_example(package: str) -> None:
+    documented = {n: v for n, v in public_names(package).items() if inspect.isclass(v) or inspect.isroutine(v)}
+    assert len(documented) > 1
+    assert [name for name, value in documented.items() if not has_example(value)] == []
+
+
+def test_names_that_need_transformers_have_an_example() -> None:
+    for name, (module, own) in read_stub(ROOT / "hf" / "__init__.pyi", "shardwise.hf").items():
+        tree = ast.parse((ROOT / "hf" / f"{module.rpartition('.')[2]}.py").read_text())
+        (found,) = [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == own]
+        assert ">>> " in (ast.get_docstring(found) or ""), name
+
+
+def test_a_name_without_an_example_is_noticed() -> None:
+    def plain() -> None:
+        """Do nothing."""
+
+    def shown() -> None:
+        """Do nothing.
+
+        >>> shown()
+        """
+
+    assert (has_example(plain), has_example(shown)) == (False, True)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in sorted(REFERENCE.glob("*.md")))
+    listed = {row.split()[1] for row in pages.splitlines() if row.startswith("::: ")}
+    for package in ["shardwise", "shardwise.nn", "shardwise.checkpoint", "shardwise.compat", "shardwise.testing"]:
+        for name, value in public_names(package).items():
+            origin = f"{getattr(value, '__module__', package)}.{getattr(value, '__qualname__', name)}"
+            if inspect.isclass(value) or inspect.isroutine(value):
+                assert origin in listed, f"docs/reference has no line '::: {origin}' for {package}.{name}"
