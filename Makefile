@@ -13,7 +13,7 @@ SAMPLE ?= 100
 CHAOS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-models lint types bench matrix fuzz mutants chaos check clean
+.PHONY: help demo test test-models lint types docs bench matrix fuzz mutants chaos check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,6 +35,10 @@ lint: $(STAMP)  ## check the style with ruff
 types: $(STAMP)  ## check the types with mypy (strict over src/)
 	$(BIN)/mypy src $(wildcard bench examples tools)
 
+docs: $(VENV)/.docs-installed  ## build the site in build/site; a broken link or reference is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "open build/site/index.html"
+
 bench: $(STAMP)  ## run the benchmarks; one section with SECTION=move
 	$(BIN)/python -m bench $(SECTION)
 
@@ -52,7 +56,7 @@ chaos: $(STAMP)  ## attack ranks, saves, files and disks at length, and soak, tw
 	@for part in $(or $(CHAOS),ranks checkpoints disks soak); do \
 	  $(BIN)/python -W ignore -m tests.chaos.$$part || exit 1; done
 
-check: lint types test  ## lint + types + test: what .ci/run runs
+check: lint types docs test  ## lint + types + docs + test: what .ci/run runs
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) $(MODELS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
@@ -65,6 +69,10 @@ $(STAMP): pyproject.toml constraints.txt
 	       "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 # torchrec asks for the CUDA build of fbgemm, whose files are those of the CPU build: so both without what they ask for.
