@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
-from shardwise.comm.launch import _host_store
+from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import CompletedWork
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.links import FrameKind
@@ -312,7 +312,7 @@ def test_a_killed_rank_whose_child_lives_is_seen() -> None:
 
 def test_the_store_of_a_launch_listens_on_loopback_alone() -> None:
     """Any other address of this machine, also 127.0.0.2, is refused; a socket on all interfaces would take it."""
-    store = _host_store()
+    store = host_store("127.0.0.1")
     socket.create_connection(("127.0.0.1", store.port), 5).close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), 5)

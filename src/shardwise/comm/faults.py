@@ -73,10 +73,11 @@ class FaultLog:
 
     def explain(self, accident: TransportError, *, number: int, label: str, call: str, grace: float) -> CommError:
         """Turn a transport's failure into an error that names the ranks at fault."""
+        ended = not accident.timed_out and not accident.exact
+        mine = FaultNote(number, call, accident.reason, accident.suspects, ended)
+        _write_note(f"{self._key}/failed/{self._rank}", mine)
         if accident.exact:
             return CommError(accident.reason, accident.suspects)
-        mine = FaultNote(number, call, accident.reason, accident.suspects, not accident.timed_out)
-        _write_note(f"{self._key}/failed/{self._rank}", mine)
         notes, raised = self._collect(mine, grace)
         if raised:
             texts = "; ".join(f"rank {r} raised {note.reason}" for r, note in sorted(raised.items()))

@@ -128,6 +128,8 @@ class LocalWorld:
         if nprocs < 1:
             raise ValueError(f"a world of {nprocs} processes: pass at least 1")
         self._size, self._timeout = nprocs, timeout
+        self._address = LOOPBACK
+        self._prepare: Callable[[int], None] | None = None
         self._store: TCPStore | None = None
         self._ranks: list[tuple[SpawnProcess, Connection]] = []
 
@@ -169,8 +171,8 @@ class LocalWorld:
         self._stop()
 
     def _start(self) -> None:
-        self._store = _host_store()
-        world = WorldConfig(self._size, self._store.port, self._timeout)
+        self._store = self._open_store()
+        world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._prepare)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         with _hold_interrupts():
@@ -180,6 +182,9 @@ class LocalWorld:
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
+
+    def _open_store(self) -> TCPStore:
+        return host_store(self._address)
 
     def _collect(self, limit: float | None) -> dict[int, Outcome]:
         """Gather replies until all have come, the limit is over, or the grace after a first failure is."""
@@ -240,12 +245,12 @@ def _hold_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _host_store() -> TCPStore:
-    """A store that listens on the loopback interface alone; torch's own socket would listen on all of them."""
-    listener = socket.create_server((LOOPBACK, 0))
+def host_store(address: str) -> TCPStore:
+    """A store that listens on one address alone; torch's own socket would listen on all of them."""
+    listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
     )
 
 

@@ -3,8 +3,11 @@
 Which engine moves the bytes is decided once, at the first operation, together by all ranks:
 
 1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device;
-2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`_same_host`);
-3. gloo otherwise: point to point over its sockets.
+2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`same_host`);
+3. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
+4. gloo otherwise: point to point over its sockets.
+
+Where some ranks share a host and others do not, `topology` says so, and moves are planned for it.
 
 Tensors that live elsewhere than the engine's memory are copied there and back (through pinned host memory for a GPU).
 """
@@ -34,6 +37,8 @@ from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import connect_same_host
+from shardwise.comm.transports.several_hosts import compose_engines
+from shardwise.transfer.topology import Topology
 
 _FAULT_GRACE_SECONDS = 1.0
 _comm_by_group: dict[str, ProcessGroupComm] = {}
@@ -44,7 +49,7 @@ class ProcessGroupComm:
     """The comm of a torch process group, the default one if none is passed; see `Comm` for the methods.
 
     `device` is where tensors normally live: by default the current GPU for a group with nccl, else the CPU.
-    `shared_memory=False` keeps to the group's own backend even if all ranks share a host.
+    `shared_memory=False` keeps to the group's own backend even for ranks that share a host.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> ProcessGroupComm()
@@ -68,6 +73,7 @@ class ProcessGroupComm:
         self.timeout, self._shared_memory = timeout, shared_memory
         self._calls = 0
         self._engine: Engine | None = None
+        self._topology: Topology | None = None
         self._failure: CommError | None = None
         self._board = _new_fault_log(self.process_group, self.rank)
         self._waits = PendingCalls(self._board, partial(_awaited_ranks, weakref.ref(self)))
@@ -93,6 +99,13 @@ class ProcessGroupComm:
     def world_size(self) -> int:
         """How many ranks this comm has."""
         return len(self.ranks)
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which ranks share a host, if some do and others do not; found out at the first call, which all ranks make."""
+        if self._engine is None:
+            self._gather_bytes("connect", b"", "connect")
+        return self._topology
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
@@ -252,8 +265,9 @@ class ProcessGroupComm:
             host = self._gloo_engine() if self._backends.get("cpu") == "gloo" else None
             return NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
         gloo = self._gloo_engine()
-        wanted = self._shared_memory
-        return connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted) or gloo
+        found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=self._shared_memory)
+        self._topology = _topology_of(self.ranks, found.hosts)
+        return compose_engines(self.rank, self.ranks, found, gloo)
 
     def _gloo_engine(self) -> GlooEngine:
         return GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
@@ -269,6 +283,14 @@ def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> Pr
     >>> dist.destroy_process_group()
     """
     return ProcessGroupComm.of(mesh.get_group(axis))
+
+
+def _topology_of(ranks: tuple[int, ...], hosts: tuple[int, ...] | None) -> Topology | None:
+    """The hosts of these ranks by rank number; None if they are all on one host, or each on its own."""
+    if hosts is None or len(set(hosts)) in (1, len(ranks)):
+        return None
+    by_rank = dict(zip(ranks, hosts, strict=True))
+    return Topology(hosts=[by_rank.get(r, -1) for r in range(max(ranks) + 1)])
 
 
 def _new_fault_log(group: dist.ProcessGroup, rank: int) -> FaultLog:

@@ -11,14 +11,14 @@
 5. A rank that gives up sends its peers the reason (FAILED), which counts before the offers that it sent earlier; a
    process that ends closes its sockets. Both end all waits.
 
-The ranks find out together whether all of them can read each other's memory, and connect if so:
+The ranks find out together which of them share a host and can read each other's memory, and connect if so:
 
 1. Each rank listens and sends the others, over the group's own backend: its host, process, listener with its token, and
    the address of a secret.
-2. If all are on one host, of one user, and none declines, they allow each other to read their memory, connect, and each
-   reads the others' secrets.
-3. They exchange whether that worked. The engine is used only if all succeeded; otherwise all use the backend, and the
-   log says why.
+2. If none declines, those of one host, of one user, allow each other to read their memory, connect, and each reads the
+   others' secrets.
+3. They exchange whether that worked. The engines are used only if all succeeded; otherwise all ranks use the backend,
+   and the log says why. Between hosts the backend is used in any case (`several_hosts`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,57 +68,86 @@ class Gatherer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HostNeighbours:
+    """What the ranks of a group found out together about their hosts.
+
+    `hosts` has the host number of each rank, in group order; None if a rank does not know its host. `engine` connects
+    the ranks of this rank's host, if there are others; `connected` says whether all hosts have connected theirs.
+    """
+
+    hosts: tuple[int, ...] | None
+    connected: bool = False
+    engine: SameHostEngine | None = None
+
+
 def connect_same_host(
     over: Gatherer, rank: int, ranks: tuple[int, ...], timeout: float, *, wanted: bool
-) -> SameHostEngine | None:
-    """Return an engine for ranks of one host, or None on every rank if some rank cannot or will not."""
+) -> HostNeighbours:
+    """Connect the ranks of each host, or those of no host on every rank if some rank cannot or will not."""
     if len(ranks) == 1:
-        return None
+        return HostNeighbours((0,))
     lease = MemoryLease()
-    listener, card = _open_door(lease) if wanted and memory.is_supported() else (None, {"host": None})
+    listener, card = _open_door(lease) if wanted and memory.is_supported() else (None, {})
     try:
+        card["host"] = _host_identity()
         told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
         cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-        if listener is None or len({each["host"] for each in cards.values()}) > 1:
-            return None
-        return _connect(over, listener, rank, cards, lease, timeout)
+        hosts = _number_hosts([each["host"] for each in cards.values()])
+        if hosts is None or len(set(hosts)) == len(ranks) or any("listener" not in each for each in cards.values()):
+            return HostNeighbours(hosts)
+        assert listener is not None
+        near = {r: each for r, each in cards.items() if each["host"] == card["host"]}
+        connected, engine = _connect(over, listener, rank, near, lease, timeout)
+        return HostNeighbours(hosts, connected, engine)
     finally:
         if listener is not None:
             listener.close()
+
+
+def _number_hosts(names: Sequence[str | None]) -> tuple[int, ...] | None:
+    """Number hosts in order of appearance; None if a rank does not know its own.
+
+    >>> _number_hosts(["b", "a", "b"])
+    (0, 1, 0)
+    """
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return None if None in order else tuple(order[name] for name in names)
 
 
 def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
     """Listen, and write down what the others must know; without a listener if the system does not let us."""
     try:
         listener = Listener()
-        card = {
-            "host": _host_identity(),
-            "pid": os.getpid(),
-            "listener": listener.name,
-            "token": listener.token.hex(),
-            "lease": [lease.address, lease.secret.hex()],
-        }
     except OSError as error:
         _log_slower(error)
-        return None, {"host": None}
-    return listener, card
+        return None, {}
+    return listener, {
+        "pid": os.getpid(),
+        "listener": listener.name,
+        "token": listener.token.hex(),
+        "lease": [lease.address, lease.secret.hex()],
+    }
 
 
 def _log_slower(reason: object) -> None:
     _log.warning("ranks of one host do not read each other's memory (%s): they use the group's sockets", reason)
 
 
-def _host_identity() -> str:
-    """Return what identifies a running kernel, its process numbers, its sockets and its user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]
+def _host_identity() -> str | None:
+    """Return what identifies a running kernel, its process numbers, its sockets and its user; None if it hides that."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]
+    except OSError:
+        return None
     return "/".join([socket.gethostname(), boot, str(os.getuid()), *spaces])
 
 
 def _connect(
     over: Gatherer, listener: Listener, rank: int, cards: Mapping[int, Any], lease: MemoryLease, timeout: float
-) -> SameHostEngine | None:
-    """Connect to all others and try to read their memory; None on every rank if anything of it is refused anywhere."""
+) -> tuple[bool, SameHostEngine | None]:
+    """Connect to the others of this host and try to read their memory; nowhere if anything is refused anywhere."""
     leases = {
         r: RemoteLease(card["pid"], card["lease"][0], bytes.fromhex(card["lease"][1])) for r, card in cards.items()
     }
@@ -132,12 +162,12 @@ def _connect(
     readable = b"n" not in connected and all(each.is_valid() for r, each in leases.items() if r != rank)
     answers = over.all_gather_bytes(b"y" if readable else b"n", call="ranks of one host can read")
     if links is not None and b"n" not in answers:
-        return SameHostEngine(rank, links, leases, lease, timeout)
+        return True, SameHostEngine(rank, links, leases, lease, timeout) if len(leases) > 1 else None
     if links is not None:
         links.close()
         _log_slower("a rank may not read the memory of another one")
     memory.allow_readers([])
-    return None
+    return False, None
 
 
 _SMALL_COLLECT_BYTES = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory

@@ -28,11 +28,13 @@ _SLOW_START = 60.0  # ranks on a busy machine begin seconds apart, however short
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """What a spawned rank needs to know to join."""
+    """What a spawned rank needs to know to join: where the store is, and what to do first."""
 
     size: int
+    address: str
     port: int
     timeout: float
+    prepare: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def worker_main(rank: int, world: WorldConfig, pipe: Connection) -> None:
     """Serve tasks until there are no more."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
-    store = TCPStore(LOOPBACK, world.port, is_master=False, wait_for_workers=False)
+    if world.prepare is not None:
+        world.prepare(rank)
+    store = TCPStore(world.address, world.port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=max(world.timeout, _SLOW_START))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
     with use_comm(ProcessGroupComm.of(timeout=world.timeout)):
