@@ -44,7 +44,7 @@ def test_a_command_loads_no_other_and_a_wrong_name_gets_a_suggestion() -> None:
     assert "shardwise.cli.show" in loaded
     assert not {"shardwise.cli.inspect", "shardwise.checkpoint.index", "torch"} & set(loaded)
     wrong = CliRunner().invoke(app, ["inspct"])
-    assert wrong.exit_code == 2 and "No such command 'inspct'. Did you mean 'inspect'?" in wrong.stderr
+    assert wrong.exit_code == 2 and wrong.stderr == "error: no such command 'inspct'; did you mean 'inspect'?\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -53,6 +53,39 @@ def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -
     assert re.search(r"Examples?:\n", text)
     examples = [row for row in text.splitlines() if row.startswith("    shardwise ")]
     assert examples and all(row.startswith(f"    shardwise {command}") for row in examples)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_80_columns_and_is_not_cut(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of(*command.split(), "-h")
+    assert text == output_of(*command.split(), "--help")
+    cut = [row for row in text.splitlines() if len(row) > 80 or row.endswith("...")]
+    assert [row for row in cut if not row.startswith("Usage: ")] == []
+
+
+ERRORS = {
+    ("show", "f33[4]"): "unknown dtype 'f33'; did you mean f32?",
+    ("show",): "missing argument 'LAYOUT'; see shardwise show --help",
+    ("inspect", "a", "-x"): "no such option: -x; see shardwise inspect --help",
+    ("inspect", "nowhere"): "nowhere: no such file or folder; expected ",
+    ("diff", "a"): "missing argument 'B'; see shardwise diff --help",
+    ("no-such-command",): "no such command 'no-such-command'; see shardwise --help",
+}
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_errors_are_one_style_and_json_with_json(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain, data = (CliRunner().invoke(app, [*arguments, *more]) for more in ([], ["--json"]))
+    assert (plain.exit_code, plain.stdout, data.exit_code, data.stderr) == (2, "", 2, "")
+    assert plain.stderr.startswith(f"error: {ERRORS[arguments]}")
+    (row,) = data.stdout.splitlines()
+    error = json.loads(row)["error"]
+    assert error["message"].startswith(ERRORS[arguments]) and error["status"] == 2
+    assert ("position" in error) == ("dtype" in error["message"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

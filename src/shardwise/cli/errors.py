@@ -2,6 +2,8 @@
 
 0: done, or yes. 1: the answer is no (different, broken, wrong). 2: the request is invalid or cannot be read.
 130: interrupted. 141: the reader of the output went away.
+
+With `--json` an error is the one JSON document on standard output. Wrong arguments are errors like any other.
 """
 
 from __future__ import annotations
@@ -14,15 +16,35 @@ import typer
 from typer.core import TyperGroup
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.cli.output import print_json
 from shardwise.geometry import LayoutError, NotationError
 from shardwise.view.lines import replace_unencodable, wants_colour
 
 BEFORE, AROUND = 50, 76
 NO, UNUSABLE, INTERRUPTED, NO_READER = 1, 2, 130, 141
+_AS_JSON = "json"
 
 
 class Commands(TyperGroup):
-    """The group of all commands; it turns the library's errors into messages."""
+    """The group of all commands; it turns errors into messages, and lists the commands with their whole first line."""
+
+    def main(self, args: Any = None, *positional: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run the command line; what it cannot read is one line, as every error."""
+        given = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        if not standalone_mode or not given:
+            return super().main(given, *positional, standalone_mode=standalone_mode, **options)
+        as_json = "--json" in given
+        try:
+            status = super().main(given, *positional, standalone_mode=False, obj={_AS_JSON: as_json}, **options)
+        except typer.Abort:
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # what the arguments' parser raises, and nothing else, has it
+                raise
+            report_error(LayoutError(usage_message(error)), as_json)
+            sys.exit(UNUSABLE)
+        sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -37,8 +59,35 @@ class Commands(TyperGroup):
             _discard_output()
             raise typer.Exit(NO_READER) from None
         except (LayoutError, CheckpointError, OSError) as error:
-            print_error(error)
+            report_error(error, isinstance(ctx.obj, dict) and bool(ctx.obj.get(_AS_JSON)))
             raise typer.Exit(UNUSABLE) from error
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List all commands, each with the first sentence of its help, on as many lines as that takes."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, first_sentence(each.help or "")) for name, each in commands.items() if each])
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a help text, on one line.
+
+    >>> first_sentence("Draw a layout,\\nin colour. More about it.")
+    'Draw a layout, in colour'
+    """
+    return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
+def usage_message(error: Any) -> str:
+    """What is wrong with the arguments, and where to look.
+
+    >>> import typer
+    >>> usage_message(typer.BadParameter("'x' is not a number."))
+    "invalid value: 'x' is not a number; see --help"
+    """
+    text = error.format_message().rstrip(".").replace(". Did you mean", "; did you mean")
+    command = f"{error.ctx.command_path} --help" if getattr(error, "ctx", None) is not None else "--help"
+    return f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else f'; see {command}'}"
 
 
 def _discard_output() -> None:
@@ -57,6 +106,27 @@ def message_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return str(error)
+
+
+def report_error(error: Exception, as_json: bool) -> None:
+    """Print what went wrong: one line on the error stream, or one JSON document on standard output."""
+    if as_json:
+        print_json({"error": error_to_json(error)})
+    else:
+        print_error(error)
+
+
+def error_to_json(error: Exception) -> dict[str, Any]:
+    """An error as plain data.
+
+    >>> error_to_json(LayoutError("a host has at least one rank"))
+    {'message': 'a host has at least one rank', 'status': 2}
+    """
+    message = message_of(error)
+    if not isinstance(error, NotationError):
+        return {"message": message, "status": UNUSABLE}
+    first = message.partition("\n")[0]
+    return {"message": first, "status": UNUSABLE, "text": error.text, "position": error.position}
 
 
 def print_error(error: Exception) -> None:

@@ -114,7 +114,7 @@ def inspect(
     \b
     Examples:
       shardwise inspect runs/step-1000
-      shardwise inspect runs/step-1000 --name "*.attention.*" --sort bytes --limit 10
+      shardwise inspect runs/step-1000 --name "*.bias" --sort bytes --limit 10
       shardwise inspect runs/step-1000 --verify
     """
     kind = find_format_title(path)

@@ -14,12 +14,14 @@ COMMANDS = {
     "show": "shardwise.cli.show:show",
     "plan": "shardwise.cli.plan:plan",
     "demo": "shardwise.cli.demo.command:demo",
+    "doctor": "shardwise.cli.doctor:doctor",
     "check-rule": "shardwise.cli.check_rule:check_rule",
     "inspect": "shardwise.cli.inspect:inspect",
     "diff": "shardwise.cli.diff:diff",
     "reshard": "shardwise.cli.reshard:command",
     "clean": "shardwise.cli.clean:clean",
 }
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class LazyCommands(Commands):
@@ -38,13 +40,18 @@ class LazyCommands(Commands):
 def _load_command(name: str) -> Any:
     module, _, function = COMMANDS[name].partition(":")
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-    alone.command(name)(getattr(import_module(module), function))
+    alone.command(name, context_settings=SETTINGS)(getattr(import_module(module), function))
     return typer.main.get_command(alone)
 
 
 # Plain help: rich formatting loads rich, which takes a quarter of the start-up time.
 app = typer.Typer(
-    name="shardwise", cls=LazyCommands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="shardwise",
+    cls=LazyCommands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=SETTINGS,
 )
 
 
@@ -70,5 +77,6 @@ def main(
       shardwise diff runs/step-1000 runs/step-2000
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2
       shardwise clean runs
+      shardwise doctor
       shardwise demo
     """

@@ -36,7 +36,7 @@ def plan(
     \b
     Examples:
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
-      shardwise plan "bf16[8192,8192] on dp=16: S(0)" "on tp=4: S(1)" --buffer 64MB
+      shardwise plan "bf16[8192,64] on dp=16: S(0)" "on tp=4: S(1)" --buffer 64MB
     """
     source = parse_layout(src)
     target = parse_layout(dst, like=source)

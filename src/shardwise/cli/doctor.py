@@ -1,0 +1,186 @@
+"""`shardwise doctor`: what is installed, what works between two ranks of this host, and what to do about the rest.
+
+Versions and devices are looked up; transports are tried by two ranks that are started for it. A finding is `ok`,
+`slower` (works, in a slower way), `absent` (optional, not there) or `failed`; the exit status is 1 if one has failed.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from shardwise._version import SUPPORTED_TORCH, __version__
+from shardwise.cli.errors import NO
+from shardwise.cli.output import AsJson, print_json
+from shardwise.transfer.report import format_bytes
+from shardwise.view import Line, line, print_lines
+
+OK, SLOWER, ABSENT, FAILED = "ok", "slower", "absent", "failed"
+EXTRAS = {
+    "safetensors": "needed by nothing here; other libraries read the same files with it",
+    "PyYAML": "plans in .yaml files: pip install 'shardwise[yaml]'",
+    "s3fs": "checkpoints at s3:// addresses: pip install 'shardwise[s3]'",
+    "gcsfs": "checkpoints at gs:// addresses: pip install 'shardwise[gcs]'",
+    "transformers": "shardwise.hf: pip install transformers",
+}
+
+NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Do not start ranks: look up versions and devices only.")]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: how it is, what was found, and what to do about it, if anything."""
+
+    name: str
+    state: str
+    found: str
+    advice: str | None = None
+
+
+def doctor(no_ranks: NoRanks = False, as_json: AsJson = False) -> None:
+    """Say what is installed, which transports work between two ranks of this host, and what to do about the rest.
+
+    Two local ranks are started to try the transports; that takes about ten seconds, and at most a few minutes.
+    Exit status 0: all that is needed works; 1: something does not.
+
+    \b
+    Examples:
+      shardwise doctor
+      shardwise doctor --json
+    """
+    findings = examine(with_ranks=not no_ranks)
+    broken = any(finding.state == FAILED for finding in findings)
+    if as_json:
+        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+    else:
+        print_lines(finding_lines(findings), sys.stdout)
+    if broken:
+        raise typer.Exit(NO)
+
+
+def examine(with_ranks: bool) -> list[Finding]:
+    """Everything that the command looks at; torch is loaded here, and may be what is broken."""
+    findings = [
+        Finding("shardwise", OK, __version__),
+        Finding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+    ]
+    try:
+        import torch  # loads for a second; --help does without
+    except Exception as error:
+        advice = "install it: pip install torch"
+        return [*findings, Finding("torch", FAILED, f"cannot be imported: {error}", advice), *find_extras()]
+    findings += [examine_torch(torch.__version__), *find_extras(), *examine_backends(), *examine_gpus(torch.cuda)]
+    return findings + (examine_transports(torch.cuda.device_count()) if with_ranks else [])
+
+
+def examine_torch(found: str) -> Finding:
+    """Whether this release of torch is one that was tested.
+
+    >>> examine_torch("2.13.0+cpu").state, examine_torch("2.9.1").state
+    ('ok', 'failed')
+    """
+    low, high = (tuple(map(int, v.split("."))) for v in SUPPORTED_TORCH.removeprefix("torch ").split(" to "))
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if low <= release <= high:
+        return Finding("torch", OK, found)
+    advice = f"shardwise is tested with {SUPPORTED_TORCH}; install one of these"
+    return Finding("torch", FAILED if release < low else SLOWER, f"{found}, not tested", advice)
+
+
+def find_extras() -> list[Finding]:
+    """The optional packages."""
+    return [_find_package(name, purpose) for name, purpose in EXTRAS.items()]
+
+
+def _find_package(name: str, purpose: str) -> Finding:
+    try:
+        return Finding(name, OK, version(name))
+    except PackageNotFoundError:
+        return Finding(name, ABSENT, "not installed", purpose)
+
+
+def examine_backends() -> list[Finding]:
+    """The backends of torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        advice = "this build of torch has no torch.distributed: install the one from pytorch.org"
+        return [Finding("gloo", FAILED, "absent", advice)]
+    gloo = Finding("gloo", OK, "present") if dist.is_gloo_available() else None
+    nccl = Finding("nccl", OK, "present") if dist.is_nccl_available() else None
+    return [
+        gloo or Finding("gloo", FAILED, "absent", "local ranks need it: install a build of torch with gloo"),
+        nccl
+        or Finding("nccl", ABSENT, "absent", "only GPUs need it; it comes with the CUDA builds of torch for Linux"),
+    ]
+
+
+def examine_gpus(cuda: Any) -> list[Finding]:
+    """The GPUs that torch can use; `cuda` is `torch.cuda`."""
+    count = cuda.device_count() if cuda.is_available() else 0
+    if not count:
+        advice = "everything runs on the CPU; if there is a GPU, install a CUDA build of torch and check nvidia-smi"
+        return [Finding("gpus", ABSENT, "none", advice)]
+    devices = [cuda.get_device_properties(i) for i in range(count)]
+    return [Finding(f"gpu {i}", OK, f"{d.name}, {format_bytes(d.total_memory)}") for i, d in enumerate(devices)]
+
+
+def examine_transports(gpus: int) -> list[Finding]:
+    """What two ranks of this host found out."""
+    from shardwise.comm.probes import ProbeResult, probe_transports, read_memory_limits
+
+    try:
+        results = probe_transports(gpus)
+    except Exception as error:  # whatever it is, the other findings are printed
+        results = [ProbeResult("sockets", problem=f"two ranks could not be started: {' '.join(str(error).split())}")]
+    advise: dict[str, Callable[[], tuple[str, str]]] = {
+        "sockets": lambda: (FAILED, "allow connections to 127.0.0.1, and set GLOO_SOCKET_IFNAME to its interface (lo)"),
+        "memory": lambda: (SLOWER, advise_memory_reading(*read_memory_limits())),
+        "cuda ipc": lambda: (SLOWER, "run ranks in one container with --ipc=host and one PID namespace; MIG has none"),
+        "nccl": lambda: (FAILED, "set NCCL_DEBUG=INFO and run a program of two ranks: nccl then says what it misses"),
+    }
+    return [_to_finding(result, advise[result.name]) for result in results]
+
+
+def _to_finding(result: Any, advise: Callable[[], tuple[str, str]]) -> Finding:
+    name = f"between ranks: {result.name}"
+    if result.works:
+        rate = "" if result.bytes_per_second is None else f", {format_bytes(result.bytes_per_second)}/s"
+        return Finding(name, OK, f"works{rate}")
+    state, advice = advise()
+    return Finding(name, state, f"does not work ({result.problem})", advice)
+
+
+def advise_memory_reading(scope: int | None, can_trace: bool) -> str:
+    """Why ranks may not read each other's memory, and what to change; without it they use sockets.
+
+    >>> advise_memory_reading(2, can_trace=False)
+    'ranks use sockets, which is slower; kernel.yama.ptrace_scope is 2: set it to 1, or add the capability SYS_PTRACE'
+    """
+    if sys.platform != "linux":
+        cause = "only Linux has it"
+    elif scope == 3:
+        cause = "kernel.yama.ptrace_scope is 3, which stays until the next start: set it to 1 in /etc/sysctl.d"
+    elif scope == 2 and not can_trace:
+        cause = "kernel.yama.ptrace_scope is 2: set it to 1, or add the capability SYS_PTRACE"
+    else:
+        cause = "in a container, start it with --cap-add=SYS_PTRACE, which also opens its seccomp filter"
+    return f"ranks use sockets, which is slower; {cause}"
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[Line]:
+    """The findings as text: a line for each, what to do below it, and a summary."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}")
+        lines += [f"{'':<6}  {'':<{width}}  -> {finding.advice}"] if finding.advice else []
+    failed = [finding.name for finding in findings if finding.state == FAILED]
+    lines += ["", f"does not work: {', '.join(failed)}" if failed else "all that is needed works"]
+    return [line(text) for text in lines]
