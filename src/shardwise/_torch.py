@@ -299,6 +299,11 @@ def is_tracing() -> bool:
     return _dispatch_mode(_PROXY_MODE) is not None
 
 
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Return a number that two storages share if they are the same memory; also without data, where addresses are 0."""
+    return int(storage._cdata)
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass, where checkpointed code is computed a second time."""
     return bool(_current_graph_task_id() != -1)

@@ -385,3 +385,9 @@ def test_tensors_made_from_nothing_inside_an_operator_pass_through_modes() -> No
     assert type(made) is not Tensor
     with _torch.autograd_on_locals(_torch.current_dispatch_keys()):
         assert type(torch.empty(2)) is Tensor
+
+
+def test_storage_identity() -> None:
+    one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert _torch.storage_identity(one.untyped_storage()) == _torch.storage_identity(one[2:].untyped_storage())
+    assert _torch.storage_identity(one.untyped_storage()) != _torch.storage_identity(other.untyped_storage())

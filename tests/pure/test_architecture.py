@@ -28,6 +28,7 @@ LAYERS = {
     "checkpoint": 4,
     "compat": 4,
     "hf": 5,
+    "planner": 5,
     "cli": 5,
     "view": 5,
     "testing": 6,

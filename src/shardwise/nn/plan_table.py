@@ -1,10 +1,10 @@
-"""What does a plan cost? A table of names, shapes, layouts, bytes on a rank, and bytes that a training step moves.
+"""What does a plan cost? A table of names, shapes, layouts, memory on a rank, and bytes that a training step moves.
 
 The figures for communication are estimates from the plan alone, in bytes that the busiest rank receives:
 
-- *gradients*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
+- *gradient traffic*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
   bytes. One that cuts both gathers the parameter as well, unless an operator finds that something else moves less.
-- *per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs pending
+- *traffic per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs pending
   in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows, rows.
   Layers that read the same input (queries, keys and values) share its sum, which counts for each of them here.
 """
@@ -22,7 +22,7 @@ from shardwise.geometry.notation.write import format_placement
 from shardwise.nn.model_plan import ModelPlan, owners_of
 from shardwise.transfer.report import format_bytes
 
-HEAD = ("parameter", "count", "shape", "layout", "per rank", "gradients", "per row")
+HEAD = ("parameter", "count", "shape", "layout", "memory", "gradient traffic", "traffic per row")
 _NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -114,11 +114,11 @@ def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"*.weight": "tp: S(0)"}, input_plan="dp: S(0)")
     >>> print(describe_plan(plan, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8, bias=False))))
-    parameter         count  shape  layout   per rank  gradients  per row
-    0.weight          1      8x4    R, S(0)  64 B      64 B       16 B
-    0.bias            1      8      R, R     32 B      32 B       -
-    1.weight          1      8x8    R, S(0)  128 B     128 B      32 B
-    all on dp=2,tp=2  3      104             224 B     224 B      48 B
+    parameter         count  shape  layout   memory  gradient traffic  traffic per row
+    0.weight          1      8x4    R, S(0)  64 B    64 B              16 B
+    0.bias            1      8      R, R     32 B    32 B              -
+    1.weight          1      8x8    R, S(0)  128 B   128 B             32 B
+    all on dp=2,tp=2  3      104             224 B   224 B             48 B
     """
     owners = owners_of(module)
     rows = (
@@ -138,7 +138,7 @@ def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: 
         ", ".join(map(format_placement, spec.placements)),
         layout.numel,
         held,
-        round(sum(_gradient_bytes(plan, spec, held))),
+        round(sum(count for _, count in gradient_bytes_by_axis(plan, spec, held))),
         round(sum(b for owner in owners for b in _row_bytes(plan, spec, owner, layout.shape)) * itemsize),
     )
 
@@ -154,10 +154,12 @@ def _iterate_axes(plan: ModelPlan, spec: MeshSpec) -> Iterator[tuple[Placement, 
         yield given, placed, (size - 1) / size
 
 
-def _gradient_bytes(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterator[float]:
-    for (given, placed, share), size in zip(_iterate_axes(plan, spec), spec.mesh.shape, strict=True):
+def gradient_bytes_by_axis(plan: ModelPlan, spec: MeshSpec, held: int) -> Iterator[tuple[str, float]]:
+    """The bytes that a rank receives along each axis for the gradient of a parameter of which it holds `held` bytes."""
+    axes = zip(spec.mesh.axes, _iterate_axes(plan, spec), spec.mesh.shape, strict=True)
+    for axis, (given, placed, share), size in axes:
         if isinstance(given, Shard):
-            yield share * held * (3 * size if isinstance(placed, Shard) else 2)
+            yield axis, share * held * (3 * size if isinstance(placed, Shard) else 2)
 
 
 def _row_bytes(plan: ModelPlan, spec: MeshSpec, owner: nn.Module, shape: tuple[int, ...]) -> Iterator[float]:

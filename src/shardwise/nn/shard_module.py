@@ -142,7 +142,7 @@ def shard_module(
 
     check_on_all_ranks(comm, check)
     if isinstance(plan, ModelPlan):
-        _shard_by_patterns(module, plan, src_rank, comm)
+        shard_by_patterns(module, plan, src_rank, comm)
     else:
         _shard_by_names(module, plan, src_rank, process_group)
     missing.fill()
@@ -232,7 +232,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
     }
 
 
-def _shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
+def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: Comm) -> None:
     """Shard every parameter; one with several names stays one."""
     tensors = dict(module.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import has_saved_tensors_hooks
+from shardwise._torch import has_saved_tensors_hooks, storage_identity
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import LayoutMove, move_locals
@@ -84,7 +84,7 @@ def note_gather(moved: ShardedTensor, source: ShardedTensor, layout: Layout, lab
     limit = buffer_limit(source.sharding, layout, source.dtype.itemsize, None)
     link = LayoutMove(source.sharding, layout, source.comm, source.dtype, label_again(source, label), limit)
     versions = tuple(t._version for t in source.local_parts)
-    memory = moved.local_parts[0].untyped_storage().data_ptr()
+    memory = storage_identity(moved.local_parts[0].untyped_storage())
     moved.__dict__[_NOTE] = GatherNote(link, source.local_parts, versions, memory)
 
 
@@ -101,7 +101,7 @@ def free_after_forward(tensors: Sequence[ShardedTensor]) -> AbstractContextManag
     by_memory = {note.memory: note for note in notes}
 
     def pack(tensor: Tensor) -> Any:
-        note = by_memory.get(tensor.untyped_storage().data_ptr())
+        note = by_memory.get(storage_identity(tensor.untyped_storage()))
         if note is None:
             return tensor
         return SavedView(note, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
