@@ -2,8 +2,8 @@
 
 The figures for communication are estimates from the plan alone, in bytes that the busiest rank receives:
 
-- *gradient traffic*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice its
-  bytes. One that cuts both gathers the parameter as well, unless an operator finds that something else moves less.
+- *gradient traffic*, for each step. An axis that cuts the batch and replicates a parameter sums its gradients: twice
+  its bytes. One that cuts both gathers the parameter as well, unless an operator finds something that moves less.
 - *traffic per row*, for each row (token) of a layer's input. A weight cut along its inputs leaves sums of its outputs
   pending in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows,
   rows. Layers that read the same input (queries, keys and values) share its sum, which counts for each of them here.
