@@ -28,14 +28,22 @@ _AS_JSON = "json"
 class Commands(TyperGroup):
     """The group of all commands; it turns errors into messages, and lists the commands with their whole first line."""
 
-    def main(self, args: Any = None, *positional: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(
+        self,
+        args: Any = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
         """Run the command line; what it cannot read is one line, as every error."""
         given = [str(word) for word in (sys.argv[1:] if args is None else args)]
         if not standalone_mode or not given:
-            return super().main(given, *positional, standalone_mode=standalone_mode, **options)
+            return super().main(given, prog_name, complete_var, standalone_mode, *rest, **options)
         as_json = "--json" in given
         try:
-            status = super().main(given, *positional, standalone_mode=False, obj={_AS_JSON: as_json}, **options)
+            status = super().main(given, prog_name, complete_var, False, *rest, obj={_AS_JSON: as_json}, **options)
         except typer.Abort:
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
