@@ -6,6 +6,7 @@ Type checkers and editors read the stub; this module reads the same lines when t
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -43,8 +44,8 @@ def attach_stub(
         setattr(sys.modules[package], name, value)
         return value
 
-    # `from shardwise import *` must not hide a module of the caller's, such as torch's nn.
-    names = [name for name, (_, own) in origins.items() if own is not None]
+    # `from shardwise import *` must hide neither a module of the caller's, such as torch's nn, nor a built-in (open).
+    names = [name for name, (_, own) in origins.items() if own is not None and not hasattr(builtins, name)]
     return load, lambda: list(origins), names
 
 

@@ -408,6 +408,9 @@ def test_what_a_route_refuses() -> None:
         route_tokens(x, ids.flatten(), 2)
     with pytest.raises(ValueError, match="capacity=0: pass positive numbers"):
         route_tokens(x, ids, 2, capacity=0)
+    for tokens, choices, name in ((1, ids, "tokens"), (x, [[0]], "expert ids")):
+        with pytest.raises(TypeError, match=f"route_tokens takes {name} as a tensor, got (int|list)"):
+            route_tokens(tokens, choices, 2)
     with pytest.raises(
         ValueError, match=r"combine takes 4 rows and weights of shape \(4, 1\), got 3 rows and \(4, 1\)"
     ):

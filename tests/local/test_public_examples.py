@@ -19,8 +19,10 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def public_names(package: str) -> dict[str, Any]:
+    """The public names of a package: those that it lists, and what a star import leaves out, as `open`."""
     module = import_module(package)
-    return {name: getattr(module, name) for name in module.__all__}
+    listed = vars(module)["__dir__"]() if "__dir__" in vars(module) else module.__all__
+    return {name: getattr(module, name) for name in listed}
 
 
 def has_example(value: object) -> bool:

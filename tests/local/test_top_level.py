@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
 from importlib import import_module
@@ -11,7 +12,7 @@ import pytest
 import shardwise
 
 
-@pytest.mark.parametrize("name", shardwise.__all__)
+@pytest.mark.parametrize("name", [*shardwise.__all__, "open", "compile"])
 def test_every_name_loads(name: str) -> None:
     assert getattr(shardwise, name) is not None
     assert name in dir(shardwise)
@@ -37,6 +38,11 @@ def test_packages_load_on_first_use_and_do_not_hide_names_of_the_caller() -> Non
     assert not {"checkpoint", "compat", "nn", "testing"} & set(shardwise.__all__)
     with pytest.raises(AttributeError, match=r"module 'shardwise.compat' has no attribute '_shards'"):
         shardwise.compat._shards  # type: ignore[attr-defined]  # noqa: B018  # the attribute is what is asked for
+
+
+def test_no_builtin_is_hidden_by_a_star_import() -> None:
+    assert not set(dir(builtins)) & {*shardwise.__all__, *shardwise.checkpoint.__all__}
+    assert {"open", "compile"} <= set(dir(shardwise)) and "open" in dir(shardwise.checkpoint)
 
 
 def test_the_drop_in_names_come_with_the_operators() -> None:

@@ -190,6 +190,11 @@ def route_tokens(
     >>> route.combine(route.rows * 10, torch.ones(3, 1)).flatten().tolist()
     [10.0, 20.0, 30.0]
     """
+    for name, given in (("tokens", x), ("expert ids", expert_ids)):
+        if not isinstance(given, Tensor):
+            raise TypeError(
+                f"route_tokens takes {name} as a tensor, got {type(given).__name__}: pass torch.as_tensor(...)"
+            )
     if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"route_tokens takes tokens of shape (tokens, width) and expert ids of shape (tokens, choices), got "
