@@ -193,7 +193,7 @@ class DispatchKeys:
 
     def below(self, op: Any) -> DispatchKeys:
         """The layers for what an operator does: where autocast has cast its arguments, autocast is off inside."""
-        cast = [key for key in _autocast_keys_of(op) if not self.excluded.has(key)]
+        cast = [key for key in autocast_keys_of(op) if not self.excluded.has(key)]
         return self.without_autocast(cast) if cast else self
 
     def without_autocast(self, device_types: Sequence[Any]) -> DispatchKeys:
@@ -205,7 +205,7 @@ class DispatchKeys:
 
 
 @cache
-def _autocast_keys_of(op: Any) -> tuple[Any, ...]:
+def autocast_keys_of(op: Any) -> tuple[Any, ...]:
     """The device types, as dispatch keys, on which autocast knows an operator."""
     return tuple(k for k in _AUTOCAST_KEYS if isinstance(op, OpOverload) and _has_kernel(op.name(), k.name))
 

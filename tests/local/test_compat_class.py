@@ -13,7 +13,7 @@ import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.compat._shard import sharded_tensor
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec
-from shardwise.ops.engine import fast_path
+from shardwise.ops.engine import fast_path, recording
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +66,8 @@ def test_tensors_of_the_namespace_take_the_fast_path(monkeypatch: pytest.MonkeyP
 
     for _ in range(3):
         run_local(body, 2)
-    monkeypatch.setattr(fast_path, "call_function", None)  # the long way would fail
+    for module in (fast_path, recording):
+        monkeypatch.setattr(module, "call_function", None)  # the long way would fail
     assert run_local(body, 2) == [[2.0]] * 2
     with pytest.raises(TypeError):
         run_local(lambda comm: sharded_tensor.ones(ROWS, 4, 7) * 2, 2)

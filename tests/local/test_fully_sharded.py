@@ -59,7 +59,7 @@ class GatheredMemory:
             self.seen[tensor.comm.rank] += [(StorageWeakRef(m), m.nbytes()) for m in memory]  # type: ignore[no-untyped-call]
             return moved
 
-        for module in ("dispatcher", "fast_path"):
+        for module in ("dispatcher", "shortcuts"):
             monkeypatch.setattr(f"shardwise.ops.engine.{module}.move_input", noted)
 
     def alive(self, rank: int) -> int:

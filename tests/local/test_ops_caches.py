@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Comm, LayoutError, Mesh, Replicate, Shard, run_local, sharding_rule
+from shardwise import Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, run_local, sharding_rule
 from shardwise.ops import Steps, TensorMeta
 from shardwise.ops.engine import dispatcher, fast_path
 from shardwise.tensor import caches
@@ -156,4 +158,57 @@ def test_autocast_to_another_dtype_is_another_call() -> None:
                 assert torch.mm(x, x).dtype == (dtype or torch.float32)
 
     caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "data of another dtype": lambda x: setattr(x, "data", x.detach().to(torch.float32)),
+    "data in another layout": lambda x: setattr(x, "data", x.detach().redistribute((Shard(1),))),
+    "resharded": lambda x: x.reshard(MeshSpec(PAIR, (Shard(1),))),
+    "a view in place": lambda x: x.unsqueeze_(0),
+    "an assigned shard": lambda x: setattr(x.local_shards()[0], "tensor", x.local_tensor() * 2),
+    "a local tensor of another dtype": lambda x: setattr(x.local_tensor(), "data", x.local_tensor().int()),
+    "data of a copy": lambda x: setattr(copy.copy(x), "data", x.detach().to(torch.float32)),
+}
+READERS: tuple[Callable[[Any], Any], ...] = (
+    torch.relu,
+    lambda x: x + x,
+    lambda x: x * 2,
+    lambda x: torch.where(x > 0, x, x),
+    lambda x: x.sum(),
+    lambda x: x.transpose(0, -1),
+    lambda x: x.clone().zero_(),
+)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_replaces_layout_or_local_tensors_is_seen(name: str) -> None:
+    def read(x: Any) -> None:
+        whole = x.full()
+        for reader in READERS:
+            for _ in range(2):
+                found, wanted = reader(x), reader(whole)
+                assert found.dtype == wanted.dtype and found.local_tensor().dtype == wanted.dtype
+                assert torch.equal(found.full(), wanted)
+
+    def body(comm: Comm) -> None:
+        x: Any = lay_out(X, PAIR, (Shard(0),))
+        read(x)
+        REPLACED[name](x)
+        read(x)
+
+    caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
+
+
+def test_a_local_tensor_that_was_cut_is_an_error() -> None:
+    def body(comm: Comm) -> None:
+        x: Any = lay_out(X, PAIR, (Shard(0),))
+        for _ in range(2):
+            torch.relu(x)
+        x.local_tensor().data = x.local_tensor().detach()[:1]
+        for _ in range(2):
+            with pytest.raises(LayoutError, match=r"returned \(1, 6\), where .* has \(\(2, 6\),\)"):
+                torch.relu(x)
+
     run_local(body, 2, timeout=60)

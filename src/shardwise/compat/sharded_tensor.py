@@ -46,6 +46,8 @@ from shardwise.tensor.shards import (
     make_local_shards,
 )
 
+_PARTS: Any = ShardedTensor.__dict__["local_parts"]  # the slot, which the property below covers
+
 
 class TorchShardedTensorBase(ShardedTensor):
     """torch's `ShardedTensorBase`: shards and metadata, which need no process group.
@@ -78,13 +80,13 @@ class TorchShardedTensorBase(ShardedTensor):
         """This rank's local tensors: those of the local shards, once these were read or assigned."""
         shards: list[Shard] | None = self.__dict__.get("_shards")
         if shards is None or not self.__dict__["_shards_are_parts"]:
-            parts: tuple[Tensor, ...] = self.__dict__["local_parts"]
+            parts: tuple[Tensor, ...] = _PARTS.__get__(self)
             return parts
         return tuple(shard.tensor for shard in shards)
 
     @local_parts.setter
     def local_parts(self, parts: tuple[Tensor, ...]) -> None:
-        self.__dict__["local_parts"] = parts
+        _PARTS.__set__(self, parts)
         shards: list[Shard] | None = self.__dict__.get("_shards")
         if shards is None or not self.__dict__["_shards_are_parts"]:
             return

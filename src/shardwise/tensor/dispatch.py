@@ -84,6 +84,7 @@ Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str,
 F = TypeVar("F", bound=Implementation)
 
 Answer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
+FunctionAnswer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any] | None], Any]
 
 _NO_DATA = "data is not allocated"
 _MOVED_VIEW = "shardwise_view_of_moved_pieces"
@@ -195,11 +196,17 @@ def refuse_operator(
     )
 
 
+def _answer_without_engine(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    return enter_function(call_function, func, types, args, kwargs or {})
+
+
 @dataclass(slots=True)
-class _Engine:
+class Engine:
     """What computes. `shardwise.ops` is built on ShardedTensor and cannot be imported from here, so it sets this."""
 
-    function: Answer = call_function
+    function: FunctionAnswer = _answer_without_engine
     operator: Answer = refuse_operator
 
 
@@ -215,26 +222,31 @@ class _ThreadState(threading.local):
     moved_view: bool = False
 
 
-_engine = _Engine()
+engine = Engine()
 _state = _ThreadState()
 
 
-def set_engine(*, function: Answer, operator: Answer) -> None:
+def set_engine(*, function: FunctionAnswer, operator: Answer) -> None:
     """Set what is asked first for functions, and what computes operators."""
-    _engine.function, _engine.operator = function, operator
+    engine.function, engine.operator = function, operator
 
 
 def enter_function(
-    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    answer: Callable[..., Any],
+    func: Callable[..., Any],
+    types: Sequence[type],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *known: Any,
 ) -> Any:
-    """Answer a torch function, by the engine where there is one; where tensors have tangents no shortcut is taken."""
+    """Answer a torch function by `answer`, which also gets what is known; where tensors have tangents, the long way."""
     if forward_ad._current_level >= 0:
         with beside_func_transforms(current_dispatch_keys()):
             return call_function(func, types, args, kwargs)
     if not is_forward_grad_enabled():
         _refuse_without_tape(func, args, kwargs)
     try:
-        return _engine.function(func, types, args, kwargs)
+        return answer(func, types, args, kwargs, *known)
     except (DisagreementError, UnsupportedOpError) as error:
         explain_wrapper(error)
         raise
@@ -320,7 +332,7 @@ def call_operator(
     _state.keys = keys = (before or current_dispatch_keys()).below(func)
     try:
         with autograd_on_locals(keys):
-            return _engine.operator(func, types, args, kwargs)
+            return engine.operator(func, types, args, kwargs)
     except (DisagreementError, UnsupportedOpError) as error:
         explain_wrapper(error)
         raise

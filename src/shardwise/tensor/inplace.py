@@ -85,6 +85,7 @@ def note_copies(given: Sequence[ShardedTensor], result: Any) -> None:
     before = next((t._copied_from for t in given if t._copied_from is not None), None)
     for output in result if isinstance(result, list | tuple) else [result]:
         if isinstance(output, ShardedTensor) and (name := _name_of_copy(output)) is not None:
+            output._fingerprint = None
             output._copied_from = before or CopiedView.of(name, [local for t in given for local in t.local_parts])
 
 
@@ -118,6 +119,11 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
 def _name_of_copy(tensor: ShardedTensor) -> str | None:
     notes = (local.untyped_storage().__dict__.get(_COPIED_BY) for local in tensor.local_parts)
     return next((name for name in notes if name is not None), None)
+
+
+def is_writable(tensor: ShardedTensor) -> bool:
+    """Whether what is written to a tensor is seen wherever torch would show it."""
+    return _name_of_copy(tensor) is None
 
 
 def check_writable(tensor: ShardedTensor) -> None:

@@ -111,6 +111,7 @@ def rebuild(cls: type[ShardedTensor], saved: SavedTensor) -> ShardedTensor:
         cls, layout.shape, dtype=saved.sample.dtype, device=saved.sample.device
     )
     tensor.sharding, tensor.local_parts, tensor._anchor, tensor.comm = layout, saved.locals, saved.anchor, comm
+    tensor._fingerprint = None
     return _finish_rebuild(tensor, saved.extra, saved.is_parameter)
 
 

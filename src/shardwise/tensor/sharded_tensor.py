@@ -21,7 +21,7 @@ from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.dispatch import call_operator, enter_function, on_local_tensors
+from shardwise.tensor.dispatch import call_operator, engine, on_local_tensors
 from shardwise.tensor.execute import Handle
 from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
 from shardwise.tensor.reductions import check_conversion
@@ -96,6 +96,7 @@ def wrap(
     tensor.sharding = layout
     tensor.local_parts = locals_
     tensor.comm = comm
+    tensor._fingerprint = None
     if anchor is not None:
         tensor._anchor = anchor
     return tensor
@@ -119,11 +120,16 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     Three plain attributes say all about it, and rules and extensions read them: `sharding`, the Layout (which rank has
     which boxes); `local_parts`, this rank's local tensors, which are on the autograd tape; `comm`, through which its
     ranks communicate. They are set once; operations return new tensors.
+
+    They have slots, which are read and set faster than other attributes. `_fingerprint` is what the fast path keeps of
+    a tensor; `_forget` drops it where a method replaces the layout or the local tensors.
     """
 
+    __slots__ = ("_fingerprint", "comm", "local_parts", "sharding")
     sharding: Layout
     local_parts: tuple[Tensor, ...]
     comm: Comm
+    _fingerprint: Any
     _anchor: Tensor | None = None
     _copied_from: CopiedView | None = None
     _reads_notation: ClassVar[bool] = True
@@ -330,7 +336,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return self
 
     def _forget(self) -> None:
-        """Drop what was derived from the local tensors."""
+        """Drop what was derived from the layout and the local tensors."""
+        self._fingerprint = None
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_described", None)
 
@@ -378,7 +385,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return enter_function(func, types, args, kwargs or {})
+        return engine.function(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped

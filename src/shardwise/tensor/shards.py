@@ -247,6 +247,7 @@ def _replace_local(owner: ref[ShardedTensor], slot: int, whole: bool, old: Tenso
     if new.device != old.device:
         tensor.sharding = spec_on_device(tensor.sharding.spec, new.device).layout(tensor.sharding.shape)
     tensor.local_parts = (*tensor.local_parts[:slot], new, *tensor.local_parts[slot + 1 :])
+    tensor._fingerprint = None
     tensor.__dict__.pop("_described", None)
 
 

@@ -25,7 +25,7 @@ from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fast_path import call_fast_path
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.tensor.dispatch import UnsupportedOpError, set_engine, sharded_leaves
+from shardwise.tensor.dispatch import UnsupportedOpError, enter_function, set_engine, sharded_leaves
 from shardwise.tensor.dtensors import TENSOR_MODULE, from_dtensor
 from shardwise.tensor.move import describe_tensor
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -97,7 +97,7 @@ def dtensor_fallback() -> Iterator[None]:
     """
     token = _falls_back.set(True)
     _blocks[0] += 1
-    set_engine(function=_call_or_fall_back, operator=call_op)
+    set_engine(function=_enter_with_fallback, operator=call_op)
     try:
         yield
     finally:
@@ -105,6 +105,12 @@ def dtensor_fallback() -> Iterator[None]:
         if _blocks[0] == 0:
             set_engine(function=call_fast_path, operator=call_op)
         _falls_back.reset(token)
+
+
+def _enter_with_fallback(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    return enter_function(_call_or_fall_back, func, types, args, kwargs or {})
 
 
 def _call_or_fall_back(

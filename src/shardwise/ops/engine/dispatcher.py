@@ -44,13 +44,13 @@ from shardwise.ops.engine.choose import (
 )
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
-from shardwise.ops.engine.fast_path import is_function_recorded, note_operator, note_special
 from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
+from shardwise.ops.engine.recording import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, split_call, written_slots
 from shardwise.ops.engine.vary import move_input, vary_along
@@ -84,6 +84,7 @@ _MAX_DECISIONS = 16384
 
 def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors."""
+    note_entry(op)
     given = list(sharded_leaves(args, kwargs))
     for tensor in given:
         if tensor._copied_from is not None:

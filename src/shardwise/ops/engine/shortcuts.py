@@ -1,0 +1,102 @@
+"""A shortcut: how a torch function runs on the local tensors directly, once its requirements are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, LayoutError
+from shardwise.ops.engine.fingerprint import Fingerprint
+from shardwise.ops.engine.gather_again import free_after_forward
+from shardwise.ops.engine.vary import move_input, vary_along
+from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """How a function runs on local tensors: output layouts and varying axes of each tensor.
+
+    `made`: the fingerprint of the only output, where nothing moves and nothing varies, so that the function can be
+    called with the local tensors as they are. `casts`: autocast, where it is on, may cast arguments of an operator.
+    `reshape`: the local tensor takes the shape from the output's layout. `moves`: the layout in which a tensor is
+    wanted, None where it has it. `writes`: the first argument is written to and returned. `compared`: of several
+    operators; other tensors are saved for the backward pass than by these.
+    """
+
+    outputs: tuple[Layout, ...]
+    several: type | None
+    vary: tuple[tuple[int, ...], ...]
+    made: Fingerprint | None = None
+    casts: bool = True
+    reshape: bool = False
+    moves: tuple[Layout | None, ...] = ()
+    label: str = ""
+    writes: bool = False
+    compared: bool = False
+
+
+def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function by its shortcut."""
+    if shortcut.reshape:
+        return _reshape_locals(shortcut.outputs[0], args[0])
+    tensors = [value for value in args if isinstance(value, ShardedTensor)]
+    if kwargs:
+        tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
+    if shortcut.writes:
+        check_writable(tensors[0])
+    aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
+    local = iter(_vary_locals(shortcut, aligned))
+    local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
+    if kwargs:
+        kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
+    with free_after_forward(aligned):
+        result = func(*local_args, **kwargs)
+    if shortcut.writes:
+        tensors[0].__dict__.pop("_varied", None)
+        return tensors[0]
+    comm = tensors[0].comm
+    if shortcut.several is None:
+        return wrap_checked(func, shortcut.outputs[0], result, comm)
+    results = zip(shortcut.outputs, result, strict=True)
+    return shortcut.several([wrap_checked(func, layout, value, comm) for layout, value in results])
+
+
+def wrap_checked(func: Any, layout: Layout, result: Tensor, comm: Comm) -> ShardedTensor:
+    """A local result as a ShardedTensor; raises unless it has the shape that its layout says."""
+    shapes = layout.local_shapes(comm.rank)
+    if shapes != (tuple(result.shape),):
+        raise LayoutError(
+            f"{getattr(func, '__name__', func)} on the local tensors of rank {comm.rank} returned "
+            f"{tuple(result.shape)}, where {format_layout_text(layout)} has {shapes}; please report this program, with "
+            "its layouts"
+        )
+    return wrap(layout, (result,), comm)
+
+
+def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
+    comm = tensor.comm
+    return wrap(layout, (tensor.local_parts[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
+
+
+def _vary_locals(shortcut: Shortcut, aligned: Sequence[ShardedTensor]) -> list[Tensor]:
+    """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
+    of every rank must meet them in one order."""
+    pairs = zip(aligned, shortcut.vary, strict=True)
+    return [vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
+
+
+def _align_all_inputs(
+    tensors: Sequence[ShardedTensor], wanted: Sequence[Layout | None], label: str
+) -> list[ShardedTensor]:
+    """The tensors in the layouts wanted; one that appears twice is wanted alike, see `_find_moves`, and moved once."""
+    made: dict[int, ShardedTensor] = {}
+    for tensor, layout in zip(tensors, wanted, strict=True):
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor if layout is None else move_input(tensor, layout, label)
+    return [made[id(tensor)] for tensor in tensors]
