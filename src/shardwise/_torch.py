@@ -1,18 +1,17 @@
 """Every private name of torch that this package uses, each with the reason, and calls that differ by version.
 
-Everything else that the package takes from torch is public API. `tests/local/test_private_torch.py` has one guard for
-each name: it fails when a new release of torch moves the name or changes what it does.
+Those for tracing and compiling are in `_torch_graphs`. Everything else that the package takes from torch is public API.
+`tests/local/test_private_torch.py` has one guard for each name: it fails when a new release of torch moves the name or
+changes what it does.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor
 from shardwise._version import SUPPORTED_TORCH
 
 
-def _private(path: str) -> Any:
+def private_name(path: str) -> Any:
     """Return a private name of torch, or say in one sentence which versions have it.
 
-    >>> _private("_C.no_such_name")
+    >>> private_name("_C.no_such_name")
     Traceback (most recent call last):
     ...
     ImportError: shardwise uses torch._C.no_such_name, which torch ... does not have; it supports torch 2.11 to 2.15
@@ -89,95 +88,93 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore as TCPStore
     from torch.distributed.remote_device import _remote_device as _remote_device
 else:
-    Store = _private("distributed.Store")
-    TCPStore = _private("distributed.TCPStore")
-    _remote_device = _private("distributed.remote_device._remote_device")
+    Store = private_name("distributed.Store")
+    TCPStore = private_name("distributed.TCPStore")
+    _remote_device = private_name("distributed.remote_device._remote_device")
 
 # Calls a function of torch on a ShardedTensor without entering `__torch_function__` again. There is no public name.
-DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = _private("_C.DisableTorchFunctionSubclass")
+DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = private_name("_C.DisableTorchFunctionSubclass")
 
 # The types of operators: `isinstance` is how an overload is told from a packet. Only the instances are public.
-OpOverload: Any = _private("_ops.OpOverload")
-OpOverloadPacket: Any = _private("_ops.OpOverloadPacket")
+OpOverload: Any = private_name("_ops.OpOverload")
+OpOverloadPacket: Any = private_name("_ops.OpOverloadPacket")
 
 # Inside the forward of a `torch.autograd.Function` forward-mode differentiation is off: the only visible sign of it.
-is_forward_grad_enabled: Any = _private("_C._is_fwd_grad_enabled")
+is_forward_grad_enabled: Any = private_name("_C._is_fwd_grad_enabled")
 
 # The Functions that torch puts around a module with full backward hooks, and around code that is checkpointed with
 # re-entrance. They are applied without asking the types of their arguments.
-BackwardHookFunction: type[torch.autograd.Function] = _private("nn.modules._functions.BackwardHookFunction")
-CheckpointFunction: type[torch.autograd.Function] = _private("utils.checkpoint.CheckpointFunction")
+BackwardHookFunction: type[torch.autograd.Function] = private_name("nn.modules._functions.BackwardHookFunction")
+CheckpointFunction: type[torch.autograd.Function] = private_name("utils.checkpoint.CheckpointFunction")
 
 # Forward-mode differentiation: whether dual numbers are in use (the level has no public name), and the functions that
 # a ShardedTensor meets in `torch.autograd.forward_ad.make_dual` and `unpack_dual`.
-forward_ad: Any = _private("autograd.forward_ad")
-make_dual_function: Any = _private("_VF._make_dual")
-unpack_dual_function: Any = _private("_VF._unpack_dual")
+forward_ad: Any = private_name("autograd.forward_ad")
+make_dual_function: Any = private_name("_VF._make_dual")
+unpack_dual_function: Any = private_name("_VF._unpack_dual")
 
 # Inside of `torch.func.jvp` torch asserts that nobody passes it by; our own Functions, on local tensors, do.
-_allow_own_functions = _private("_functorch.utils.enable_single_level_autograd_function")
+_allow_own_functions = private_name("_functorch.utils.enable_single_level_autograd_function")
 
 # Whether operators are being traced into a graph, as `torch.func.linearize` does.
-_dispatch_mode = _private("_C._get_dispatch_mode")
-_PROXY_MODE = _private("_C._TorchDispatchModeKey.PROXY")
+_dispatch_mode = private_name("_C._get_dispatch_mode")
+_PROXY_MODE = private_name("_C._TorchDispatchModeKey.PROXY")
 
 # Whether a tensor stands for many, inside of `torch.func.vmap`.
-is_batched_tensor: Any = _private("_C._functorch.is_batchedtensor")
+is_batched_tensor: Any = private_name("_C._functorch.is_batchedtensor")
 
 # The Function by which `torch.distributions.Dirichlet` and `Beta` draw samples with gradients.
-DirichletFunction: type[torch.autograd.Function] = _private("distributions.dirichlet._Dirichlet")
+DirichletFunction: type[torch.autograd.Function] = private_name("distributions.dirichlet._Dirichlet")
 # What `torch.distributions` draws gamma and Dirichlet numbers by.
-draw_standard_gamma: Any = _private("_standard_gamma")
-draw_dirichlet: Any = _private("_sample_dirichlet")
+draw_standard_gamma: Any = private_name("_standard_gamma")
+draw_dirichlet: Any = private_name("_sample_dirichlet")
 
 # Data-dependent checks on a GPU without a synchronisation.
-assert_async: Any = _private("_assert_async")
+assert_async: Any = private_name("_assert_async")
 
 # Nested lists, tuples and dicts of tensors, as torch itself takes them apart; `torch.utils.pytree` has fewer functions.
-pytree: Any = _private("utils._pytree")
+pytree: Any = private_name("utils._pytree")
 
 # What `torch.nn.utils.rnn` calls to pack sequences and to pad them again: the functions that a tensor can answer.
-pack_padded_sequence = _private("_pack_padded_sequence")
-pad_packed_sequence = _private("_pad_packed_sequence")
+pack_padded_sequence = private_name("_pack_padded_sequence")
+pad_packed_sequence = private_name("_pad_packed_sequence")
 
 # The modules of torch's state dicts, whose private functions are taught ShardedTensors (`_gather_state_dict`) and
 # ShardedOptimizers (`_get_optim_state_dict`, `_load_optim_state_dict`); by name, since they take long to load.
 STATE_DICT_UTILS, STATE_DICT = "torch.distributed._state_dict_utils", "torch.distributed.checkpoint.state_dict"
 
 # Decompositions of operators that have no rule: tried before an operator is refused. The table has no public name.
-decomposition_table: dict[Any, Any] = _private("_decomp.decomposition_table")
+decomposition_table: dict[Any, Any] = private_name("_decomp.decomposition_table")
 
 # Creates a tensor without storage whose class is ours: what every wrapper subclass of torch is made by.
-make_wrapper_subclass: Any = _private("Tensor._make_wrapper_subclass")
+make_wrapper_subclass: Any = private_name("Tensor._make_wrapper_subclass")
 
 # A torch function on a ShardedTensor enters torch below its layers of autograd and of views: the wrapper is not on the
 # tape, and an operator that is made of others arrives whole, in every mode, so that its own rule can be asked first.
-below_autograd: type[AbstractContextManager[None]] = _private("_C._AutoDispatchBelowADInplaceOrView")
+below_autograd: type[AbstractContextManager[None]] = private_name("_C._AutoDispatchBelowADInplaceOrView")
 
 # Operators on the wrapper itself, not on what it stands for. There is no public name.
-_DisableTorchDispatch = _private("_C._DisableTorchDispatch")
+_DisableTorchDispatch = private_name("_C._DisableTorchDispatch")
 
 # Whether autocast is on for any device type: one call, where the public functions ask for one device type.
-is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
-autocast_device_types: tuple[str, ...] = tuple(_private("_C._autocast_supported_devices")())
+is_any_autocast_enabled: Any = private_name("_C._is_any_autocast_enabled")
+autocast_device_types: tuple[str, ...] = tuple(private_name("_C._autocast_supported_devices")())
 
-_top_saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
-_included_keys = _private("_C._dispatch_tls_local_include_set")
-_excluded_keys = _private("_C._dispatch_tls_local_exclude_set")
-_ForceDispatchKeyGuard = _private("_C._ForceDispatchKeyGuard")
-_has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key")
-_DispatchKey = _private("_C.DispatchKey")
+_top_saved_tensors_hooks = private_name("_C._autograd._top_saved_tensors_default_hooks")
+_included_keys = private_name("_C._dispatch_tls_local_include_set")
+_excluded_keys = private_name("_C._dispatch_tls_local_exclude_set")
+_ForceDispatchKeyGuard = private_name("_C._ForceDispatchKeyGuard")
+_has_kernel = private_name("_C._dispatch_has_kernel_for_dispatch_key")
+_DispatchKey = private_name("_C.DispatchKey")
 _AUTOCAST_KEYS = tuple(key for name, key in _DispatchKey.__members__.items() if name.startswith("Autocast"))
 # Compares tensors with those of an earlier call (dtype, device, sizes, strides, requires_grad), all in one call in C++.
-TensorGuards: Any = _private("_C._dynamo.guards.TensorGuards")
+TensorGuards: Any = private_name("_C._dynamo.guards.TensorGuards")
 
-# Which code dynamo leaves alone; in C, so that dynamo itself is not loaded.
-_eval_frame: Any = _private("_C._dynamo.eval_frame")
 
-_len_dispatch_stack = _private("_C._len_torch_dispatch_stack")
-_current_graph_task_id = _private("_C._current_graph_task_id")
-_all_schemas = _private("_C._jit_get_all_schemas")
-_reduction_number = _private("nn._reduction.get_enum")
+_len_dispatch_stack = private_name("_C._len_torch_dispatch_stack")
+_current_graph_task_id = private_name("_C._current_graph_task_id")
+_all_schemas = private_name("_C._jit_get_all_schemas")
+_reduction_number = private_name("nn._reduction.get_enum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +291,14 @@ def is_dual_level() -> bool:
     return bool(forward_ad._current_level >= 0 and is_forward_grad_enabled())
 
 
+def proxy_mode() -> Any:
+    """The mode in which operators are traced into a graph, or None."""
+    return _dispatch_mode(_PROXY_MODE)
+
+
 def is_tracing() -> bool:
     """Whether operators are being traced into a graph."""
-    return _dispatch_mode(_PROXY_MODE) is not None
+    return proxy_mode() is not None
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
@@ -314,9 +316,9 @@ def replace_checkpoint_generator(make: Callable[[Callable[..., Any]], Callable[.
 
     `make` gets torch's own. It saves the arguments, and takes the type of a tensor for no reason to do so otherwise.
     """
-    checkpointing = _private("utils.checkpoint")
+    checkpointing = private_name("utils.checkpoint")
     checkpointing._checkpoint_without_reentrant_generator = make(
-        _private("utils.checkpoint._checkpoint_without_reentrant_generator")
+        private_name("utils.checkpoint._checkpoint_without_reentrant_generator")
     )
 
 
@@ -378,116 +380,7 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
-def trace_joint_graph(
-    module: torch.nn.Module,
-    inputs: Sequence[Tensor],
-    *,
-    forward: Any,
-    backward: Any,
-    inference: Any,
-    partitioned: Any,
-    decompositions: Mapping[Any, Any],
-    computed_again: Any = lambda joint: (),
-) -> Any:
-    """Trace a module over flat tensors, forward with backward, without values; returns the function of its graphs.
-
-    `partitioned(forward graph, backward graph)` is called where there is a backward pass, `computed_again(joint graph)`
-    before: it returns the nodes whose results the backward pass computes again. What traces is loaded here,
-    on first use, as loading takes long.
-    """
-    trace = _private("_functorch.aot_autograd.aot_module_simplified")
-    split = _private("_functorch.partitioners.min_cut_rematerialization_partition")
-
-    def partition(joint: Any, joint_inputs: Any, **options: Any) -> tuple[Any, Any]:
-        for node in computed_again(joint):
-            node.meta |= {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
-        graphs: tuple[Any, Any] = split(joint, joint_inputs, **options)
-        partitioned(*graphs)
-        return graphs
-
-    return trace(
-        module,
-        list(inputs),
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=dict(decompositions),
-        keep_inference_input_mutations=True,
-    )
-
-
-def inductor_compiler() -> Any:
-    """Return what compiles one graph by inductor; loaded on first use, as loading takes long."""
-    return _load_quietly("_inductor.compile_fx.compile_fx_inner")
-
-
-def _load_quietly(path: str) -> Any:
-    """Load a module of torch that warns of its own deprecated parts when it is loaded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return _private(path)
-
-
-def inductor_decompositions() -> Mapping[Any, Any]:
-    """Return the operators that inductor wants broken down."""
-    found: Mapping[Any, Any] = _load_quietly("_inductor.decomposition.select_decomp_table")()
-    return found
-
-
-def named_backend(name: str) -> Any:
-    """Return a backend of `torch.compile` by name; the public functions list their names only."""
-    return _load_quietly("_dynamo.backends.registry.lookup_backend")(name)
-
-
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which operators of this thread pass through no mode, so that values are real in a trace."""
-    made: AbstractContextManager[Any] = _private("utils._python_dispatch._disable_current_modes")()
+    made: AbstractContextManager[Any] = private_name("utils._python_dispatch._disable_current_modes")()
     return made
-
-
-@contextmanager
-def compiling_flag(value: bool) -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true: optimizers then compute with tensors instead of reading values."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, value
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-@contextmanager
-def no_record_function() -> Iterator[None]:
-    """Make `record_function`, which optimizers enter, do nothing: it is an operator that graphs cannot hold."""
-    profiler = torch.autograd.profiler
-    before, profiler.record_function = profiler.record_function, _NoRecord  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        profiler.record_function = before  # type: ignore[misc]
-
-
-class _NoRecord(nullcontext[None]):
-    """Stands for `record_function`."""
-
-
-_operators: Any = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-def define_operator(schema: str, kernel: Any, fake: Any) -> None:
-    """Define an operator of the namespace `shardwise`, by its code and by what it returns for tensors without data."""
-    name = schema.partition("(")[0]
-    _operators.define(schema)
-    _operators.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardwise::{name}", fake, lib=_operators)
-
-
-def skip_package(name: str) -> None:
-    """Let dynamo, which is loaded, not follow calls into the functions of a package."""
-    _private("_dynamo.trace_rules.add")(name)
-
-
-def skip_recursively(code: CodeType) -> None:
-    """Let dynamo leave alone a function that is called between graphs, and all that it calls."""
-    skip = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))

@@ -1,6 +1,7 @@
 """Does every private name of torch that the package uses still do what the package needs it for?
 
-One guard for each name of `shardwise._torch`. When a new release of torch breaks one, this file says which.
+One guard for each name of `shardwise._torch` and `shardwise._torch_graphs`. When a new release of torch breaks one,
+this file says which.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise import _torch
+from shardwise import _torch, _torch_graphs
 
 SRC = Path(__file__).parents[2] / "src" / "shardwise"
 PRIVATE = re.compile(
@@ -58,14 +60,14 @@ def _nothing_seen() -> None:
 
 def test_missing_name_is_reported_with_the_supported_versions() -> None:
     with pytest.raises(ImportError, match=r"uses torch\._C\.gone, which torch \S+ does not have; it supports torch 2"):
-        _torch._private("_C.gone")
+        _torch.private_name("_C.gone")
 
 
 def test_missing_module_is_reported_alike() -> None:
     with pytest.raises(
         ImportError, match=r"uses torch\._gone\.table, which torch \S+ does not have; it supports torch 2"
     ):
-        _torch._private("_gone.table")
+        _torch.private_name("_gone.table")
 
 
 def test_placements_are_read() -> None:
@@ -290,7 +292,7 @@ def test_no_other_file_uses_private_names() -> None:
     found = [
         f"{path.relative_to(SRC)}:{node.lineno} {PRIVATE.search(ast.unparse(node))}"
         for path in sorted(SRC.rglob("*.py"))
-        if path.name != "_torch.py"
+        if path.name not in ("_torch.py", "_torch_graphs.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute | ast.ImportFrom | ast.Import) and PRIVATE.search(ast.unparse(node))
     ]
@@ -329,7 +331,7 @@ def test_a_module_over_flat_tensors_is_traced_with_its_backward() -> None:
         return run
 
     x = torch.tensor([3.0], requires_grad=True)
-    run = _torch.trace_joint_graph(
+    run = _torch_graphs.trace_joint_graph(
         Square(),
         [x],
         forward=compiler,
@@ -343,20 +345,20 @@ def test_a_module_over_flat_tensors_is_traced_with_its_backward() -> None:
 
 
 def test_compilers_are_found_by_name() -> None:
-    assert callable(_torch.named_backend("eager")) and callable(_torch.inductor_compiler())
-    assert torch.ops.aten.addr.default in _torch.inductor_decompositions()
+    assert callable(_torch_graphs.named_backend("eager")) and callable(_torch_graphs.inductor_compiler())
+    assert torch.ops.aten.addr.default in _torch_graphs.inductor_decompositions()
 
 
 def test_code_that_asks_is_told_that_it_is_compiled() -> None:
-    with _torch.compiling_flag(True):
+    with _torch_graphs.compiling_flag(True):
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
 
 
 def test_record_function_does_nothing_while_it_is_switched_off() -> None:
     before = torch.autograd.profiler.record_function
-    with _torch.no_record_function():
-        assert torch.autograd.profiler.record_function is _torch._NoRecord
+    with _torch_graphs.no_record_function():
+        assert torch.autograd.profiler.record_function is _torch_graphs._NoRecord
         with torch.autograd.profiler.record_function("name"):
             pass
     assert torch.autograd.profiler.record_function is before
@@ -374,9 +376,9 @@ def test_code_is_left_alone_by_dynamo() -> None:
     def function() -> int:
         return 1
 
-    _torch.skip_recursively(function.__code__)
+    _torch_graphs.skip_recursively(function.__code__)
     assert function() == 1
-    _torch.skip_package("shardwise")
+    _torch_graphs.skip_package("shardwise")
 
 
 def test_tensors_made_from_nothing_inside_an_operator_pass_through_modes() -> None:
@@ -391,3 +393,50 @@ def test_storage_identity() -> None:
     one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert _torch.storage_identity(one.untyped_storage()) == _torch.storage_identity(one[2:].untyped_storage())
     assert _torch.storage_identity(one.untyped_storage()) != _torch.storage_identity(other.untyped_storage())
+
+
+def test_the_node_that_was_traced_last_is_known() -> None:
+    found: list[Any] = []
+
+    def program(x: Tensor) -> Tensor:
+        y = x.sin()
+        found.append(_torch_graphs.last_traced_node().target)
+        return y.cos()
+
+    make_fx(program)(torch.ones(2))
+    assert found == [torch.ops.aten.sin.default] and _torch_graphs.last_traced_node() is None
+
+
+def test_hooks_on_saved_tensors_run_in_traces_where_that_is_asked_for() -> None:
+    before = _torch_graphs._set_hooks_tracing(True)
+    x = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda t: t):
+            x.sin()
+            assert seen == []
+            with _torch_graphs.saved_tensors_hooks_in_traces():
+                x.sin()
+    finally:
+        _torch_graphs._set_hooks_tracing(before)
+    assert len(seen) == 1
+
+
+def test_calls_of_backward_are_noticed() -> None:
+    seen: list[str] = []
+    original = torch.autograd.backward
+    with _torch_graphs.calling_before_backward(lambda: seen.append("backward")):
+        torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == ["backward"] and torch.autograd.backward is original
+
+
+def test_threads_trace_one_after_another_where_a_thread_that_traced_has_ended() -> None:
+    def trace() -> None:
+        _torch_graphs.keep_missing_device_guard()
+        with FakeTensorMode():
+            torch.ones(2)
+
+    for _ in range(3):
+        thread = Thread(target=trace)
+        thread.start()
+        thread.join()

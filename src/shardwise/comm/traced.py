@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shardwise._torch_graphs import compute_again, last_traced_node
 from shardwise.comm.protocol import Comm
+
+BEFORE_BACKWARD = "shardwise_before_backward"  # marks nodes: which call of backward follows, counted from 1
 
 
 class NotTraceableError(RuntimeError):
@@ -33,7 +36,9 @@ class CommTrace:
     answers: Sequence[tuple[str, Sequence[bytes]]] = ()
     asked: list[tuple[str, bytes]] = field(default_factory=list)
     twins: dict[int, TracedComm] = field(default_factory=dict)
-    calls_backward: bool = False
+    backward_calls: int = 0
+    in_step: bool = False
+    regions: int = 0
 
     def twin_of(self, comm: Comm) -> TracedComm:
         """The traced comm that stands for a comm."""
@@ -44,6 +49,11 @@ class CommTrace:
                 raise NotTraceableError("the program uses tensors of several comms; compile the part that uses one")
             self.twins[id(comm)] = TracedComm(comm, self)
         return self.twins[id(comm)]
+
+    def start(self) -> None:
+        """Begin again: torch runs a program more than once to trace it."""
+        self.asked.clear()
+        self.backward_calls = self.regions = 0
 
     def ask(self, label: str, data: bytes, count: int) -> list[bytes]:
         """The answers of all ranks to a question that this rank answers with `data`."""
@@ -133,10 +143,33 @@ def is_tracing() -> bool:
 
 
 def note_backward() -> None:
-    """Note that the program calls backward itself."""
+    """Note that the program calls backward itself, and mark the nodes that were traced before."""
     trace = _active.get()
-    if trace is not None:
-        trace.calls_backward = True
+    if trace is None:
+        return
+    trace.backward_calls += 1
+    node = last_traced_node()
+    while node is not None and node.op != "root" and BEFORE_BACKWARD not in node.meta:
+        node.meta[BEFORE_BACKWARD] = trace.backward_calls
+        node = node.prev
+
+
+def splits_backward() -> bool:
+    """Whether this thread traces a program whose backward pass becomes a graph of its own."""
+    trace = _active.get()
+    return trace is not None and not trace.in_step
+
+
+def compute_region_again() -> Generator[None, None, None]:
+    """Let the backward pass compute again what is traced between the first and the second step of this generator."""
+    first = last_traced_node()
+    yield
+    trace = _active.get()
+    if first is None or trace is None:
+        return
+    trace.regions += 1
+    while (first := first.next).op != "root":
+        compute_again(first, trace.regions)
 
 
 def real_comm(comm: Comm) -> Comm:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import GraphModule
 
-from shardwise._torch import inductor_compiler, inductor_decompositions, named_backend
+from shardwise._torch_graphs import inductor_compiler, inductor_decompositions, named_backend
 
 Backend: TypeAlias = str | Callable[..., Any]
 AS_TRACED = ("eager", "aot_eager")

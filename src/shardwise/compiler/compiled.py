@@ -9,10 +9,13 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,12 +206,13 @@ class CompiledProgram:
             return kind, TraceReport(f"it was traced for {MAX_KINDS} kinds of inputs already", False, [], [])
         with compile_lock, keep_streams(comm):
             try:
-                self._trace_graphs(kind, state, comm, leaves, structure, trace)
+                # In a copy of the context: modules that are traced do not close what they opened where they fail.
+                copy_context().run(self._trace_graphs, kind, state, comm, leaves, structure, trace)
             except BackwardInside:
                 calls_backward = True
             except Exception as error:  # whatever stops a trace: the program runs without a graph, or raises it there
-                problem = f"{type(error).__name__}: {_first_line(error)}"
-                calls_backward = trace.calls_backward and not self._in_step
+                problem = _describe_error(error)
+                calls_backward = trace.backward_calls > 0 and not self._in_step
         moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]
         return kind, TraceReport(problem, calls_backward, trace.asked, moves)
 
@@ -288,8 +292,15 @@ def _learning_rates(state: ProgramState) -> Tensor:
     return torch.tensor([group["lr"] for group in state.rated_groups()], dtype=torch.float64)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _describe_error(error: BaseException) -> str:
+    """What stopped a trace, and the last line of the user's code on the way there."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    place = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {first}{place}"
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def compile(

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardwise._torch import aten, present_ops
+from shardwise.comm.traced import BEFORE_BACKWARD
 from shardwise.tensor.move_operator import AGAIN, MoveRecord, find_record
 from shardwise.tensor.parts import plan_for_rank
 
@@ -83,6 +84,7 @@ class Schedule:
 def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
     """Split the moves of a graph in starts and waits, in place."""
     graph = module.graph
+    _repeat_gathers(graph)
     _view_results_late(graph)
     nodes = list(graph.nodes)
     moves = _find_moves(nodes)
@@ -110,6 +112,37 @@ def find_gathers_made_again(module: GraphModule) -> list[Node]:
         if again:
             found += [*(n for n in node.all_input_nodes if n.target in VIEWS), node]
     return list(dict.fromkeys(found))
+
+
+def _repeat_gathers(graph: Graph) -> None:
+    """In the graph of a whole step, gather again after the start of the backward pass what is not kept for it."""
+    last = 1 + max((node.meta.get(BEFORE_BACKWARD, 0) for node in graph.nodes), default=0)
+    for move in [n for n in graph.nodes if n.target is torch.ops.shardwise.move.default]:
+        if not _record_of(move).label.endswith(AGAIN):
+            continue
+        views = {move: move}
+        for node in graph.nodes:
+            if (node.target is getitem or node.target in VIEWS) and node.args[0] in views:
+                views[node] = node
+        own = move.meta.get(BEFORE_BACKWARD, last)
+        users = [n for n in graph.nodes if n not in views and any(a in views for a in n.all_input_nodes)]
+        late = [n for n in users if n.meta.get(BEFORE_BACKWARD, last) > own and n.op != "output"]
+        if late and len(late) < len(users):
+            _copy_views(graph, list(views), late)
+
+
+def _copy_views(graph: Graph, views: Sequence[Node], users: Sequence[Node]) -> None:
+    """Let users have a copy of a move and of the views of its result, made before the first of them."""
+    copies: dict[Node, Node] = {}
+    with graph.inserting_before(users[0]):
+        for view in views:
+            copies[view] = graph.node_copy(view, lambda n: copies.get(n, n))
+    for user in users:
+        for view in views:
+            user.replace_input_with(view, copies[view])
+    for node in reversed([*views, *copies.values()]):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _view_results_late(graph: Graph) -> None:

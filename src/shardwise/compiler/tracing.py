@@ -20,9 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._torch import compiling_flag, no_record_function, pytree, trace_joint_graph
+from shardwise._torch import pytree
+from shardwise._torch_graphs import (
+    calling_before_backward,
+    compiling_flag,
+    no_record_function,
+    saved_tensors_hooks_in_traces,
+    trace_joint_graph,
+)
 from shardwise.comm import Comm, use_comm
-from shardwise.comm.traced import CommTrace, NotTraceableError, trace_comms
+from shardwise.comm.traced import CommTrace, NotTraceableError, note_backward, trace_comms
 from shardwise.compiler.backends import Backend, LazyGraph, decompositions_for
 from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import ProgramState, computing_with_tensors, swap_tensors
@@ -148,7 +155,7 @@ class FlatProgram:
                 tensor.grad = next(rest)
         given = [t.grad for t in own] if self.in_step else []
         *tensors, rates, streams = rest
-        self.trace.asked.clear()
+        self.trace.start()
         with ExitStack() as stack:
             stack.enter_context(swap_tensors(self.state, own, self.trace))
             stack.enter_context(trace_comms(self.trace))
@@ -158,6 +165,8 @@ class FlatProgram:
             self.result.draws = stack.enter_context(trace_draws(streams))
             args, kwargs = self.arguments.rebuild(iter(tensors), twin, self.given)
             stack.enter_context(torch.set_grad_enabled(self.grad_mode))
+            if self.in_step:  # checkpointed code is computed again inside the graph
+                stack.enter_context(saved_tensors_hooks_in_traces())
             returned = self.function(*args, **kwargs)
             outputs = self._describe(returned)
         return (*outputs, *self._collect_gradients(own, given))
@@ -227,7 +236,8 @@ def trace_program(
             program.result.graphs[kind] = graph
             prepare(graph, kind)
 
-    with compiling_flag(bool(program.state.optimizers)), no_record_function():
+    program.trace.in_step = program.in_step
+    with compiling_flag(bool(program.state.optimizers)), no_record_function(), calling_before_backward(note_backward):
         traced: Callable[..., Sequence[Tensor]] = trace_joint_graph(
             _FlatModule(program.run),
             flat,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwise._torch import BackwardHookFunction, CheckpointFunction, replace_checkpoint_generator
 from shardwise.comm import Comm
+from shardwise.comm.traced import compute_region_again, splits_backward
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -331,6 +332,8 @@ def _flatten_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def start(*given: Any, **kwargs: Any) -> Any:
+        if splits_backward():
+            return compute_region_again()
         options, args = given[:count], given[count:]
         names, values = list(kwargs), [*args, *kwargs.values()]
         if not any(isinstance(v, ShardedTensor) for v in values):

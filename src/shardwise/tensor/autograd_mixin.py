@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level
 from shardwise.comm import Comm
-from shardwise.comm.traced import note_backward
 from shardwise.geometry import Layout
 from shardwise.tensor.autograd import NO_TANGENT, dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
 from shardwise.tensor.dispatch import on_local_tensors
@@ -257,7 +256,6 @@ class AutogradMixin(AttributesMixin):
         """Compute gradients; every rank calls it. `gradient` may be left out for a tensor of one element."""
         given = (inputs,) if isinstance(inputs, Tensor) else inputs
         leaves = None if given is None else [t for one in given for t in tape_tensors(one)]
-        note_backward()
         torch.autograd.backward(self._tape_tensors(), self._seed(gradient), retain_graph, create_graph, inputs=leaves)
 
     def _seed(self, gradient: Tensor | None) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise._torch import skip_package, skip_recursively
+from shardwise._torch_graphs import skip_package, skip_recursively
 from shardwise.comm.traced import is_tracing
 from shardwise.tensor.sharded_tensor import ShardedTensor
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise._torch import define_operator
+from shardwise._torch_graphs import define_operator
 from shardwise.comm import Comm
 from shardwise.comm.traced import real_comm
 from shardwise.geometry import Layout, format_layout

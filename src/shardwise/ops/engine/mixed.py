@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,8 +33,17 @@ class MixedTensorsError(RuntimeError):
     """
 
 
-@contextmanager
-def plain_as_replicated() -> Iterator[None]:
+class _ReplicatedReading(ContextDecorator):
+    """No generator: one that a traced module leaves open would be closed later, in the context of something else."""
+
+    def __enter__(self) -> None:
+        self._token = _plain_is_replicated.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _plain_is_replicated.reset(self._token)
+
+
+def plain_as_replicated() -> AbstractContextManager[None]:
     """Read plain tensors mixed with sharded ones as replicated: every rank has the same values.
 
     >>> import torch, shardwise
@@ -45,11 +54,7 @@ def plain_as_replicated() -> Iterator[None]:
     >>> shardwise.run_local(body, 2)
     [[1.0, 2.0], [3.0, 4.0]]
     """
-    token = _plain_is_replicated.set(True)
-    try:
-        yield
-    finally:
-        _plain_is_replicated.reset(token)
+    return _ReplicatedReading()
 
 
 def reads_plain_as_replicated() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import assert_async, aten
+from shardwise.comm.traced import is_tracing
 from shardwise.geometry import MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
@@ -54,9 +55,9 @@ def locate_in_runs(runs: Sequence[DimRun], rows: Tensor) -> tuple[Tensor, Tensor
 
 
 def check_range(index: Tensor, low: int, high: int, dim: int) -> None:
-    """Raise for entries outside a dim; a device is not synchronized, it raises by itself."""
+    """Raise for entries outside a dim; a device, or a graph that is traced, raises by itself when it computes."""
     outside = (index < low) | (index >= high)
-    if index.device.type != "cpu":
+    if index.device.type != "cpu" or is_tracing():
         assert_async(~outside.any(), f"an index is out of bounds for dim {dim} of length {high}")
     elif bool(outside.any()):
         wrong = int(index[outside][0])

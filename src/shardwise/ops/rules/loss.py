@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import aten, reduction_number
+from shardwise._torch import assert_async, aten, reduction_number
 from shardwise.comm import Comm
+from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
@@ -112,10 +113,13 @@ def _nll_part(
 
 def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     """Raise for targets that are not a class, as torch does where it can check without waiting for a device."""
-    if target.device.type == "cpu" and target.numel():
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        if wrong.numel():
-            raise IndexError(f"Target {int(wrong[0])} is out of bounds: the classes are 0 to {classes - 1}")
+    if target.device.type != "cpu" or not target.numel():
+        return
+    outside = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if is_tracing():
+        assert_async(~outside.any(), f"a target is out of bounds: the classes are 0 to {classes - 1}")
+    elif len(wrong := target[outside]):
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds: the classes are 0 to {classes - 1}")
 
 
 @register_sharding([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default])

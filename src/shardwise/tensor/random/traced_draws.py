@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise._torch import define_operator, no_dispatch_modes
+from shardwise._torch import no_dispatch_modes
+from shardwise._torch_graphs import define_operator
 from shardwise.comm import Comm
 from shardwise.comm.traced import real_comm
 from shardwise.geometry import Layout
