@@ -31,6 +31,7 @@ LAYERS = {
     "planner": 5,
     "cli": 5,
     "view": 5,
+    "page": 5,
     "testing": 6,
     "__main__": 6,
 }

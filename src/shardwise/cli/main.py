@@ -13,6 +13,7 @@ from shardwise.cli.errors import Commands
 COMMANDS = {
     "show": "shardwise.cli.show:show",
     "plan": "shardwise.cli.plan:plan",
+    "view": "shardwise.cli.view:view",
     "demo": "shardwise.cli.demo.command:demo",
     "doctor": "shardwise.cli.doctor:doctor",
     "check-rule": "shardwise.cli.check_rule:check_rule",

@@ -1,0 +1,123 @@
+// The page of a move: figures, the animation, who sends to whom, bytes by rank against the lower bound.
+
+import { ask } from "../parts/ask.js";
+import { createBars } from "../parts/bars.js";
+import { card, element, figures, legend, swatch } from "../parts/dom.js";
+import { createForm } from "../parts/form.js";
+import { formatBytes, formatCount, formatNumber, formatSeconds } from "../parts/format.js";
+import { announce } from "../parts/tooltip.js";
+import { axisChips, createLayoutPanel } from "./layout_panel.js";
+import { createLanes } from "./lanes.js";
+import { createMatrix } from "./matrix.js";
+
+const SENT = "#e69f00";
+const RECEIVED = "#0072b2";
+
+export function showMove(root, facts, { served, show }) {
+  const form = createForm({
+    served,
+    button: "Plan",
+    onanswer: show,
+    fields: [
+      { name: "source", label: "From", value: facts.from.notation, kind: "code" },
+      { name: "target", label: "To", value: facts.to.notation, kind: "code" },
+      { name: "ranks_per_host", label: "Ranks per host", value: String(facts.topology.ranks_per_host), kind: "number" },
+      { name: "buffer", label: "Buffer limit", value: facts.figures.max_buffer_bytes ? `${facts.figures.max_buffer_bytes}` : "", kind: "text", placeholder: "none, or 64MB" },
+    ],
+  });
+  root.append(
+    element("section", { class: "card", "aria-label": "The two layouts" }, form.node),
+    figures(moveFigures(facts)),
+    lanesCard(facts, served, form),
+    matrixCard(facts, served, form),
+    element("div", { class: "half column" }, ranksCard(facts), wordsCard(facts)),
+    layoutCard("Before", facts.from, "before"),
+    layoutCard("After", facts.to, "after"),
+  );
+}
+
+function moveFigures({ figures: numbers, matrix, topology }) {
+  const met = numbers.moved_bytes === numbers.lower_bound_bytes;
+  const rank = (entry) => (entry ? `rank ${formatNumber(entry[0])}` : "nothing is sent");
+  const link = matrix.busiest_link;
+  const [, within] = topology.within;
+  const [, between] = topology.between;
+  return [
+    ["Moved", formatBytes(numbers.moved_bytes), met ? "the lower bound: no plan moves less" : `lower bound ${formatBytes(numbers.lower_bound_bytes)}`],
+    ["Copied within ranks", formatBytes(numbers.copied_bytes)],
+    ["Estimate", formatSeconds(numbers.estimate_seconds), `${formatBytes(within)}/s in a host, ${formatBytes(between)}/s between`],
+    ["Rounds", formatNumber(numbers.rounds), numbers.max_buffer_bytes ? `at most ${formatBytes(numbers.max_buffer_bytes)} in flight` : "no buffer limit"],
+    ["Busiest sender", numbers.busiest_sender ? formatBytes(numbers.busiest_sender[1]) : "-", rank(numbers.busiest_sender)],
+    ["Busiest link", link ? formatBytes(link[2]) : "-", link ? `rank ${formatNumber(link[0])} to ${formatNumber(link[1])}${matrix.sampled ? ", of those shown" : ""}` : "nothing is sent"],
+    ["Collective", numbers.collective || "plain exchange", null, "words"],
+  ];
+}
+
+function wordsCard(facts) {
+  const lines = facts.explain.map((line) => element("li", {}, line.replace(/^\d+\. /, "")));
+  return card("In words", "", {}, element("ol", { class: "told" }, ...lines));
+}
+
+function lanesCard(facts, served, form) {
+  const { lanes } = facts;
+  const holder = element("div");
+  const put = (shown) => holder.replaceChildren(createLanes(shown, facts.from.itemsize).node);
+  put(lanes);
+  const all = lanes.ranks.length === lanes.count;
+  const note = all ? "Boxes leave their sender, in its colour, and fill their receiver." : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
+  const more = all ? null : firstRankField(facts, served, form, (answer) => put(answer.lanes));
+  return card("The move, round by round", note, { "data-card": "lanes" }, more, holder);
+}
+
+function firstRankField(facts, served, form, onanswer) {
+  const input = element("input", { type: "number", min: "0", max: String(facts.lanes.count - 1), value: String(facts.lanes.first), disabled: !served, onchange: async () => {
+    try {
+      onanswer(await ask({ ...form.read(), animated: Number(input.value) }));
+    } catch (problem) {
+      announce(problem.message);
+    }
+  } });
+  return element("div", { class: "controls" }, element("label", {}, "Ranks from number", input));
+}
+
+function matrixCard(facts, served, form) {
+  const holder = element("div");
+  const back = element("button", { type: "button", class: "act", hidden: true, onclick: () => put(facts.matrix) }, "Show all ranks");
+  const numbers = facts.by_rank.numbers;
+  const put = (matrix) => {
+    back.hidden = matrix === facts.matrix;
+    holder.replaceChildren(createMatrix(matrix, numbers, served ? zoom : null).node);
+  };
+  const zoom = async (window) => {
+    try {
+      put((await ask({ ...form.read(), ...window })).matrix);
+    } catch (problem) {
+      announce(problem.message);
+    }
+  };
+  put(facts.matrix);
+  const { rows, count, sampled } = facts.matrix;
+  let note = "Bytes from rank to rank.";
+  if (rows[2] > 1) note = `${formatNumber(count)} ranks, ${formatNumber(rows[2])} in a cell${sampled ? "; a row is one of its senders" : ""}.${served ? " Click to look closer." : ""}`;
+  return card("Who sends to whom", note, { class: "half", "data-card": "matrix" }, holder, back);
+}
+
+function ranksCard(facts) {
+  const { sent, received, bound, numbers } = facts.by_rank;
+  if (!facts.figures.moved_bytes) return card("Bytes per rank", "", {}, element("p", { class: "empty" }, "Nothing is sent: every rank has what it needs."));
+  const bars = createBars({
+    label: `Bytes that each of ${formatCount(sent.length, "rank")} sends and receives`,
+    name: "move-bytes",
+    numbers,
+    bound,
+    series: [{ title: "receives", values: received, colour: RECEIVED }, { title: "sends", values: sent, colour: SENT }],
+  });
+  const entries = [[swatch(RECEIVED), "received"], [swatch(SENT), "sent"]];
+  if (bound) entries.push([swatch(null, "bound"), "lower bound of what it must receive: needed and not held"]);
+  return card("Bytes per rank", `In all ${formatBytes(facts.figures.moved_bytes)}, lower bound ${formatBytes(facts.figures.lower_bound_bytes)}.`, { "data-card": "ranks" }, bars.node, legend(entries));
+}
+
+function layoutCard(title, layout, name) {
+  const panel = createLayoutPanel(layout, { tallest: 320, name, compact: true });
+  return card(title, "", { class: "half", "data-card": name }, axisChips(layout), panel.node);
+}

@@ -1,0 +1,262 @@
+"""What does the page of `shardwise view` show? The facts are plain data: tested here without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise.checkpoint.formats.safetensors import header_bytes
+from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.cli.main import app
+from shardwise.cli.plan import plan_between
+from shardwise.geometry import parse_layout
+from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
+from shardwise.page.layout_facts import MOST_OWNERS, layout_facts
+from shardwise.page.move_facts import MATRIX_CELLS, SHOWN_RANKS, MoveQuestion, move_facts
+from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
+from shardwise.transfer import Topology
+
+FRONT = Path(__file__).parents[2] / "src" / "shardwise" / "page" / "front"
+
+
+def layout_of(text: str) -> dict[str, Any]:
+    return layout_facts(parse_layout(text))
+
+
+def move_of(source: str, target: str, question: MoveQuestion | None = None, buffer: int | None = None) -> Any:
+    a = parse_layout(source)
+    b = parse_layout(target, like=a)
+    return move_facts(a, b, plan_between(a, b, Topology(8), buffer), Topology(8), question)
+
+
+def owners_by_cells(facts: dict[str, Any]) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """The holders of each cell of a regular layout, as the page works them out."""
+    regular = facts["regular"]
+    cuts = [list(zip(dim["starts"], dim["ends"], strict=True)) for dim in regular["cuts"]]
+    copies = regular["addends"] * regular["replicas"]
+    found = {}
+    cells: list[tuple[tuple[int, int], ...]] = [()]
+    for dim in cuts:
+        cells = [(*cell, cut) for cell in cells for cut in dim]
+    for number, cell in enumerate(cells):
+        found[cell] = regular["owners"][number * copies : (number + 1) * copies]
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f32[8,6] on dp=2,tp=2: S(0), S(1)",
+        "f32[9,4] on tp=4: S(0) sizes(3,0,5,1)",
+        "f32[64,3] on dp=2,tp=4: S(0), R",
+        "f32[12,8] on tp=2: S(0) groups(8,2,2)",
+        "f32[100] on tp=4: S(0) block(16)",
+        "f32[8,4] on dp=2,tp=2: P, S(0)",
+        "f32[8,4] as grid(/2, 1+3) over 5,3,1,0",
+        "f32[4,4] @ 3",
+        "f32[]",
+    ],
+)
+def test_cells_of_a_layout_are_its_pieces(text: str) -> None:
+    layout = parse_layout(text).layout
+    told = {(cell, rank) for cell, ranks in owners_by_cells(layout_of(text)).items() for rank in ranks}
+    real = {(tuple(zip(p.box.offsets, p.box.ends, strict=True)), p.rank) for p in layout.pieces}
+    assert told == real
+
+
+def test_boxes_of_an_irregular_layout_have_their_holders() -> None:
+    facts = layout_of("f32[4,4] as pieces 0,2[0:2,0:4], 1[2:4,0:4]")
+    assert facts["regular"] is None
+    assert facts["boxes"]["starts"] == [[0, 0], [2, 0]] and facts["boxes"]["ends"] == [[2, 4], [4, 4]]
+    assert facts["boxes"]["holders"] == [[[0, 2]], [[1]]]
+
+
+def test_axes_groups_and_pending_reductions_are_named() -> None:
+    facts = layout_of("f32[12,8] on dp=2,tp=2,ep=2: P(max), S(0) groups(8,2,2), R")
+    assert [axis["words"] for axis in facts["axes"]] == [
+        "has addends of a pending max",
+        "splits dim 0, each of 3 groups on its own",
+        "has replicas",
+    ]
+    assert facts["groups"] == [{"dim": 0, "lengths": [8, 2, 2]}]
+    assert facts["pending"] == "max"
+    assert layout_of("f32[8] on tp=2 @ 4,7: S(0)")["mesh_ranks"] == [4, 7]
+
+
+def test_bytes_by_rank_name_ranks_that_do_not_count_from_zero() -> None:
+    assert layout_of("f32[8] on tp=2: S(0)")["ranks"] == {"count": 2, "numbers": None, "elements": [4, 4]}
+    assert layout_of("f32[8] on tp=2 @ 4,7: S(0)")["ranks"]["numbers"] == [4, 7]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bf16[131072,131072] on dp=128,tp=128: S(0), S(1)",
+        "bf16[131072] on dp=16384: S(0)",
+        "bf16[64,64] on dp=16384: R",
+        "bf16[65536,2048] on dp=128,tp=128: S(0) block(16), S(1) block(16)",
+    ],
+)
+def test_sixteen_thousand_ranks_are_little_data(text: str) -> None:
+    facts = layout_of(text)
+    assert len(facts["regular"]["owners"]) <= MOST_OWNERS
+    assert len(facts_to_json(facts)) < 2_000_000
+
+
+def test_merged_cells_cover_the_tensor_and_keep_their_first_owner() -> None:
+    text = "bf16[65536,64] on dp=128,tp=8: S(0) block(4), S(1)"
+    facts, layout = layout_of(text), parse_layout(text).layout
+    rows = facts["regular"]["cuts"][0]
+    assert facts["regular"]["merged"][0] > 1
+    assert rows["starts"] == [0, *rows["ends"][:-1]] and rows["ends"][-1] == 65536
+    across = len(facts["regular"]["cuts"][1]["starts"])
+    assert layout.cells is not None
+    assert facts["regular"]["owners"][: 2 * across] == [
+        *layout.cells.owners[0, :, 0, 0].tolist(),
+        *layout.cells.owners[facts["regular"]["merged"][0], :, 0, 0].tolist(),
+    ]
+
+
+def test_many_boxes_are_cut_off_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.page.layout_facts.MOST_BOXES", 100)
+    boxes = ", ".join(f"{i % 4}[{i}:{i + 1}]" for i in range(105))
+    facts = layout_of(f"f32[105] as pieces {boxes}")
+    assert len(facts["boxes"]["starts"]) == 100 and facts["boxes"]["hidden"] == 5
+    assert len(facts["title"]) < 300
+
+
+def test_figures_and_matrix_of_a_move_are_those_of_the_plan() -> None:
+    source, target = "f32[12,8] on dp=2,tp=2: R, S(0)", "on tp=3: S(1)"
+    facts = move_of(source, target)
+    a = parse_layout(source)
+    transfer = plan_between(a, parse_layout(target, like=a), Topology(8))
+    told = {(y, x): n for y, row in enumerate(facts["matrix"]["values"]) for x, n in enumerate(row) if n}
+    assert told == dict(transfer.bytes_by_edge)
+    assert facts["matrix"]["busiest_link"][2] == max(transfer.bytes_by_edge.values())
+    assert facts["figures"]["moved_bytes"] == sum(facts["by_rank"]["sent"]) == sum(facts["by_rank"]["received"])
+    assert facts["by_rank"]["received"] == facts["by_rank"]["bound"]
+    assert sum(facts["by_rank"]["bound"]) == facts["figures"]["lower_bound_bytes"]
+
+
+def test_boxes_of_the_animation_fill_what_ranks_hold_afterwards() -> None:
+    facts = move_of("f32[12,8] on tp=4: S(0)", "on dp=2,tp=2: S(1), S(0)", buffer=96)
+    lanes = facts["lanes"]
+    assert facts["figures"]["rounds"] > 1
+    filled: dict[int, int] = {}
+    for step in lanes["steps"]:
+        assert {move[2] for move in step["moves"]} == set(range(-1, step["rounds"]))
+        for _, target, _, start, end in step["moves"]:
+            filled[target] = filled.get(target, 0) + (end[0] - start[0]) * (end[1] - start[1])
+    assert filled == dict.fromkeys(range(4), 24)
+    assert lanes["steps"][0]["before"][1] == [[[3, 0], [6, 8]]]
+
+
+def test_steps_of_a_reduction_are_shown_one_after_the_other() -> None:
+    facts = move_of("f32[8,4] on tp=4: P", "on tp=4: R")
+    assert [step["op"] for step in facts["lanes"]["steps"]] == ["sum", None]
+    assert facts["by_rank"]["bound"] is None
+
+
+def test_a_move_of_sixteen_thousand_ranks_is_sampled_and_can_be_looked_into() -> None:
+    source, target = "bf16[131072,131072] on dp=128,tp=128: S(0), S(1)", "on tp=16384: S(0)"
+    facts = move_of(source, target)
+    matrix = facts["matrix"]
+    assert matrix["sampled"] and matrix["rows"] == [0, 16384, 128]
+    assert len(matrix["values"]) == MATRIX_CELLS and len(matrix["values"][0]) == MATRIX_CELLS
+    assert len(facts["lanes"]["ranks"]) == SHOWN_RANKS
+    assert len(facts_to_json(facts)) < 3_000_000
+    near = move_of(source, target, MoveQuestion((128, 256), (128, 256), animated=200))
+    assert not near["matrix"]["sampled"] and near["matrix"]["rows"] == [128, 256, 1]
+    sent = [sum(row) for row in near["matrix"]["values"]]
+    assert sent == facts["by_rank"]["sent"][128:256]
+    assert near["lanes"]["ranks"][0] == 200
+
+
+def safetensors(path: Path, *names: str) -> Path:
+    path.write_bytes(header_bytes({name: ("F32", [2, 3], 24) for name in names}) + bytes(24 * len(names)))
+    return path
+
+
+def test_facts_of_a_checkpoint_are_its_tensors_files_and_values(tmp_path: Path) -> None:
+    opened = open_checkpoint(str(safetensors(tmp_path / "a.safetensors", "w", "</script>")))
+    facts = CheckpointTarget(opened).facts()
+    assert facts["columns"] == ["name", "dtype", "shape", "layout", "bytes", "files", "picture"]
+    assert facts["tensors"][0] == ["w", "f32", [2, 3], None, 24, [0], None]
+    assert facts["bytes"] == 48 and [file[0] for file in facts["files"]] == ["a.safetensors"]
+    assert CheckpointTarget(opened).answer({"tensor": 0}) == {"picture": None}
+
+
+def test_questions_change_notation_hosts_and_buffers() -> None:
+    assert (
+        LayoutTarget("f32[8]").answer({"notation": "f32[8] on tp=2: S(0)", "ranks_per_host": 2})["ranks"]["count"] == 2
+    )
+    target = MoveTarget("f32[64,64] on tp=4: S(0)", "on tp=4: S(1)")
+    assert target.answer({})["figures"]["rounds"] == 1
+    assert target.answer({"buffer": "1kB"})["figures"]["rounds"] > 1
+    assert target.answer({"target": "on tp=4: R"})["figures"]["collective"] == "all_gather of 4 ranks"
+    near = target.answer({"ranks_per_host": 8})["figures"]["estimate_seconds"]
+    assert target.answer({"ranks_per_host": 1})["figures"]["estimate_seconds"] > near
+
+
+def test_a_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["view", "f32[8,6] on dp=2,tp=2: S(0), S(1)", "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    text = path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"'](?!data:,)", text)
+    assert "connect-src &#x27;none&#x27;" in text and "default-src &#x27;none&#x27;" in text
+    assert "connect-src 'self'" in content_policy(served=True)
+
+
+def test_names_cannot_end_the_script_they_are_in() -> None:
+    name = "</script><script>alert(1)</script>\u2028<!--"
+    facts = {"title": name, "kind": "layout", "x": [name], name: 1}
+    text = render_document(facts)
+    assert "alert(1)</script>" not in text
+    embedded = re.search(r'<script type="application/json" id="facts">(.*)</script>\n<script>', text)
+    assert embedded is not None and "\u2028" not in embedded[1]
+    assert json.loads(embedded[1]) == {**facts, "served": False}
+
+
+def test_targets_that_are_neither_files_nor_notation_are_explained(tmp_path: Path) -> None:
+    def error_of(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["view", *arguments])
+        assert result.exit_code == 2
+        return str(result.stderr)
+
+    assert "no such file or folder, and not a layout such as" in error_of("runs/step-1000")
+    assert "a dim from -2 to 1" in error_of("f32[8,6] on tp=2: S(2)")
+    assert "got 3" in error_of("a", "b", "c")
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "not a checkpoint" in error_of(str(tmp_path))
+
+
+def test_scripts_import_what_exists_and_never_write_markup() -> None:
+    text = bundle()
+    scripts = sorted(path.relative_to(FRONT).as_posix() for path in FRONT.rglob("*.js"))
+    assert len(scripts) > 10
+    for path in scripts:
+        source = read_front_file(path)
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source), (
+            path
+        )
+        assert f"const module_{re.sub(r'[^A-Za-z0-9_]', '_', path.removesuffix('.js'))} =" in text, (
+            f"{path} is not used"
+        )
+        assert not re.search(r"https?://", source), path
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed: scripts are not parsed here")
+def test_scripts_are_valid(tmp_path: Path) -> None:
+    script = tmp_path / "bundle.cjs"
+    script.write_text(bundle())
+    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
