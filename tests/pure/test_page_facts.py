@@ -111,11 +111,11 @@ def test_sixteen_thousand_ranks_are_little_data(text: str) -> None:
 
 
 def test_merged_cells_cover_the_tensor_and_keep_their_first_owner() -> None:
-    text = "bf16[65536,64] on dp=128,tp=8: S(0) block(4), S(1)"
+    text = "bf16[131072,64] on dp=128,tp=8: S(0) block(4), S(1)"
     facts, layout = layout_of(text), parse_layout(text).layout
     rows = facts["regular"]["cuts"][0]
     assert facts["regular"]["merged"][0] > 1
-    assert rows["starts"] == [0, *rows["ends"][:-1]] and rows["ends"][-1] == 65536
+    assert rows["starts"] == [0, *rows["ends"][:-1]] and rows["ends"][-1] == 131072
     across = len(facts["regular"]["cuts"][1]["starts"])
     assert layout.cells is not None
     assert facts["regular"]["owners"][: 2 * across] == [

@@ -1,8 +1,8 @@
 """Who may see the page? Whoever knows its address: it is served on the loopback interface, under a random token.
 
 Two paths exist: `/TOKEN/` is the page, `/TOKEN/ask` takes a question as JSON and returns new facts. Nothing in a
-request names a file: targets are opened from the command line, before the server starts. The Host header must be that of the
-loopback interface, so that a foreign site whose name is made to point here gets nothing.
+request names a file: targets are opened from the command line, before the server starts. The Host header must be that
+of the loopback interface, so that a foreign site whose name is made to point here gets nothing.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ export function createLanes(lanes, itemsize) {
     const colour = colourOf(places.get(source), lanes.ranks.length);
     context.fillStyle = colour;
     context.fillRect(...rect);
-    if (rect[2] > 2 && rect[3] > 2) {
+    if (rect[2] > 6 && rect[3] > 4) {
       context.strokeStyle = share < 1 ? themeColour("ink") : mix(colour, "#ffffff", 0.5);
       context.lineWidth = share < 1 ? 1 : 0.6;
       context.strokeRect(...rect);

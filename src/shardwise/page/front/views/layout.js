@@ -10,7 +10,7 @@ import { axisChips, createLayoutPanel } from "./layout_panel.js";
 export function showLayout(root, facts, { served, show }) {
   const panel = createLayoutPanel(facts, { tallest: 540 });
   const form = createForm({
-    served,
+    label: "The layout in the notation",
     button: "Draw",
     onanswer: show,
     fields: [
@@ -20,7 +20,7 @@ export function showLayout(root, facts, { served, show }) {
   });
   const bytes = facts.ranks.elements.map((count) => count * facts.itemsize);
   root.append(
-    element("section", { class: "card", "aria-label": "The layout in the notation" }, form.node),
+    ...(served ? [form.node] : []),
     figures(layoutFigures(facts, bytes)),
     card("Who holds what", shownNote(facts), { class: "wide", "data-card": "picture" }, axisChips(facts), panel.node),
     card("Bytes per rank", balanceNote(bytes), { class: "narrow", "data-card": "ranks" }, ...rankParts(facts, bytes, panel)),

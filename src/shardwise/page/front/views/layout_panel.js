@@ -18,11 +18,12 @@ export function createLayoutPanel(layout, { tallest = 460, name = "layout", comp
     below.replaceChildren(colourLegend(state.classes, marks(layout)));
     picture.redraw();
   };
-  const controls = element("div", { class: "controls" }, ...dimChoices(state, fill), colours(state, fill), compact ? null : rankField(state, picture), zoomButtons(picture, compact));
+  const plain = compact && layout.shape.length <= 2;
+  const controls = element("div", { class: "controls" }, ...(plain ? [] : dimChoices(state, fill)), colours(state, fill), compact ? null : rankField(state, picture), zoomButtons(picture, compact));
   addDragging(picture, state);
   sliders.replaceChildren(...sliceSliders(state, picture));
   below.append(colourLegend(state.classes, marks(layout)));
-  return { node: element("div", {}, controls, sliders, picture.node, below), picture, state };
+  return { node: element("div", {}, controls, sliders, picture.node, below, plain ? dimNote(state.view) : null), picture, state };
 }
 
 export function describe(layout) {
@@ -33,6 +34,10 @@ export function describe(layout) {
 export function axisChips(layout) {
   if (!layout.axes.length) return null;
   return element("ul", { class: "chips", "aria-label": "Axes of the mesh" }, ...layout.axes.map((axis) => element("li", {}, element("b", {}, `${axis.name}=${formatNumber(axis.size)}`), ` ${axis.words}`)));
+}
+
+function dimNote(view) {
+  return view.rows === null ? null : element("p", { class: "note" }, `dim ${view.rows} down, dim ${view.columns} across`);
 }
 
 function marks(layout) {

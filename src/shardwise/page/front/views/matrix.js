@@ -103,9 +103,9 @@ export function createMatrix(matrix, numbers, onzoom) {
   return { node: element("div", {}, plot.node, key), plot, zoomed };
 }
 
-// An eighth of the window around a cell, but not less than what is drawn rank by rank.
+// The ranks of a cell, and their neighbours as far as they are drawn rank by rank.
 function around([first, last, step], index) {
-  const half = Math.max(64, Math.round((last - first) / 16));
+  const half = Math.max(64, Math.ceil(step / 2));
   const middle = first + index * step + Math.floor(step / 2);
   const low = Math.max(first, Math.min(middle - half, last - 2 * half));
   return [low, Math.min(last, low + 2 * half)];

@@ -15,7 +15,7 @@ const RECEIVED = "#0072b2";
 
 export function showMove(root, facts, { served, show }) {
   const form = createForm({
-    served,
+    label: "The two layouts",
     button: "Plan",
     onanswer: show,
     fields: [
@@ -26,7 +26,7 @@ export function showMove(root, facts, { served, show }) {
     ],
   });
   root.append(
-    element("section", { class: "card", "aria-label": "The two layouts" }, form.node),
+    ...(served ? [form.node] : []),
     figures(moveFigures(facts)),
     lanesCard(facts, served, form),
     matrixCard(facts, served, form),
@@ -65,12 +65,12 @@ function lanesCard(facts, served, form) {
   put(lanes);
   const all = lanes.ranks.length === lanes.count;
   const note = all ? "Boxes leave their sender, in its colour, and fill their receiver." : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
-  const more = all ? null : firstRankField(facts, served, form, (answer) => put(answer.lanes));
+  const more = all || !served ? null : firstRankField(facts, form, (answer) => put(answer.lanes));
   return card("The move, round by round", note, { "data-card": "lanes" }, more, holder);
 }
 
-function firstRankField(facts, served, form, onanswer) {
-  const input = element("input", { type: "number", min: "0", max: String(facts.lanes.count - 1), value: String(facts.lanes.first), disabled: !served, onchange: async () => {
+function firstRankField(facts, form, onanswer) {
+  const input = element("input", { type: "number", min: "0", max: String(facts.lanes.count - 1), value: String(facts.lanes.first), onchange: async () => {
     try {
       onanswer(await ask({ ...form.read(), animated: Number(input.value) }));
     } catch (problem) {
