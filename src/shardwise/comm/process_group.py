@@ -3,9 +3,10 @@
 Which engine moves the bytes is decided once, at the first operation, together by all ranks:
 
 1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device;
-2. gloo, and all ranks share a host: straight out of one process's memory into the other's (`same_host`);
-3. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
-4. gloo otherwise: point to point over its sockets.
+2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`same_host_device`);
+3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`same_host`);
+4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
+5. gloo otherwise: point to point over its sockets.
 
 Where some ranks share a host and others do not, `topology` says so, and moves are planned for it.
 
@@ -17,12 +18,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import Self, cast
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
-from shardwise.comm.transports.engine import Engine, Stage
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import connect_same_host
+from shardwise.comm.transports.same_host_device import connect_devices
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
 
@@ -118,6 +120,23 @@ class ProcessGroupComm:
         return self._start(
             label, call, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), call=call)
         )
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether ranks read each other's tensors where they are: device memory of one host does."""
+        return hasattr(self._engine, "lend")
+
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
+    ) -> Work:
+        """Lend tensors to other ranks, and read what they lend."""
+        call = tensors.describe_call("exchange", label)
+
+        def start(engine: Engine, stage: Stage) -> Work:
+            lent = {rank: [stage.read(t.detach()) for t in listed] for rank, listed in sends.items()}
+            return cast(LendingEngine, engine).lend(lent, receives, take, call=call)
+
+        return self._start(label, call, start)
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
@@ -265,7 +284,12 @@ class ProcessGroupComm:
             host = self._gloo_engine() if self._backends.get("cpu") == "gloo" else None
             return NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
         gloo = self._gloo_engine()
-        found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=self._shared_memory)
+        wanted = self._shared_memory
+        if self.device.type == "cuda":
+            engine = connect_devices(gloo, self.rank, self.ranks, self.device, self.timeout, wanted=wanted)
+            if engine is not None:
+                return engine
+        found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted)
         self._topology = _topology_of(self.ranks, found.hosts)
         return compose_engines(self.rank, self.ranks, found, gloo)
 

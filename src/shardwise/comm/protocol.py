@@ -13,8 +13,8 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,34 @@ class Comm(Protocol):
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes in the order of `ranks`; lengths may differ; meant for small objects."""
         ...
+
+
+TakeLent = Callable[[Mapping[int, Sequence[Tensor]]], None]
+"""What reads the tensors that other ranks lend, by rank."""
+
+
+class LendingComm(Comm, Protocol):
+    """A comm whose ranks can read each other's tensors where they are, whatever their strides: nothing is packed."""
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether `lend` can be called; the same on every rank."""
+        ...
+
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
+    ) -> Work:
+        """Lend tensors to other ranks; call `take` once with what the ranks in `receives` lend to this one.
+
+        `take` gets tensors of other ranks' memory, on the comm's device, and only reads them. It may be called at once
+        or in `wait()`, and its work on the device ends in the order of the stream.
+        """
+        ...
+
+
+def find_lending(comm: Comm) -> LendingComm | None:
+    """Return the comm as one that lends memory, if it does."""
+    return cast(LendingComm, comm) if getattr(comm, "lends_memory", False) else None
 
 
 class CompletedWork:

@@ -20,7 +20,7 @@ allocator does the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
+from shardwise.comm.box_copies import copy_boxes
+from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
 from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
 from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
@@ -165,6 +167,10 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
         runs = [_StepRun(jobs[i].transfer.steps[index], comm.rank, current[i], jobs[i]) for i in active]
         quiet = all(run.step.rounds == 0 and jobs[i].transfer.rank is None for i, run in zip(active, runs, strict=True))
         for number in range(0 if quiet else max(1, *(run.step.rounds for run in runs))):
+            lending = find_lending(comm)
+            if lending is not None:
+                yield _start_lending(runs, number, lending, label)
+                continue
             sends = _merge_edges(run.outgoing(number) for run in runs)
             receives = _merge_edges(run.incoming(number) for run in runs)
             work = comm.exchange(sends, receives, label=label)
@@ -179,6 +185,21 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
         for i, run in zip(active, runs, strict=True):
             current[i] = run.finish()
     return current
+
+
+def _start_lending(runs: Sequence[_StepRun], number: int, comm: LendingComm, label: str) -> Work:
+    """One round in which boxes are read where they are."""
+    sends = _merge_edges(run.lent(number) for run in runs)
+    receives = {peer for run in runs for peer in run.part.receives.get(number, {})}
+
+    def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+        if number == 0:
+            _start_locally(runs)
+        boxes = {peer: iter(tensors) for peer, tensors in lent.items()}
+        for run in runs:
+            run.take_lent(number, boxes)
+
+    return comm.lend(sends, receives, take, label=label)
 
 
 def _reduce_whole(job: TransferJob, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
@@ -273,6 +294,19 @@ class _StepRun:
         view = view_box(self.targets[message[0].slot], message[0].box)
         return view if view.is_contiguous() else None
 
+    def lent(self, number: int) -> dict[int, list[Tensor]]:
+        """The boxes that other ranks read in a round, by peer."""
+        edges = self.part.sends.get(number, {})
+        return {
+            peer: [view_box(self.sources[m.slot], m.box) for message in cut for m in message]
+            for peer, cut in edges.items()
+        }
+
+    def take_lent(self, number: int, boxes: Mapping[int, Iterator[Tensor]]) -> None:
+        """Read the boxes of other ranks that belong to this round of this tensor."""
+        edges = self.part.receives.get(number, {})
+        self._combine_parts([(m, next(boxes[peer])) for peer, cut in edges.items() for message in cut for m in message])
+
     def copy_locally(self) -> None:
         """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
         for slot, box in self.part.fills:
@@ -294,16 +328,19 @@ class _StepRun:
 
     def settle(self) -> None:
         """Put in place what arrived in buffers, in order of terms."""
-        parts = [(move, part) for buffer, message in self.arrived for move, part in _unpack_message(buffer, message)]
-        for move, part in sorted(parts, key=lambda pair: pair[0].term):
-            target = view_box(self.targets[move.slot], move.box)
-            if self.part.reducing:
-                self._combine(target, part)
-            else:
-                target.copy_(part)
+        self._combine_parts([pair for buffer, message in self.arrived for pair in _unpack_message(buffer, message)])
         self.arrived.clear()
         staging_pool.give_back(self.staged)
         self.staged.clear()
+
+    def _combine_parts(self, parts: Sequence[tuple[Move, Tensor]]) -> None:
+        ordered = sorted(parts, key=lambda pair: pair[0].term)
+        pairs = [(view_box(self.targets[move.slot], move.box), part) for move, part in ordered]
+        if not self.part.reducing:
+            copy_boxes(pairs)
+            return
+        for target, part in pairs:
+            self._combine(target, part)
 
     def _combine(self, target: Tensor, part: Tensor) -> None:
         combine_term(self.step.op or "sum", target, part)

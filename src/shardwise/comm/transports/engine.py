@@ -7,14 +7,14 @@ and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import ReduceOp, Work
+from shardwise.comm.protocol import ReduceOp, TakeLent, Work
 
 
 class Engine(Protocol):
@@ -63,6 +63,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release what the engine holds."""
+        ...
+
+
+class LendingEngine(Engine, Protocol):
+    """An engine whose ranks can read each other's tensors where they are."""
+
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
+    ) -> Work:
+        """Lend tensors of any strides; see `LendingComm`."""
         ...
 
 

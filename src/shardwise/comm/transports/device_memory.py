@@ -1,0 +1,281 @@
+"""Device memory that several processes of one host use: which allocation a tensor is in, and how others open it.
+
+1. A tensor is a part of a segment, one allocation of the device, which torch's allocator cuts up. CUDA gives a segment
+   a handle (for other processes) and a number that is never used again in the process, unlike its address.
+2. `SharedSegments` describes tensors to other processes: number, handle and size of the segment, and the tensor's
+   place in it. Handles are kept by number. It notices segments that were freed and names them to the processes that
+   know them.
+3. `OpenedSegments` opens what others describe, once for each process and number, so that a new segment at the address
+   of an old one is never taken for it. What its owner has freed is closed.
+
+A handle exists for memory of cudaMalloc alone, not for torch's expandable segments or memory pools of other kinds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PROCESS_TOKEN = secrets.token_hex(8)
+_LOOK_EVERY = 64  # descriptions, after which freed segments are looked for; also with each new segment
+_HANDLE_BYTES = 64
+_NUMBER, _IS_SHAREABLE, _START, _SIZE = 7, 10, 11, 12  # attributes of a pointer in CUDA's driver
+_ENABLE_PEER_ACCESS = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One allocation of device memory; its number is never used again in the process, its address may be."""
+
+    number: int
+    start: int
+    size: int
+
+
+class SegmentMemory(Protocol):
+    """What the caches need of a device's memory."""
+
+    def find_segment(self, address: int) -> Segment | None:
+        """Return the segment of an address; None for memory that other processes cannot open."""
+        ...
+
+    def export(self, segment: Segment) -> bytes:
+        """Return the handle by which other processes open a segment."""
+        ...
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        """Return another process's segment as bytes of this process."""
+        ...
+
+    def close(self, opened: Tensor) -> None:
+        """Undo `open`."""
+        ...
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_byte * _HANDLE_BYTES),)
+
+
+@dataclass(frozen=True)
+class _MappedRange:
+    """Memory as torch takes it from other libraries."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+class CudaMemory:
+    """Segments of this process's GPUs, by CUDA's driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def find_segment(self, address: int) -> Segment | None:
+        """Ask the driver for the allocation of an address."""
+        kinds = (ctypes.c_int * 4)(_NUMBER, _IS_SHAREABLE, _START, _SIZE)
+        values = (ctypes.c_ulonglong * 4)()
+        places = (ctypes.c_void_p * 4)(*(ctypes.addressof(values) + 8 * i for i in range(4)))
+        _call("cuPointerGetAttributes", 4, kinds, places, ctypes.c_ulonglong(address))
+        number, shareable, start, size = (int(v) for v in values)
+        return Segment(number, start, size) if shareable and start else None
+
+    def export(self, segment: Segment) -> bytes:
+        """Ask the driver for the handle."""
+        handle = _IpcHandle()
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(segment.start))
+        return bytes(handle.data)
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        """Map the segment into this process."""
+        torch.cuda.current_stream(self._device).query()  # binds the device's context to this thread
+        address = ctypes.c_ulonglong()
+        given = _IpcHandle((ctypes.c_byte * _HANDLE_BYTES).from_buffer_copy(handle))
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        return torch.as_tensor(_MappedRange(address.value, size), device=self._device)
+
+    def close(self, opened: Tensor) -> None:
+        """Unmap the segment; its owner freed it, after everything that read it."""
+        _call("cuIpcCloseMemHandle", ctypes.c_ulonglong(opened.data_ptr()))
+
+
+def is_driver_present() -> bool:
+    """Whether CUDA's driver can be called."""
+    try:
+        _driver()
+    except OSError:
+        return False
+    return torch.cuda.is_available()
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise OSError(code, f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+TensorPlace = list[Any]
+"""A tensor for another process: segment number, handle, segment size, place in bytes, dtype, shape, strides."""
+
+
+class SharedSegments:
+    """What this process shows of its device memory to others, by rank."""
+
+    def __init__(self, memory: SegmentMemory) -> None:
+        self._memory = memory
+        self._handles: dict[int, tuple[Segment, str]] = {}
+        self._known: dict[int, set[int]] = {}
+        self._described = 0
+
+    def describe(self, rank: int, tensors: Sequence[Tensor]) -> tuple[list[TensorPlace], list[Tensor]]:
+        """Return where tensors are, for a rank, and the tensors to keep alive: copies of those it could not open."""
+        places, kept = [], []
+        for tensor in tensors:
+            segment = self._memory.find_segment(tensor.data_ptr())
+            if segment is None:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                segment = self._memory.find_segment(tensor.data_ptr())
+            if segment is None:
+                raise OSError(f"memory of {tensor.device} cannot be opened by other processes")
+            handle = self._handle_of(segment)
+            self._known.setdefault(rank, set()).add(segment.number)
+            place = tensor.data_ptr() - segment.start
+            kind = str(tensor.dtype).removeprefix("torch.")
+            places.append(
+                [segment.number, handle, segment.size, place, kind, list(tensor.shape), list(tensor.stride())]
+            )
+            kept.append(tensor)
+        self._described += 1
+        if self._described % _LOOK_EVERY == 0:
+            self._forget_freed()
+        return places, kept
+
+    def take_freed(self, rank: int) -> list[int]:
+        """Return the segments that a rank knows and that have been freed since; each is named once."""
+        freed = [number for number in self._known.get(rank, ()) if number not in self._handles]
+        self._known.get(rank, set()).difference_update(freed)
+        return freed
+
+    def _handle_of(self, segment: Segment) -> str:
+        known = self._handles.get(segment.number)
+        if known is None:
+            self._forget_freed()
+            known = self._handles[segment.number] = segment, self._memory.export(segment).hex()
+        return known[1]
+
+    def _forget_freed(self) -> None:
+        for number, (segment, _) in list(self._handles.items()):
+            if self._memory.find_segment(segment.start) != segment:
+                del self._handles[number]
+
+
+class OpenedSegments:
+    """Other processes' segments that are open in this process, by their owner and number."""
+
+    def __init__(self, memory: SegmentMemory) -> None:
+        self._memory = memory
+        self._opened: dict[tuple[str, int], Tensor] = {}
+        self._typed: dict[tuple[str, int, str], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def view(self, owner: str, place: TensorPlace) -> Tensor:
+        """Return a tensor of another process as one of this process; nothing is copied."""
+        number, handle, size, start, kind, shape, strides = place
+        key = (owner, number, kind)
+        with self._lock:
+            typed = self._typed.get(key)
+            if typed is None:
+                whole = self._opened.get((owner, number))
+                if whole is None:
+                    whole = self._opened[owner, number] = self._memory.open(bytes.fromhex(handle), size)
+                dtype = getattr(torch, kind)
+                typed = self._typed[key] = whole[: size - size % dtype.itemsize].view(dtype)
+        return typed.as_strided(shape, strides, start // typed.itemsize)
+
+    def drop(self, owner: str, numbers: Sequence[int]) -> None:
+        """Close segments that their owner has freed."""
+        with self._lock:
+            for number in numbers:
+                self._typed = {key: t for key, t in self._typed.items() if key[:2] != (owner, number)}
+                opened = self._opened.pop((owner, number), None)
+                if opened is not None:
+                    self._memory.close(opened)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+
+_opened_by_device: dict[torch.device, OpenedSegments] = {}
+
+
+def opened_segments(device: torch.device) -> OpenedSegments:
+    """Return what this process has open for a device: one table, since a handle is opened once in a process."""
+    return _opened_by_device.setdefault(device, OpenedSegments(CudaMemory(device)))
+
+
+class PeerEvents(Protocol):
+    """The order of work on the device between ranks: moments of one rank's stream that the streams of others await."""
+
+    def record(self, moment: int, number: int) -> None:
+        """Mark the end of what this rank's stream has to do so far."""
+        ...
+
+    def wait(self, rank: int, moment: int, number: int) -> None:
+        """Let this rank's stream wait until a rank's stream has reached what it marked."""
+        ...
+
+
+LENT, READ = 0, 1
+_Event: Any = torch.cuda.Event  # untyped in torch
+_RING = 16  # calls in flight; one more waits a little longer than it had to
+
+
+class CudaEvents:
+    """Events that processes share; those of a call are used again some calls later.
+
+    Waiting for a later mark of the same event is waiting longer than needed, never for something that itself waits:
+    a mark is made before its message is sent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = [[_Event(interprocess=True) for _ in range(_RING)] for _ in (LENT, READ)]
+        self._theirs: dict[int, list[list[Any]]] = {}
+
+    def handles(self) -> list[list[str]]:
+        """Return what the other processes need to open these events."""
+        with torch.cuda.device(self._device):
+            return [[event.ipc_handle().hex() for event in ring] for ring in self._own]
+
+    def open(self, handles: Mapping[int, Sequence[Sequence[str]]]) -> None:
+        """Open the events of the other ranks."""
+        for rank, rings in handles.items():
+            self._theirs[rank] = [
+                [_Event.from_ipc_handle(self._device, bytes.fromhex(text)) for text in ring] for ring in rings
+            ]
+
+    def record(self, moment: int, number: int) -> None:
+        """Record the event on the current stream."""
+        self._own[moment][number % _RING].record(torch.cuda.current_stream(self._device))
+
+    def wait(self, rank: int, moment: int, number: int) -> None:
+        """Let the current stream wait."""
+        self._theirs[rank][moment][number % _RING].wait(torch.cuda.current_stream(self._device))

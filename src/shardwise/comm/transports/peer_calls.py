@@ -1,0 +1,147 @@
+"""Numbered calls between the ranks of one host, over their sockets: who waits for whose message, and who gave up.
+
+1. Every call has a number and a description (operation, label, reduction, sizes, dtype). A message under another
+   description means that the ranks made different calls.
+2. Whoever waits serves all started calls, so the order in which ranks wait does not matter.
+3. A rank that gives up sends its peers the reason, which counts before the messages that it sent earlier; a process
+   that ends closes its sockets. Both end all waits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardwise.comm.faults import TransportError
+from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets
+
+_REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
+
+
+class PeerCall:
+    """One call: from whom messages are expected, and who has yet to confirm what was lent to it."""
+
+    def __init__(self, call: str, expected: Iterable[int], lent_to: Iterable[int] = ()) -> None:
+        self.call, self.number = call, 0
+        self.expected, self.lent_to = set(expected), set(lent_to)
+
+    def awaited(self) -> set[int]:
+        """Return the ranks without which the call cannot end."""
+        return self.expected | self.lent_to
+
+    def take(self, frame: Frame) -> Iterable[int]:
+        """Use an expected message; return the ranks whose memory has been read."""
+        raise NotImplementedError
+
+
+class CollectCall(PeerCall):
+    """Keeps the bytes of every rank."""
+
+    def __init__(self, call: str, expected: Iterable[int]) -> None:
+        super().__init__(call, expected)
+        self.taken: dict[int, bytes] = {}
+
+    def take(self, frame: Frame) -> Iterable[int]:
+        """Keep what came along."""
+        self.taken[frame.rank] = bytes(frame.body)
+        return ()
+
+
+class PeerCalls:
+    """The calls of one rank with its peers."""
+
+    def __init__(self, rank: int, links: PeerSockets, others: tuple[int, ...], timeout: float) -> None:
+        self._rank, self._links, self._others, self._timeout = rank, links, others, timeout
+        self.awaited: tuple[int, ...] = others
+        self.lock = threading.RLock()
+        self._started = 0
+        self._open: dict[int, PeerCall] = {}
+        self._early: dict[int, list[Frame]] = {}
+        self._failure: TransportError | None = None
+        self._gave_up: set[int] = set()
+
+    def register(self, call: PeerCall) -> int:
+        """Number a call, under the lock; messages for it are kept until it is started."""
+        self._raise_failure()
+        self._started += 1
+        call.number = self._started
+        return self._started
+
+    def start(self, call: PeerCall, kind: FrameKind, messages: Mapping[int, bytes]) -> None:
+        """Send a registered call's messages, and use those that came before."""
+        self._open[call.number] = call
+        for rank, body in messages.items():
+            self._links.send(rank, kind, call.number, call.call, body)
+        for frame in self._early.pop(call.number, []):
+            self._take(frame)
+
+    def wait(self, call: PeerCall) -> None:
+        """Serve all calls until this one has ended; raise `TransportError` if it cannot."""
+        deadline = time.monotonic() + self._timeout
+        with self.lock:
+            while missing := call.awaited():
+                self._raise_failure(missing)
+                self.awaited = tuple(sorted(missing))
+                if missing & self._links.ended:
+                    raise TransportError("its process ended", sorted(missing & self._links.ended))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransportError(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
+                self._serve(self._links.receive(min(left, _REASON_SECONDS) if self._failure else left))
+            while self._links.unsent(set(self._others)) and deadline > time.monotonic():
+                self._serve(self._links.receive(deadline - time.monotonic()))
+            self._open.pop(call.number, None)
+
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
+        """Notify all peers that this rank has stopped, and refuse further calls; what was lent stays alive."""
+        with self.lock:
+            self._failure = self._failure or TransportError(reason, ranks, exact=True)
+            body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
+            for rank in self._others:
+                self._links.send(rank, FrameKind.FAILED, 0, "", body)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._links.close()
+
+    def _serve(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            if frame.kind is FrameKind.FAILED:
+                told = json.loads(frame.body)
+                self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
+                self._gave_up.add(frame.rank)
+        for frame in frames:
+            if frame.kind is FrameKind.TAKEN:
+                if frame.number in self._open:
+                    self._open[frame.number].lent_to.discard(frame.rank)
+            elif frame.kind is FrameKind.RANGES and frame.rank in self._gave_up:
+                continue  # its program goes on and may write to what it lent
+            elif frame.kind is not FrameKind.FAILED:
+                self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.number > self._started:
+            self._early.setdefault(frame.number, []).append(frame)
+        else:
+            self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        call = self._open.get(frame.number)
+        if call is None or frame.rank not in call.expected or frame.label != call.call:
+            here = call.call if call is not None else "another call, which has ended"
+            raise TransportError(
+                f"the ranks made different calls: rank {frame.rank} offers bytes to rank {self._rank} "
+                f"in {frame.label}, but rank {self._rank} is in {here} and expects none of them",
+                (frame.rank, self._rank),
+                exact=True,
+            )
+        call.expected.discard(frame.rank)
+        for rank in call.take(frame):
+            self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
+
+    def _raise_failure(self, awaited: set[int] | None = None) -> None:
+        """Raise if a rank gave up. A call that awaits only others may still be completed: it is over for the others."""
+        if self._failure is not None and (awaited is None or not self._gave_up or awaited & self._gave_up):
+            raise self._failure

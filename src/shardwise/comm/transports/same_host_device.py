@@ -1,0 +1,364 @@
+"""Ranks of one host with device memory: a rank reads the others' tensors where they are, by CUDA's IPC.
+
+1. A sender marks the moment at which its tensors are ready in its stream and sends the receiver their places: segment,
+   handle, offset, shape, strides. Nothing is packed: a box of a larger tensor is a tensor with strides.
+2. The receiver opens the segments it does not know, lets its stream wait for that moment, and uses the tensors as if
+   they were its own: copies them into place, or reduces them. It marks the moment after that and confirms.
+3. The sender lets its stream wait for the receivers' moments. From then on its program may write to what it lent.
+
+No rank waits for a device here: only the messages are waited for, which say what streams will do. Ranks may share a GPU
+or have GPUs with peer access.
+
+The ranks find out together whether all can read each other's device memory (`connect_devices`), as for host memory:
+each sends the others where a secret of its own is, and reads theirs. If one cannot (another container, expandable
+segments, GPUs without peer access), all use the host's transports and the log says why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.box_copies import copy_boxes, reduce_tensors
+from shardwise.comm.faults import TransportError
+from shardwise.comm.flat_tensors import Edges, as_bytes
+from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.transports.device_memory import (
+    LENT,
+    PROCESS_TOKEN,
+    READ,
+    CudaEvents,
+    CudaMemory,
+    OpenedSegments,
+    PeerEvents,
+    SharedSegments,
+    TensorPlace,
+    is_driver_present,
+    opened_segments,
+)
+from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
+from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
+from shardwise.comm.transports.same_host import _host_identity
+
+_CONNECT_SECONDS = 10.0
+_ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
+_log = logging.getLogger(__name__)
+
+
+class Gatherer(Protocol):
+    """The means by which the ranks talk before they are connected."""
+
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
+        """Return the bytes of all ranks in group order."""
+        ...
+
+
+class LendCall(PeerCall):
+    """One call in which ranks lend each other tensors: `take` is called once, with those of all expected ranks."""
+
+    def __init__(
+        self,
+        call: str,
+        lent: Mapping[int, Sequence[Tensor]],
+        expected: Iterable[int],
+        take: TakeLent,
+        device: DevicePeers,
+    ) -> None:
+        super().__init__(call, expected, lent)
+        self._lent, self._take, self._device = lent, take, device
+        self._readers, self._arrived = tuple(lent), dict[int, Any]()
+        self._stream: Any = None
+
+    def take(self, frame: Frame) -> Iterable[int]:
+        """Keep where the tensors are; use them after the last message."""
+        self._arrived[frame.rank] = json.loads(frame.body)
+        if self.expected:
+            return ()
+        self.use()
+        return tuple(self._arrived)
+
+    def use(self) -> None:
+        """Use the tensors of all ranks, on the current stream."""
+        self._stream = self._device.current_stream()
+        self._take({rank: self._device.open(rank, self.number, told) for rank, told in self._arrived.items()})
+        if self._arrived:
+            self._device.events.record(READ, self.number)
+
+    def settle(self) -> None:
+        """Let the current stream wait for what was read and written in this call."""
+        self._device.follow(self._stream)
+        for rank in self._readers:
+            self._device.events.wait(rank, READ, self.number)
+        self._lent = {}
+
+
+class DevicePeers:
+    """What a rank needs to read the device memory of its peers, and they to read its own."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shared: SharedSegments,
+        opened: OpenedSegments,
+        events: PeerEvents,
+        owners: Mapping[int, str],
+    ) -> None:
+        self.device, self.shared, self.events = device, shared, events
+        self._opened, self._owners = opened, owners
+
+    def describe(self, rank: int, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+        """Return the message that lends tensors to a rank, and the tensors to keep until it has read them."""
+        try:
+            places, kept = self.shared.describe(rank, tensors)
+        except OSError as error:
+            raise TransportError(f"its memory cannot be lent to rank {rank}: {error}", (rank,)) from error
+        return json.dumps([places, self.shared.take_freed(rank)]).encode(), kept
+
+    def open(self, rank: int, number: int, told: Any) -> list[Tensor]:
+        """Return the tensors that a rank lends, for the current stream to read."""
+        places, freed = told
+        self._opened.drop(self._owners[rank], freed)
+        self.events.wait(rank, LENT, number)
+        try:
+            return [self._opened.view(self._owners[rank], place) for place in places]
+        except OSError as error:
+            raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
+
+    def reads_secret(self, rank: int, place: TensorPlace, secret: str) -> bool:
+        """Whether a rank's secret is where it says."""
+        return self._opened.view(self._owners[rank], place).cpu().numpy().tobytes().hex() == secret
+
+    def current_stream(self) -> Any:
+        """Return the stream on which this thread works; None where the device has none."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def follow(self, stream: Any) -> None:
+        """Let the current stream wait for another one."""
+        now = self.current_stream()
+        if stream is not None and stream != now:
+            now.wait_stream(stream)
+
+
+class SameHostDeviceEngine:
+    """Moves device tensors between processes of one host."""
+
+    def __init__(
+        self, rank: int, ranks: tuple[int, ...], links: PeerSockets, peers: DevicePeers, timeout: float
+    ) -> None:
+        self._rank, self._ranks, self._peers, self.device = rank, ranks, peers, peers.device
+        self._index = ranks.index(rank)
+        self._others = tuple(r for r in ranks if r != rank)
+        self._calls = PeerCalls(rank, links, self._others, timeout)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The ranks that the present wait is for."""
+        return self._calls.awaited
+
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
+    ) -> Work:
+        """Lend tensors of any strides to ranks; `take` reads what others lend, on this rank's stream."""
+        with self._calls.lock:
+            told = {rank: self._peers.describe(rank, tensors) for rank, tensors in sends.items()}
+            lent = {rank: kept for rank, (_, kept) in told.items()}
+            operation = LendCall(call, lent, receives, take, self._peers)
+            number = self._calls.register(operation)
+            if lent:
+                self._peers.events.record(LENT, number)
+            if not operation.expected:
+                operation.use()
+            self._calls.start(operation, FrameKind.RANGES, {rank: body for rank, (body, _) in told.items()})
+        return PendingWork(partial(self._finish, operation))
+
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
+        """Copy what is lent into what is received."""
+
+        def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+            for rank, tensors in lent.items():
+                _check_sizes(call, rank, [len(t) for t in tensors], [len(t) for t in receives[rank]])
+            copy_boxes([pair for r in lent for pair in zip(receives[r], lent[r], strict=True)])
+
+        return self.lend(sends, receives, take, call=call)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
+        """Every rank reads every other rank's tensor."""
+        parts = list(out.view(len(self._ranks), -1))
+        if parts[self._index].data_ptr() != tensor.data_ptr():
+            parts[self._index].copy_(tensor)
+        return self._share(parts, tensor, call)
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Every rank reads its run of all others, and reduces them in rank order."""
+        return self._reduce(out, list(tensor.view(len(self._ranks), -1)), op, call)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Reduce small tensors on every rank; reduce-scatter and gather large ones, in place."""
+        if tensor.nbytes * len(self._ranks) <= _ONE_SHOT_BYTES:
+            total = torch.empty_like(tensor)
+            work = self._reduce(total, [tensor] * len(self._ranks), op, call)
+            return PendingWork(partial(_copy_after, work, tensor, total))
+        runs = list(tensor.tensor_split(len(self._ranks)))
+        self._reduce(runs[self._index], runs, op, call).wait()
+        return self._share(runs, runs[self._index], call)
+
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
+        """Every rank reads the source's tensor."""
+        view = [as_bytes(tensor, label=call)] if tensor.numel() else []
+        sends = dict.fromkeys(self._others, view) if self._rank == src and view else {}
+        return self.exchange(sends, {src: view} if self._rank != src and view else {}, call=call)
+
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
+        """Send the bytes along with the messages."""
+        operation = CollectCall(call, self._others)
+        with self._calls.lock:
+            self._calls.register(operation)
+            self._calls.start(operation, FrameKind.DATA, dict.fromkeys(self._others, data))
+            self._wait(operation)
+        return [data if rank == self._rank else operation.taken[rank] for rank in self._ranks]
+
+    def abort(self, reason: str, ranks: Iterable[int]) -> None:
+        """Notify all peers that this rank has stopped, and refuse further calls."""
+        self._calls.abort(reason, ranks)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._calls.close()
+
+    def _share(self, parts: Sequence[Tensor], mine: Tensor, call: str) -> Work:
+        """Lend one tensor to all others and copy theirs into `parts`, in group order."""
+        edges = {r: [t] for r, t in zip(self._ranks, parts, strict=True) if r != self._rank and t.numel()}
+        return self.exchange({r: [mine] for r in self._others} if mine.numel() else {}, edges, call=call)
+
+    def _reduce(self, out: Tensor, runs: Sequence[Tensor], op: ReduceOp, call: str) -> Work:
+        """Lend the i-th run to the i-th rank and reduce what all ranks lend and this rank's own run."""
+        sends = {r: [run] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank and run.numel()}
+        own = runs[self._index]
+        expected = self._others if own.numel() else ()
+
+        def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+            if own.numel():
+                terms = [own if rank == self._rank else lent[rank][0] for rank in self._ranks]
+                for rank, term in zip(self._ranks, terms, strict=True):
+                    _check_sizes(call, rank, [len(term)], [len(out)])
+                reduce_tensors(out, terms, op)
+
+        return self.lend(sends, expected, take, call=call)
+
+    def _finish(self, operation: LendCall) -> None:
+        self._wait(operation)
+        operation.settle()
+
+    def _wait(self, operation: PeerCall) -> None:
+        try:
+            self._calls.wait(operation)
+        except TransportError:
+            raise  # whoever called finds out the cause, and then aborts
+        except BaseException as error:  # Ctrl-C: the program may go on and write to what was lent
+            self.abort(f"{operation.call}: rank {self._rank} was ended by {type(error).__name__}", (self._rank,))
+            raise
+
+
+def _copy_after(work: Work, target: Tensor, source: Tensor) -> None:
+    """Overwrite a tensor after the others have read it."""
+    work.wait()
+    target.copy_(source)
+
+
+def _check_sizes(call: str, rank: int, offered: Sequence[int], wanted: Sequence[int]) -> None:
+    if list(offered) != list(wanted):
+        raise TransportError(
+            f"{call}: rank {rank} sends {list(offered)} elements, which do not match the {list(wanted)} received; "
+            "the k-th tensors on both sides must match",
+            (rank,),
+            exact=True,
+        )
+
+
+def connect_devices(
+    over: Gatherer, rank: int, ranks: tuple[int, ...], device: torch.device, timeout: float, *, wanted: bool
+) -> SameHostDeviceEngine | None:
+    """Return an engine for ranks of one host with device memory, or None on every rank if some rank cannot."""
+    device = torch.empty(0, device=device).device  # with its number
+    secret = secrets.token_bytes(16)
+    probe = torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device)
+    torch.cuda.synchronize(device)
+    shared, events = SharedSegments(CudaMemory(device)), CudaEvents(device)
+    closed: tuple[Listener | None, dict[str, Any]] = (None, {"host": None})
+    listener, card = _open_door(shared, events, probe) if wanted and is_driver_present() else closed
+    try:
+        told = over.all_gather_bytes(
+            json.dumps({**card, "secret": secret.hex()}).encode(), call="connect devices of one host"
+        )
+        cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
+        if listener is None or len({each["host"] for each in cards.values()}) > 1:
+            return None
+        owners = {r: each["process"] for r, each in cards.items()}
+        peers = DevicePeers(device, shared, opened_segments(device), events, owners)
+        links = _connect(over, listener, rank, cards, peers, events, min(_CONNECT_SECONDS, timeout / 2))
+        return SameHostDeviceEngine(rank, ranks, links, peers, timeout) if links is not None else None
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tuple[Listener | None, dict[str, Any]]:
+    """Listen, and write down what the others must know; without a listener if the system does not let us."""
+    try:
+        places, _ = shared.describe(-1, [probe])
+        listener = Listener()
+        card = {
+            "host": _host_identity(),
+            "process": PROCESS_TOKEN,
+            "pid": os.getpid(),
+            "listener": listener.name,
+            "token": listener.token.hex(),
+            "probe": places[0],
+            "events": events.handles(),
+        }
+    except (OSError, RuntimeError) as error:
+        _log_slower(error)
+        return None, {"host": None}
+    return listener, card
+
+
+def _connect(
+    over: Gatherer,
+    listener: Listener,
+    rank: int,
+    cards: Mapping[int, Any],
+    peers: DevicePeers,
+    events: CudaEvents,
+    seconds: float,
+) -> PeerSockets | None:
+    """Connect to all others and read their secrets; None on every rank if anything of it is refused anywhere."""
+    others = {r: card for r, card in cards.items() if r != rank}
+    links: PeerSockets | None = None
+    try:
+        doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
+        links = listener.connect(rank, doors, seconds)
+        events.open({r: card["events"] for r, card in others.items()})
+        readable = all(peers.reads_secret(r, card["probe"], card["secret"]) for r, card in others.items())
+    except (OSError, RuntimeError) as error:
+        readable = False
+        _log_slower(error)
+    answers = over.all_gather_bytes(b"y" if readable else b"n", call="devices of one host can be read")
+    if b"n" not in answers:
+        return links
+    if readable:
+        _log_slower("another rank cannot")
+    if links is not None:
+        links.close()
+    return None
+
+
+def _log_slower(reason: object) -> None:
+    _log.warning("ranks of one host do not read each other's device memory (%s): it goes through host memory", reason)

@@ -1,0 +1,277 @@
+"""Do ranks that read each other's device memory move the right bytes, and never a segment that is gone?
+
+Memory of one process stands in for a device: its segments have addresses that are used again, handles, and numbers
+that are not. The engines are the real ones, over real sockets, one thread for each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.faults import TransportError
+from shardwise.comm.transports.device_memory import OpenedSegments, Segment, SharedSegments
+from shardwise.comm.transports.links import PeerSockets
+from shardwise.comm.transports.same_host_device import DevicePeers, SameHostDeviceEngine
+
+CPU = torch.device("cpu")
+
+
+class FakeDevice:
+    """Segments of one process: made of host memory, known to others by their handles."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, tuple[int, Tensor]] = {}  # number and memory by address
+        self.by_handle: dict[bytes, Tensor] = {}
+        self.opened: list[bytes] = []
+        self.closed: list[int] = []
+        self._numbers = count(1)
+
+    def allocate(self, size: int, address: int | None = None) -> Tensor:
+        memory = torch.zeros(size, dtype=torch.uint8) if address is None else self.segments[address][1].zero_()
+        number = next(self._numbers)
+        self.segments[memory.data_ptr()] = number, memory
+        self.by_handle[str(number).encode()] = memory
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        number, _ = self.segments[memory.data_ptr()]
+        self.segments[memory.data_ptr()] = -number, memory
+        del self.by_handle[str(number).encode()]
+
+    def find_segment(self, address: int) -> Segment | None:
+        for start, (number, memory) in self.segments.items():
+            if number > 0 and start <= address < start + len(memory):
+                return Segment(number, start, len(memory))
+        return None
+
+    def export(self, segment: Segment) -> bytes:
+        return str(segment.number).encode()
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        self.opened.append(handle)
+        return self.by_handle[handle][:size]
+
+    def close(self, opened: Tensor) -> None:
+        self.closed.append(opened.data_ptr())
+
+
+class NoEvents:
+    """A device whose work is done when a call returns; what was recorded must come before it is awaited."""
+
+    recorded: set[tuple[int, int, int]]
+
+    def __init__(self, rank: int, recorded: set[tuple[int, int, int]]) -> None:
+        self._rank, self.recorded = rank, recorded
+
+    def record(self, moment: int, number: int) -> None:
+        self.recorded.add((self._rank, moment, number))
+
+    def wait(self, rank: int, moment: int, number: int) -> None:
+        assert (rank, moment, number) in self.recorded, "awaited before it was recorded"
+
+
+@contextmanager
+def engines(world: int, device: FakeDevice, timeout: float = 20.0) -> Iterator[list[SameHostDeviceEngine]]:
+    pairs = {(a, b): socket.socketpair() for a in range(world) for b in range(a)}
+    recorded: set[tuple[int, int, int]] = set()
+    made = []
+    for rank in range(world):
+        sockets = {b: pair[0] for (a, b), pair in pairs.items() if a == rank}
+        sockets |= {a: pair[1] for (a, b), pair in pairs.items() if b == rank}
+        links = PeerSockets(sockets, dict.fromkeys(range(world), os.getpid()))
+        owners = {r: f"process {r}" for r in range(world)}
+        peers = DevicePeers(CPU, SharedSegments(device), OpenedSegments(device), NoEvents(rank, recorded), owners)
+        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout))
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.close()
+
+
+def run(made: Sequence[SameHostDeviceEngine], body: Callable[..., Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [f.result(timeout=60) for f in [pool.submit(body, rank, engine) for rank, engine in enumerate(made)]]
+
+
+def on_device(device: FakeDevice, values: Tensor) -> Tensor:
+    memory = device.allocate(values.nbytes)
+    return memory.view(values.dtype).view(values.shape).copy_(values)
+
+
+def test_boxes_with_strides_are_read_where_they_are() -> None:
+    device = FakeDevice()
+    held = [on_device(device, torch.arange(24).view(4, 6) + 100 * rank) for rank in range(3)]
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> Tensor:
+        columns = {r: [held[rank][:, 2 * r : 2 * r + 2]] for r in range(3) if r != rank}
+        out = torch.full((3, 4, 2), -1)
+        out[rank] = held[rank][:, 2 * rank : 2 * rank + 2]
+
+        def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+            for peer, (box,) in lent.items():
+                assert box.stride() == (6, 1)
+                assert box.data_ptr() == held[peer][:, 2 * rank :].data_ptr()
+                out[peer] = box
+
+        engine.lend(columns, [r for r in range(3) if r != rank], take, call="swap").wait()
+        return out
+
+    with engines(3, device) as made:
+        for rank, out in enumerate(run(made, body)):
+            assert torch.equal(out, torch.stack([held[p][:, 2 * rank : 2 * rank + 2] for p in range(3)]))
+
+
+@pytest.mark.parametrize("length", [1, 7, 300_000])
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
+def test_reductions_gathers_and_broadcasts(op: Any, length: int) -> None:
+    device = FakeDevice()
+    values = [torch.arange(3 * length, dtype=torch.float64).add(1).roll(rank) for rank in range(3)]
+    stacked = torch.stack(values)
+    whole = {
+        "sum": stacked.sum(0),
+        "avg": stacked.sum(0) / 3,
+        "min": stacked.amin(0),
+        "max": stacked.amax(0),
+        "product": stacked.prod(0),
+    }[op]
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> None:
+        mine = on_device(device, values[rank])
+        out, everything = torch.empty(length, dtype=torch.float64), torch.empty(9 * length, dtype=torch.float64)
+        engine.reduce_scatter_into(out, mine, op, call="scatter").wait()
+        assert torch.equal(out, whole.view(3, -1)[rank])
+        engine.all_gather_into(everything, mine, call="gather").wait()
+        assert torch.equal(everything, stacked.view(-1))
+        engine.all_reduce(mine, op, call="reduce").wait()
+        assert torch.equal(mine, whole)
+        mine.copy_(values[rank])
+        engine.broadcast(mine, 1, call="broadcast").wait()
+        assert torch.equal(mine, values[1])
+        assert engine.all_gather_bytes(bytes([rank]), call="bytes") == [b"\0", b"\1", b"\2"]
+
+    with engines(3, device) as made:
+        run(made, body)
+
+
+def test_one_rank_alone() -> None:
+    with engines(1, FakeDevice()) as made:
+        x = torch.tensor([1.0, 2.0])
+        made[0].all_reduce(x, "sum", call="reduce").wait()
+        assert x.tolist() == [1.0, 2.0]
+
+
+def test_memory_that_others_cannot_open_is_copied() -> None:
+    device = FakeDevice()
+    shared = SharedSegments(device)
+    tensor = torch.ones(3)  # in no segment
+    with pytest.raises(OSError, match="cannot be opened by other processes"):
+        shared.describe(1, [tensor])
+    tensor.clone = lambda memory_format: on_device(device, torch.ones(3))  # type: ignore[method-assign]  # a device's
+    places, kept = shared.describe(1, [tensor])
+    assert kept[0] is not tensor
+    assert torch.equal(OpenedSegments(device).view("me", places[0]), torch.ones(3))
+
+
+def test_handle_is_made_and_opened_once_for_each_segment() -> None:
+    device = FakeDevice()
+    memory = device.allocate(64)
+    shared, opened = SharedSegments(device), OpenedSegments(device)
+    for at in (0, 8, 32):
+        places, _ = shared.describe(1, [memory[at : at + 8].view(torch.int64)])
+        opened.view("other", places[0]).fill_(at)
+    assert device.opened == [b"1"]
+    assert memory.view(torch.int64).tolist() == [0, 8, 0, 0, 32, 0, 0, 0]
+
+
+def test_new_segment_at_the_address_of_a_freed_one_is_opened_anew() -> None:
+    device = FakeDevice()
+    shared, opened = SharedSegments(device), OpenedSegments(device)
+    first = device.allocate(64)
+    places, _ = shared.describe(1, [first])
+    opened.view("other", places[0])
+    device.free(first)
+    second = device.allocate(64, address=first.data_ptr())
+    assert second.data_ptr() == first.data_ptr()
+    later, _ = shared.describe(1, [second])
+    assert later[0][:2] != places[0][:2]
+    opened.view("other", later[0])
+    assert device.opened == [b"1", b"2"]
+    assert shared.take_freed(1) == [1]
+    assert shared.take_freed(1) == []
+    opened.drop("other", [1])
+    assert device.closed == [first.data_ptr()]
+    assert len(opened) == 1
+
+
+def test_same_number_of_another_process_is_another_segment() -> None:
+    device, other = FakeDevice(), FakeDevice()
+    places, _ = SharedSegments(device).describe(1, [device.allocate(8)])
+    theirs, _ = SharedSegments(other).describe(1, [other.allocate(8)])
+    assert places[0][0] == theirs[0][0]
+    opened = OpenedSegments(device)
+    opened.view("a", places[0])
+    opened.view("b", theirs[0])
+    assert len(opened) == 2
+
+
+def test_freed_segments_are_noticed_without_new_ones() -> None:
+    device = FakeDevice()
+    shared = SharedSegments(device)
+    kept, freed = device.allocate(8), device.allocate(8)
+    shared.describe(1, [kept, freed])
+    device.free(freed)
+    for _ in range(64):
+        shared.describe(1, [kept])
+    assert shared.take_freed(1) == [2]
+
+
+def test_ranks_in_different_calls_are_named() -> None:
+    def body(rank: int, engine: SameHostDeviceEngine) -> str:
+        try:
+            engine.all_gather_bytes(b"", call=f"call {rank}")
+        except TransportError as error:
+            engine.abort(error.reason, error.suspects)
+            return error.reason
+        return "no error"
+
+    with engines(2, FakeDevice()) as made:
+        for text in run(made, body):
+            assert "the ranks made different calls" in text
+
+
+def test_rank_that_never_calls_is_named() -> None:
+    with engines(2, FakeDevice(), timeout=0.2) as made, pytest.raises(TransportError, match=r"no answer within 0\.2 s"):
+        made[0].all_gather_bytes(b"", call="gather")
+    with engines(2, FakeDevice(), timeout=20.0) as made:
+        made[1].close()
+        with pytest.raises(TransportError, match="its process ended"):
+            made[0].all_gather_bytes(b"", call="gather")
+
+
+def test_sizes_that_differ_are_named() -> None:
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> str:
+        sends = {1: [device.allocate(8)]} if rank == 0 else {}
+        receives = {0: [torch.empty(4, dtype=torch.uint8)]} if rank == 1 else {}
+        try:
+            engine.exchange(sends, receives, call="move").wait()
+        except TransportError as error:
+            engine.abort(error.reason, error.suspects)
+            return error.reason
+        return "no error"
+
+    with engines(2, device) as made:
+        for text in run(made, body):
+            assert text.startswith("move: rank 0 sends [8] elements, which do not match the [4] received")
