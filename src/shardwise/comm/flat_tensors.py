@@ -181,8 +181,9 @@ def finish_average(total: Tensor, op: ReduceOp, count: int) -> None:
 
 def reduce_runs(out: Tensor, runs: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce flat tensors of one length into `out`, in the order given: every rank gets the same bits."""
-    for at in range(0, len(out), _REDUCE_BLOCK_ELEMENTS):
-        block = slice(at, at + _REDUCE_BLOCK_ELEMENTS)
+    step = _REDUCE_BLOCK_ELEMENTS if out.device.type == "cpu" else max(1, len(out))
+    for at in range(0, len(out), step):
+        block = slice(at, at + step)
         total = runs[0][block].clone()
         for other in runs[1:]:
             accumulate_run(total, other[block], op)

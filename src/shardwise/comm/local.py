@@ -8,13 +8,16 @@ How the threads complete a collective together (`Rendezvous`):
 3. `RendezvousHub.finish`, called by whoever waits, takes jobs that nobody has taken until none is left, then waits for
    the others. So a rank that posted and continued is never waited for.
 4. A rank that raises or returns early is recorded in the state that all hubs of the world share; waiting ranks wake.
+
+On a GPU a job only queues work. So the last rank to post does all of them at once, on its stream, which waits for the
+streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place (`lend`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, Work
+from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 
 RendezvousJob = Callable[[], None]
@@ -38,6 +41,7 @@ class CollectiveCall:
     label: str
     detail: str
     payload: Any
+    stream: Any = None
 
     def __str__(self) -> str:
         return tensors.describe_call(self.kind, self.label, self.detail)
@@ -73,6 +77,7 @@ class Rendezvous:
     complete: bool = False
     running: int = 0
     error: CommError | None = None
+    stream: Any = None  # of a device on which the jobs were queued
 
 
 class RendezvousHub:
@@ -100,18 +105,33 @@ class RendezvousHub:
             meeting.calls[rank] = call
             if len(meeting.calls) == len(self.ranks):
                 del self._open[number]
-                self._close(meeting, plan)
+                self._close(meeting, call, plan)
             return meeting
 
-    def _close(self, meeting: Rendezvous, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]) -> None:
+    def _close(
+        self,
+        meeting: Rendezvous,
+        call: CollectiveCall,
+        plan: Callable[[Mapping[int, Any]], list[RendezvousJob]],
+    ) -> None:
         meeting.error = meeting.error or _mismatch_error(meeting.calls)
         if meeting.error is None:
             try:
                 meeting.jobs = plan({rank: meeting.calls[rank].payload for rank in self.ranks})
             except CommError as error:
                 meeting.error = error
+        if call.stream is not None:
+            self._queue_jobs(meeting, call.stream)
         meeting.complete = True
         self.room.changed.notify_all()
+
+    def _queue_jobs(self, meeting: Rendezvous, stream: Any) -> None:
+        """Do all jobs on one stream, after what the streams of all ranks have to do."""
+        for other in {call.stream for call in meeting.calls.values()} - {stream, None}:
+            stream.wait_stream(other)
+        while meeting.jobs and meeting.error is None:
+            meeting.error = _run_job(meeting.jobs.pop(), meeting)
+        meeting.stream = stream
 
     def finish(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         """Return when the meeting's jobs are done, doing those that nobody does; raise if it cannot be completed."""
@@ -233,6 +253,17 @@ class LocalComm:
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
         return self._start("exchange", label, "", (outgoing, incoming), partial(_plan_exchange, label=label))
 
+    @property
+    def lends_memory(self) -> bool:
+        """Whether boxes are read where they are: on a GPU, where a copy only has to be queued."""
+        return self.device.type == "cuda"
+
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
+    ) -> Work:
+        """Lend tensors to other ranks, and read what they lend."""
+        return self._start("exchange", label, "", (sends, set(receives), take), partial(_plan_lending, label=label))
+
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
         out = tensor.detach().new_empty((self.world_size, *tensor.shape))
@@ -285,13 +316,13 @@ class LocalComm:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
-        meeting = self._post("all_gather_bytes", label, "", data, _plan_nothing)
+        call = CollectiveCall("all_gather_bytes", label, "", data)
+        meeting = self._hub.post(self.rank, call, _plan_nothing)
         self._hub.finish(self.rank, meeting, self.timeout)
         return [meeting.calls[rank].payload for rank in self.ranks]
 
     def _post(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Rendezvous:
-        self._synchronize_device()
-        return self._hub.post(self.rank, CollectiveCall(kind, label, detail, payload), plan)
+        return self._hub.post(self.rank, CollectiveCall(kind, label, detail, payload, self._current_stream()), plan)
 
     def _start(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Work:
         meeting = self._post(kind, label, detail, payload, plan)
@@ -299,12 +330,13 @@ class LocalComm:
 
     def _finish(self, meeting: Rendezvous) -> None:
         self._hub.finish(self.rank, meeting, self.timeout)
-        self._synchronize_device()
+        stream = self._current_stream()
+        if meeting.stream not in (None, stream):
+            stream.wait_stream(meeting.stream)
 
-    def _synchronize_device(self) -> None:
-        """Let a device finish: another rank's thread may use another stream."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _current_stream(self) -> Any:
+        """This thread's stream of the device; None on the CPU."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
 
 def _plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:
@@ -320,6 +352,19 @@ def _plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -
             if wrong:
                 raise CommError(wrong, (src, dst))
             jobs += [partial(_copy_run, target, source) for target, source in zip(wanted, sent, strict=True)]
+    return jobs
+
+
+def _plan_lending(
+    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], set[int], TakeLent]], *, label: str
+) -> list[RendezvousJob]:
+    jobs: list[RendezvousJob] = []
+    for rank, (_, receives, take) in payloads.items():
+        senders = {peer for peer, (sends, _, _) in payloads.items() if rank in sends}
+        if senders != receives:
+            text = f"{label!r}: {name_ranks(senders)} send to rank {rank}, which receives from {name_ranks(receives)}"
+            raise CommError(text, (rank,))
+        jobs.append(partial(take, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
     return jobs
 
 
