@@ -18,10 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm import Comm, LocalComm, run_local
 from shardwise.comm.faults import TransportError
 from shardwise.comm.transports.device_memory import OpenedSegments, Segment, SharedSegments
 from shardwise.comm.transports.links import PeerSockets
 from shardwise.comm.transports.same_host_device import DevicePeers, SameHostDeviceEngine
+from shardwise.geometry import Layout
+from shardwise.tensor import wrap
+from tests.moving import assert_holds, layouts, local_parts, reducible, values
 
 CPU = torch.device("cpu")
 
@@ -275,3 +279,37 @@ def test_sizes_that_differ_are_named() -> None:
     with engines(2, device) as made:
         for text in run(made, body):
             assert text.startswith("move: rank 0 sends [8] elements, which do not match the [4] received")
+
+
+class LendingLocalComm(LocalComm):
+    """Ranks as threads that read each other's boxes where they are, as they do on a GPU."""
+
+    lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
+
+    def exchange(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("boxes were packed")
+
+
+def _move_lending(comm: Comm, src: Layout, dst: Layout, whole: Tensor) -> tuple[Tensor, ...]:
+    assert isinstance(comm, LocalComm)
+    lending = LendingLocalComm(comm.rank, comm._hub, timeout=comm.timeout)
+    held = wrap(src, tuple(local_parts(src, comm.rank, whole)), lending, dtype=whole.dtype)
+    return held.redistribute(dst).local_tensors()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves_between_ranks_that_lend_pack_nothing(dtype: torch.dtype) -> None:
+    found = [(name, layout) for name, layout in layouts(12, 12).items() if reducible(layout, dtype)]
+    whole = values((12, 12), dtype)
+    pairs = [(a, b) for i, a in enumerate(found) for j, b in enumerate(found) if (i + 2 * j) % 5 == 0]
+    for (before, src), (after, dst) in pairs:
+        assert_holds(dst, run_local(_move_lending, 4, src, dst, whole), whole, f"{before} -> {after}")
+
+
+def test_threads_that_lend_to_one_that_does_not_expect_it_are_named() -> None:
+    def body(comm: LocalComm) -> None:
+        sends = {1: [torch.ones(2)]} if comm.rank == 0 else {}
+        comm.lend(sends, [], lambda lent: None, label="move").wait()
+
+    with pytest.raises(RuntimeError, match=r"'move': rank 0 lend to rank 1, which expects"):
+        run_local(body, 2)

@@ -362,7 +362,7 @@ def _plan_lending(
     for rank, (_, receives, take) in payloads.items():
         senders = {peer for peer, (sends, _, _) in payloads.items() if rank in sends}
         if senders != receives:
-            text = f"{label!r}: {name_ranks(senders)} send to rank {rank}, which receives from {name_ranks(receives)}"
+            text = f"{label!r}: {name_ranks(senders)} lend to rank {rank}, which expects {sorted(receives)}"
             raise CommError(text, (rank,))
         jobs.append(partial(take, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
     return jobs

@@ -299,7 +299,7 @@ def connect_devices(
             json.dumps({**card, "secret": secret.hex()}).encode(), call="connect devices of one host"
         )
         cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-        if listener is None or len({each["host"] for each in cards.values()}) > 1:
+        if listener is None or {each["host"] for each in cards.values()} != {card["host"]} or card["host"] is None:
             return None
         owners = {r: each["process"] for r, each in cards.items()}
         peers = DevicePeers(device, shared, opened_segments(device), events, owners)
