@@ -22,6 +22,9 @@ class Collective:
     """A kind and the rank groups in which it runs side by side.
 
     Kinds: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, scatter, gather, permute.
+
+    >>> str(Collective("all_to_all", ((0, 1), (2, 3, 4))))
+    '2 x all_to_all of 2 to 3 ranks'
     """
 
     kind: str
@@ -32,7 +35,8 @@ class Collective:
 
     def __str__(self) -> str:
         times = "" if len(self.groups) == 1 else f"{len(self.groups)} x "
-        return f"{times}{self.kind} of {len(self.groups[0])} ranks"
+        few, many = min(map(len, self.groups)), max(map(len, self.groups))
+        return f"{times}{self.kind} of {few if few == many else f'{few} to {many}'} ranks"
 
 
 def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Collective | None:
