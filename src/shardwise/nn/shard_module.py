@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Comm, DisagreementError
 from shardwise.compat.specs import ChunkShardingSpec, shard_tensor
+from shardwise.compiler.torch_compile import route_torch_compile
 from shardwise.embedding.local_batch import register_local_batch_hooks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.nn.inputs import register_input_hooks
@@ -148,6 +149,7 @@ def shard_module(
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     teach_state_dict_functions()
+    route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
