@@ -14,6 +14,7 @@ COMMANDS = {
     "show": "shardwise.cli.show:show",
     "plan": "shardwise.cli.plan:plan",
     "view": "shardwise.cli.view:view",
+    "model": "shardwise.cli.model:model",
     "demo": "shardwise.cli.demo.command:demo",
     "doctor": "shardwise.cli.doctor:doctor",
     "check-rule": "shardwise.cli.check_rule:check_rule",
@@ -74,6 +75,7 @@ def main(
     Examples:
       shardwise show "f32[8,6] on dp=2,tp=2: S(0), S(1)"
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
+      shardwise model llama/config.json --mesh dp=128,tp=8 --dtype bf16
       shardwise inspect runs/step-1000 --verify
       shardwise diff runs/step-1000 runs/step-2000
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2

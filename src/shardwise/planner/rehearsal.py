@@ -64,7 +64,7 @@ def rehearse(
     twin = copy_to_meta(model, dtype)
     ranks = tuple(sorted(plan.mesh.ranks.reshape(-1).tolist()))
     comm = silent_comm(rank, ranks)
-    meter, given = StepMeter(), pytree.tree_map(_put_on_meta, inputs)
+    meter, given = StepMeter(), pytree.tree_map_only(Tensor, lambda t: _cast(t.detach().to("meta"), dtype), inputs)
     with _one_at_a_time, ExitStack() as stack:
         stack.enter_context(fused_attention())
         stack.enter_context(use_comm(comm))
@@ -138,7 +138,3 @@ def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _put_on_meta(value: Any) -> Any:
-    return value.detach().to("meta") if isinstance(value, Tensor) else value
