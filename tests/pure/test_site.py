@@ -3,6 +3,8 @@
 import tomllib
 from pathlib import Path
 
+from tools.readme_picture import PATH, draw_svg
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -26,3 +28,7 @@ def test_every_page_starts_with_its_title() -> None:
 def test_the_first_page_leads_to_every_other_page() -> None:
     text = (DOCS / "index.md").read_text()
     assert [page for page in sorted(pages()) if "/" not in page and f"({page}.md)" not in text] == []
+
+
+def test_the_picture_of_the_readme_is_what_its_tool_draws() -> None:
+    assert PATH.read_text() == draw_svg()
