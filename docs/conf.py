@@ -14,13 +14,14 @@ from typing import Any
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "src")]
 
-from tools.docs_text import link_outside, quote_code, toctrees  # noqa: E402
+from tools.docs_text import link_outside, quote_code, shorten_signature, toctrees  # noqa: E402
 
 project = "Shardwise"
 author = "The Shardwise authors"
 copyright = author
 html_title = "Shardwise"
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 html_copy_source = False
@@ -30,6 +31,7 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # console blocks show output that is in no language
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_use_legacy_class_based = False
@@ -52,7 +54,13 @@ def complete_docstring(app: Any, what: str, name: str, obj: Any, options: Any, l
     lines[:] = quote_code("\n".join(lines)).split("\n")
 
 
+def complete_signature(app: Any, what: str, name: str, obj: Any, options: Any, text: str, result: str) -> Any:
+    """Write the types of a dataclass's fields without their modules."""
+    return (shorten_signature(text), result) if text else None
+
+
 def setup(app: Any) -> None:
-    """Connect the two."""
+    """Connect them."""
     app.connect("source-read", complete_page)
     app.connect("autodoc-process-docstring", complete_docstring)
+    app.connect("autodoc-process-signature", complete_signature)

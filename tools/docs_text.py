@@ -48,6 +48,15 @@ def toctrees(sections: Mapping[str, Sequence[str]]) -> str:
     return "\n" + "\n\n".join(blocks) + "\n"
 
 
+def shorten_signature(text: str) -> str:
+    """A signature without the modules of its types, torch's excepted; a default made for each call is three dots.
+
+    >>> shorten_signature("(x: ~shardwise.geometry.mesh.Mesh, y: ~torch.layout, z: ~typing.Any = <factory>)")
+    '(x: Mesh, y: torch.layout, z: Any = ...)'
+    """
+    return re.sub(r"~(?!torch)(?:\w+\.)*(\w+)", r"\1", text).replace("~", "").replace("<factory>", "...")
+
+
 def quote_code(docstring: str) -> str:
     """A docstring in which what stands in single backticks is code.
 

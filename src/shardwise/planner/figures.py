@@ -16,6 +16,12 @@ class ParameterRow:
     - `module`: the path of the module that owns it; `layout`: in the notation, with dtype and shape.
     - `rank_bytes`, `gradient_bytes`, `optimizer_bytes`: memory on the fullest rank.
     - `traffic_bytes`: received by that rank to gather the parameter and to reduce its gradient, in one step.
+
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> found = estimate({"w": (8, 4)}, ModelPlan(Mesh.of(tp=2), {"w": "S(0)"}), dtype="f32")
+    >>> found.rows[0].layout, found.rows[0].rank_bytes
+    ('f32[8,4] on tp=2: S(0)', 64)
     """
 
     name: str
@@ -36,6 +42,14 @@ class StepMove:
     `label` is the operator that asks for it, `src` and `dst` are in the notation, `axes` the mesh axes along which it
     communicates ("tp", or "dp,tp" for bytes between ranks that differ in both), `parameters` whether it gathers
     parameters or reduces their gradients.
+
+    >>> from torch import nn
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    >>> found = estimate(model, ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)"), batch=2, sequence=4)
+    >>> {move.axes for move in found.moves}
+    {('dp',)}
     """
 
     label: str
@@ -62,6 +76,12 @@ class Estimate:
     - `compute_seconds`, `communication_seconds`: of a step, one after the other in `step_seconds`.
     - `rows`: one for each parameter; `moves`: what is moved, most bytes first.
     - `tokens`: of all ranks' batches together.
+
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> found = estimate({"w": (8, 4)}, ModelPlan(Mesh.of(tp=2), {"w": "S(0)"}), dtype="f32")
+    >>> found.parameter_bytes, found.optimizer_bytes, found.fits
+    (64, 128, True)
     """
 
     plan: Mapping[str, Any]

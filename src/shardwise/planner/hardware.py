@@ -54,7 +54,12 @@ def find_device(device: str | Device) -> Device:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each element: tensors of the parameter's dtype, and further bytes."""
+    """What an optimizer keeps for each element: tensors of the parameter's dtype, and further bytes.
+
+    >>> from shardwise.geometry.dtypes import find_dtype
+    >>> OptimizerState(tensors=2).bytes_for(10, find_dtype("f32"))
+    80
+    """
 
     tensors: int
     more_bytes: int = 0
