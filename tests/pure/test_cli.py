@@ -69,11 +69,12 @@ def test_show_json_holds_the_layout_and_each_rank() -> None:
 
 def test_plan_prints_the_figures() -> None:
     lines = output_of("plan", ROWS, "on tp=4: S(1)").splitlines()
-    figures = dict(row.split("  ", 1) for row in lines[:9])
+    figures = dict(row.split("  ", 1) for row in lines[:10])
     assert {name: value.strip() for name, value in figures.items() if name != "estimate"} == {
         "from": ROWS,
         "to": "f32[4096,1024] on tp=4: S(1)",
         "moved": "12.6 MB, lower bound 12.6 MB",
+        "between hosts": "0 B (lower bound 0 B)",
         "copied locally": "4.2 MB",
         "rounds": "1",
         "collective": "all_to_all of 4 ranks",
@@ -81,8 +82,8 @@ def test_plan_prints_the_figures() -> None:
         "busiest receiver": "rank 0, 3.1 MB",
     }
     assert "us (8 ranks per host, 300.0 GB/s within and 25.0 GB/s between hosts)" in figures["estimate"]
-    assert lines[9:12] == ["", "from  to   bytes", "   0   1  1.0 MB"]
-    assert lines[-1] == "In total 12.6 MB move, the lower bound."
+    assert lines[10:13] == ["", "from  to   bytes", "   0   1  1.0 MB"]
+    assert lines[-1] == "In total 12.6 MB move, the lower bound, 0 B of it between hosts."
 
 
 def test_plan_of_nothing_has_no_edges() -> None:

@@ -10,7 +10,7 @@ import typer
 from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shorten_title
 from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.transfer import Topology, Transfer, plan_transfer
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.report import format_between_hosts, format_bytes
 from shardwise.view import Line, draw_table, line, print_lines
 
 SHOWN_EDGES = 16
@@ -77,6 +77,7 @@ def plan_lines(source: TensorType, target: TensorType, transfer: Transfer, topol
         ("from", shorten_title(str(source))),
         ("to", shorten_title(str(target))),
         ("moved", f"{format_bytes(transfer.moved_bytes)}, lower bound {format_bytes(transfer.lower_bound_bytes)}"),
+        ("between hosts", format_between_hosts(transfer) or "unknown"),
         ("copied locally", format_bytes(transfer.copied_bytes)),
         ("rounds", _rounds(transfer)),
         ("collective", str(transfer.collective or "none: a plain exchange")),

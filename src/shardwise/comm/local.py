@@ -245,6 +245,9 @@ class LocalComm:
         """How many ranks this comm has."""
         return len(self.ranks)
 
+    def find_topology(self) -> None:
+        """All ranks share a host: there is none."""
+
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:

@@ -8,7 +8,7 @@ Which engine moves the bytes is decided once, at the first operation, together b
 4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
 5. gloo otherwise: point to point over its sockets.
 
-Where some ranks share a host and others do not, `topology` says so, and moves are planned for it.
+Where some ranks share a host and others do not, `find_topology` says so, and moves are planned for it.
 
 Tensors that live elsewhere than the engine's memory are copied there and back (through pinned host memory for a GPU).
 """
@@ -102,9 +102,8 @@ class ProcessGroupComm:
         """How many ranks this comm has."""
         return len(self.ranks)
 
-    @property
-    def topology(self) -> Topology | None:
-        """Which ranks share a host, if some do and others do not; found out at the first call, which all ranks make."""
+    def find_topology(self) -> Topology | None:
+        """Return which ranks share a host, if some do and others do not."""
         if self._engine is None:
             self._gather_bytes("connect", b"", "connect")
         return self._topology

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.transfer.topology import Topology
+
 
 class CommError(RuntimeError):
     """A collective could not be completed: a rank died, raised, timed out, or made another call.
@@ -111,6 +113,13 @@ class Comm(Protocol):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The torch group underneath; None when all ranks are threads of one process."""
+        ...
+
+    def find_topology(self) -> Topology | None:
+        """Return which ranks share a host, the same on every rank; None if all do, or none of them.
+
+        The first call may ask all ranks.
+        """
         ...
 
     def exchange(

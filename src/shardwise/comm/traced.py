@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardwise._torch_graphs import compute_again, last_traced_node
 from shardwise.comm.protocol import Comm
+from shardwise.transfer.topology import Topology
 
 BEFORE_BACKWARD = "shardwise_before_backward"  # marks nodes: which call of backward follows, counted from 1
 
@@ -94,6 +95,9 @@ class TracedComm:
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         return self.real.process_group
+
+    def find_topology(self) -> Topology | None:
+        return self.real.find_topology()
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         return self.trace.ask(label, data, self.world_size)

@@ -39,7 +39,7 @@ class OutsideComm:
         )
 
     exchange = all_gather = all_gather_into = reduce_scatter_into = all_reduce = _refuse
-    broadcast = barrier = subset = all_gather_bytes = _refuse
+    broadcast = barrier = subset = all_gather_bytes = find_topology = _refuse
 
 
 def resolve_group(process_group: GroupOrComm | None = None) -> Comm:

@@ -182,7 +182,7 @@ def _record_of(node: Node) -> MoveRecord:
 
 
 def _sends_nothing(record: MoveRecord) -> bool:
-    plan = plan_for_rank(record.src, record.dst, record.dtype.itemsize, record.max_buffer_bytes, record.comm.rank)
+    plan = plan_for_rank(record.src, record.dst, record.dtype.itemsize, record.max_buffer_bytes, record.comm)
     return plan.rank is None and all(step.rounds == 0 for step in plan.steps)
 
 

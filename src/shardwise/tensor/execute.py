@@ -1,6 +1,6 @@
 """How is a transfer executed? Local copies, one exchange per round, and what arrives is put in place.
 
-1. Each step of each tensor gets fresh destination tensors.
+1. Each step of each tensor gets fresh destination tensors; one that passes on within hosts completes those before it.
 2. On every edge, large boxes travel on their own, straight from the source and into the destination where both are
    one run of memory; small neighbours are packed into one message. Both sides split an edge the same way, from the box
    sizes alone.
@@ -216,7 +216,8 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     if kind == "all_reduce":
         target = source.clone(memory_format=torch.contiguous_format)
         return target, comm.all_reduce(target, op, label=label)
-    target = torch.empty(first.dst.local_shapes(comm.rank)[0], dtype=job.dtype, device=job.device)
+    shape = job.transfer.dst.local_shapes(comm.rank)[0]
+    target = torch.empty(shape, dtype=job.dtype, device=job.device)
     return target, comm.reduce_scatter_into(target, source.contiguous(), op, label=label)
 
 
@@ -251,7 +252,10 @@ class _StepRun:
         self.step, self.sources, self.job = step, sources, job
         self.part = work_out_rank_part(step, rank, job.dtype.itemsize)
         dtype = accumulation_dtype(job.dtype) if self.part.reducing else job.dtype
-        self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
+        if step.in_place:
+            self.targets = list(sources)
+        else:
+            self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
         self.arrived: list[tuple[Tensor, Message]] = []
         self.staged: list[Tensor] = []
 

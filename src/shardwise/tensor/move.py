@@ -223,7 +223,7 @@ def start_moves(
     batches: list[list[TransferJob]] = []
     for one, dst in zip(held, dsts, strict=True):
         limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
-        plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm.rank)
+        plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm)
         notify_watchers(plan, label)
         job = TransferJob(plan, resolve_lazy([t.detach() for t in one.local_parts]), one.dtype, one.device)
         size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize

@@ -65,7 +65,7 @@ class MoveRecord:
             notify_watchers(rows, self.label)
             moved: tuple[Tensor, ...] = (exchange_rows(rows, locals_[0], self.comm, self.label),)
         else:
-            plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
+            plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm)
             notify_watchers(plan, self.label)
             moved = execute(plan, locals_, self.comm, self.dtype, self.label)
         for tensor in moved:
@@ -80,7 +80,7 @@ class MoveRecord:
 
     def make_job(self, locals_: Sequence[Tensor]) -> TransferJob:
         """The move as one of several that share an exchange."""
-        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm.rank)
+        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm)
         notify_watchers(plan, self.label)
         device = locals_[0].device if locals_ else self.comm.device
         return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device)

@@ -12,9 +12,10 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
+from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout
 from shardwise.tensor.caches import cache_plans
-from shardwise.transfer import Copy, Move, Step, Transfer, plan_transfer
+from shardwise.transfer import Copy, Move, Step, Topology, Transfer, plan_transfer
 
 
 class PlannedMove(Protocol):
@@ -63,10 +64,10 @@ class RankPart:
     reducing: bool
 
 
-def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int) -> Transfer:
-    """The plan from which a rank works: the whole one in small worlds, else this rank's part of it."""
+def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, comm: Comm) -> Transfer:
+    """The plan from which a rank works, for the hosts of its comm: whole in small worlds, else this rank's part."""
     small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
-    return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else rank)
+    return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else comm.rank, comm.find_topology())
 
 
 def find_moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
@@ -75,8 +76,15 @@ def find_moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
 
 
 @cache_plans
-def _plan_cached(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, rank: int | None) -> Transfer:
-    return plan_transfer(src, dst, itemsize=itemsize, max_buffer_bytes=max_buffer_bytes, rank=rank)
+def _plan_cached(
+    src: Layout,
+    dst: Layout,
+    itemsize: int,
+    max_buffer_bytes: int | None,
+    rank: int | None,
+    topology: Topology | None = None,
+) -> Transfer:
+    return plan_transfer(src, dst, itemsize=itemsize, topology=topology, max_buffer_bytes=max_buffer_bytes, rank=rank)
 
 
 @cache_plans

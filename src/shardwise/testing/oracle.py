@@ -133,20 +133,34 @@ def simulate(transfer: Transfer, local: Mapping[int, Sequence[Array]]) -> Locals
     _check_shapes(transfer.src, local)
     dtype = next((array.dtype for arrays in local.values() for array in arrays), np.dtype(np.int64))
     held: Mapping[int, Sequence[Array]] = local
+    written: Locals = {}
     for step in transfer.steps:
-        held = _run_step(step, held, dtype)
+        if not step.in_place:
+            _check_written(written)
+            written = allocate(step.dst, np.dtype(bool))
+        held = _run_step(step, held, written, dtype)
+    _check_written(written)
     return {rank: list(arrays) for rank, arrays in held.items()}
 
 
-def _run_step(step: Step, local: Mapping[int, Sequence[Array]], dtype: np.dtype[Any]) -> Locals:
+def _check_written(written: Locals) -> None:
+    for rank, arrays in written.items():
+        assert all(done.all() for done in arrays), f"rank {rank}: some elements are never written"
+
+
+def _run_step(step: Step, local: Mapping[int, Sequence[Array]], written: Locals, dtype: np.dtype[Any]) -> Locals:
+    """The arrays after a step; `written` says of what, and a step that passes on sends only what has been written."""
     ranks = sorted({*step.src.ranks, *step.dst.ranks})
+    if step.in_place:
+        for sent in _exchange(step, ranks, written).values():
+            assert all(data.all() for *_, data in sent), "something is passed on that has not arrived"
     arrived = _exchange(step, ranks, local)
-    result = allocate(step.dst, dtype)
+    result = {r: [a.copy() for a in local[r]] for r in step.dst.ranks} if step.in_place else allocate(step.dst, dtype)
     for rank in step.dst.ranks:
         for copy in step.copies_of(rank):
             data = local[rank][copy.src_slot][copy.src_box.slices]
             arrived[rank].append((copy.term, copy.dst_slot, copy.dst_box, data))
-        _combine(step, rank, arrived[rank], result[rank])
+        _combine(step, rank, arrived[rank], result[rank], written[rank])
     return result
 
 
@@ -169,9 +183,8 @@ def _exchange(step: Step, ranks: Sequence[int], local: Mapping[int, Sequence[Arr
     return arrived
 
 
-def _combine(step: Step, rank: int, arrived: list[Arrival], result: list[Array]) -> None:
+def _combine(step: Step, rank: int, arrived: list[Arrival], result: list[Array], written: list[Array]) -> None:
     """Write what a rank got into its destination arrays: terms in ascending order, then fills, then the scale."""
-    written = [np.zeros(array.shape, bool) for array in result]
     for _, slot, box, data in sorted(arrived, key=lambda arrival: arrival[0]):
         again, place = written[slot][box.slices], result[slot][box.slices]
         assert step.op is not None or not again.any(), f"rank {rank}: {box} of array {slot} is written twice"
@@ -180,7 +193,6 @@ def _combine(step: Step, rank: int, arrived: list[Arrival], result: list[Array])
     for slot, box in step.fills_of(rank):
         assert step.op is not None and not written[slot][box.slices].any(), f"rank {rank}: fill over values in {box}"
         result[slot][box.slices], written[slot][box.slices] = identity(step.op, result[slot].dtype), True
-    assert all(done.all() for done in written), f"rank {rank}: some elements are never written"
     for slot, array in enumerate(result):
         result[slot] = divide(array * step.scale[0], step.scale[1]).astype(array.dtype)
 

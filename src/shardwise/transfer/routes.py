@@ -106,6 +106,8 @@ class Step:
 
     With `op`, the terms that reach one destination are combined by it in ascending order of `term`; then every
     destination element is multiplied by `scale[0] / scale[1]`.
+
+    A step that passes on (`in_place`) completes the destination of the step before it: ranks exchange boxes of it.
     """
 
     src: Layout
@@ -116,6 +118,7 @@ class Step:
     op: str | None
     scale: tuple[int, int]
     rounds: int
+    in_place: bool = False
 
     def sends_of(self, rank: int) -> list[Move]:
         """What a rank sends, in the order in which its peers receive it."""
@@ -146,8 +149,8 @@ class Step:
 
     def same_as(self, other: Step) -> bool:
         return (
-            (self.src, self.dst, self.op, self.scale, self.rounds)
-            == (other.src, other.dst, other.op, other.scale, other.rounds)
+            (self.src, self.dst, self.op, self.scale, self.rounds, self.in_place)
+            == (other.src, other.dst, other.op, other.scale, other.rounds, other.in_place)
             and self.routes.same_as(other.routes)
             and self.copies.same_as(other.copies)
             and np.array_equal(self.fills, other.fills)

@@ -9,6 +9,8 @@ One exchange turns one layout into another, or two where a pending reduction goe
    comes from the best replica.
 2. Pending in the source, not in the destination: if no destination box is replicated, one step that reduces on
    arrival; else one step that reduces every region on one rank (`reduction`), and one that hands the results out.
+   With a topology, the addends of each host are combined first (`hosts/sums`), and what several ranks of a host need
+   from another one goes there once and is passed on (`hosts/relays`).
 3. Pending in the destination: the same kind of reduction moves addend by addend; otherwise the value becomes the
    first addend and the others are filled with the reduction's identity.
 """
@@ -26,6 +28,8 @@ import numpy.typing as npt
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.transfer.choose import choose_senders, index_owners
+from shardwise.transfer.hosts.relays import may_relay, relay_moves
+from shardwise.transfer.hosts.sums import sum_within_hosts
 from shardwise.transfer.intersect import (
     Overlaps,
     concatenate_overlaps,
@@ -52,28 +56,45 @@ class PlanOptions:
     max_buffer_bytes: int | None = None
 
 
-def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> Step:
-    """The step from one layout to another; with `rank`, only this rank's part of it."""
-    src, dst = outline.src, outline.dst
+def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> list[Step]:
+    """The step from one layout to another, and one that passes on within hosts where that saves bytes between them.
+
+    With `rank`, only this rank's part of it.
+    """
+    src, dst, topology = outline.src, outline.dst, options.topology
     only = rank if rank is not None and _can_plan_alone(outline, options) else None
-    overlaps = _demands(outline, only)
-    moves = _build_moves(outline, overlaps, options, only)
+    moves = _build_moves(outline, _demands(outline, only), options, only)
+    passed_on = moves.take(np.zeros(0, np.int64))
+    if topology is not None and may_relay(outline, topology):
+        moves, passed_on = relay_moves(moves, outline, topology)
+    degree = 0
+    if options.max_buffer_bytes is not None:
+        degree = _max_degree(moves) if len(passed_on) else _degree(outline, options, moves if rank is None else None)
+    routes, copies = _routes_of(moves, options, rank, degree)
+    fills, rounds = unreached_rows(outline, rank), int(routes.rounds.max(initial=-1)) + 1
+    steps = [Step(src, dst, routes, copies, fills, outline.op, outline.scale, rounds)]
+    if len(passed_on):
+        routes, none = _routes_of(passed_on, options, rank, _max_degree(passed_on))
+        rounds = int(routes.rounds.max(initial=-1)) + 1
+        steps.append(Step(dst, dst, routes, none, none.dst_rows, None, (1, 1), rounds, in_place=True))
+    return steps
+
+
+def _routes_of(moves: Routes, options: PlanOptions, rank: int | None, degree: int) -> tuple[Routes, Routes]:
+    """The moves between ranks, in rounds if buffers are limited, and those within a rank; with `rank`, its part."""
     local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
     if rank is not None:
         mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
     routes, copies = _sort_by_edge(moves, mine & ~local), _sort_by_edge(moves, mine & local)
     if options.max_buffer_bytes is not None:
-        degree = _degree(outline, options, moves if rank is None else None)
         routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
-    fills = unreached_rows(outline, rank)
-    rounds = int(routes.rounds.max(initial=-1)) + 1
-    return Step(src, dst, routes, copies, fills, outline.op, outline.scale, rounds)
+    return routes, copies
 
 
 def _can_plan_alone(outline: StepOutline, options: PlanOptions) -> bool:
     """Whether one rank's part follows from the pieces around it: regular layouts whose replica sets do not overlap."""
     src, dst = outline.src, outline.dst
-    if src.cells is None or dst.cells is None:
+    if src.cells is None or dst.cells is None or may_relay(outline, options.topology):
         return False
     if src.cells.replicas == 1 or not outline.is_listed:
         return True
@@ -223,12 +244,27 @@ def unreached_rows(outline: StepOutline, rank: int | None) -> IntArray:
     return rows if rank is None else rows[table.ranks[rows] == rank]
 
 
-def outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
+def outline_steps(src: Layout, dst: Layout, topology: Topology | None) -> tuple[StepOutline, ...]:
     """What the steps from `src` to `dst` do, and whether their moves are listed."""
     outlines = _outline_steps(src, dst)
-    if all(map(can_be_listed, outlines)):
-        return outlines
-    return tuple(replace(outline, is_listed=False) for outline in outlines)
+    if not all(map(can_be_listed, outlines)):
+        return tuple(replace(outline, is_listed=False) for outline in outlines)
+    within = None if topology is None else _outline_within_hosts(src, dst, topology)
+    return within if within is not None and all(map(can_be_listed, within)) else outlines
+
+
+def _outline_within_hosts(src: Layout, dst: Layout, topology: Topology) -> tuple[StepOutline, ...] | None:
+    """The steps of a reduction that first combines the addends of each host; None where that saves nothing."""
+    if src.pending is None or (dst.pending is not None and dst.pending.op == src.pending.op):
+        return None
+    sums = sum_within_hosts(src, dst, topology)
+    if sums is None:
+        return None
+    scale = (1, src.pending.divisor)
+    if len(sums.terms) == 1:
+        return StepOutline(src, sums.layout, sums.terms, src.pending.op, scale), _outline_first_addend(sums.layout, dst)
+    first, *rest = StepOutline(src, sums.layout, sums.terms, src.pending.op, (1, 1)), *_outline_steps(sums.layout, dst)
+    return first, replace(rest[0], scale=scale), *rest[1:]
 
 
 def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
@@ -246,7 +282,8 @@ def _outline_steps(src: Layout, dst: Layout) -> tuple[StepOutline, ...]:
 
 def plan_steps(outlines: Sequence[StepOutline], options: PlanOptions, rank: int | None) -> tuple[Step, ...]:
     """The steps with their moves (with `rank`, its part); of several limits that are too small, the largest is told."""
-    return _try_each(lambda outline: plan_step(outline, options, rank), outlines)
+    planned = _try_each(lambda outline: plan_step(outline, options, rank), outlines)
+    return tuple(step for steps in planned for step in steps)
 
 
 def plan_rounds(outlines: Sequence[StepOutline], options: PlanOptions, steps: Sequence[Step] | None) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
 from shardwise.transfer.collectives import Collective, recognise_collective, recognise_from_totals
+from shardwise.transfer.hosts.bounds import lower_bound_between_hosts
+from shardwise.transfer.hosts.sums import HostSumsSpec
 from shardwise.transfer.reduction import reduction_lower_bound
 from shardwise.transfer.report import describe_transfer, format_transfer_table
 from shardwise.transfer.routes import Routes, Step
@@ -46,7 +48,7 @@ class Transfer:
     @cached_property
     def outlines(self) -> tuple[StepOutline, ...]:
         """What each step does."""
-        return outline_steps(self.src, self.dst)
+        return outline_steps(self.src, self.dst, self.options.topology)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -66,6 +68,15 @@ class Transfer:
     def is_listed(self) -> bool:
         """Whether the moves were listed to make the plan."""
         return self.rank is not None or self.outlines[0].is_listed
+
+    @property
+    def _has_steps_for_hosts(self) -> bool:
+        """Whether there are steps within hosts, which make no other transfer of it."""
+        return self._passes_on or any(isinstance(outline.dst.spec, HostSumsSpec) for outline in self.outlines)
+
+    @property
+    def _passes_on(self) -> bool:
+        return self.options.topology is not None and self.is_listed and any(s.in_place for s in self.unsplit_steps)
 
     @cached_property
     def totals(self) -> tuple[StepTotals, ...]:
@@ -91,7 +102,7 @@ class Transfer:
     @cached_property
     def rounds_by_step(self) -> tuple[int, ...]:
         """The number of exchanges of each step; at most so many, if moves are not listed and ranks hold many pieces."""
-        if self.max_buffer_bytes is not None:
+        if self.max_buffer_bytes is not None and not self._passes_on:
             return plan_rounds(self.outlines, self.options, self.unsplit_steps if self.is_listed else None)
         if self.is_listed:
             return tuple(step.rounds for step in self.steps)
@@ -144,8 +155,34 @@ class Transfer:
         if len(self.outlines) == 1 and (self.src.pending is None or self.dst.pending is not None):
             if self.rank is not None or not self.is_listed:
                 return self.moved_bytes  # all that is needed, less what is copied locally
-            return _needed_elements(self.unsplit_steps[0]) * self.itemsize
+            return _needed_elements(self.unsplit_steps) * self.itemsize
         return reduction_lower_bound(self.src, self.dst) * self.itemsize
+
+    @cached_property
+    def bytes_between_hosts(self) -> int | None:
+        """The bytes that go from a rank to one of another host; None for a plan without a topology."""
+        topology = self.options.topology
+        if topology is None:
+            return None
+        if not self.is_listed:
+            near = [
+                total_within_hosts(o, t, topology, topology) for o, t in zip(self.outlines, self.totals, strict=True)
+            ]
+            return self.moved_bytes - sum(int(total.sent.sum()) for total in near) * self.itemsize
+        far = 0
+        for step in self.unsplit_steps:
+            sources, targets, nbytes = edge_bytes(step.routes, self.itemsize)
+            far += int(nbytes[topology.host_of(sources) != topology.host_of(targets)].sum())
+        return far
+
+    @cached_property
+    def lower_bound_between_hosts(self) -> int | None:
+        """The fewest bytes that any plan sends between hosts; None without a topology, and where it is not known."""
+        topology = self.options.topology
+        if topology is None or self.rank is not None or not self.is_listed:
+            return None
+        elements = lower_bound_between_hosts(self.src, self.dst, topology)
+        return None if elements is None else elements * self.itemsize
 
     @cached_property
     def sent_bytes(self) -> Mapping[int, int]:
@@ -180,6 +217,8 @@ class Transfer:
         """The collective that this transfer is, or None if it is not a known one."""
         if self.rank is not None:
             return None
+        if self.is_listed and self._has_steps_for_hosts:
+            return replace(self, options=PlanOptions(self.itemsize)).collective
         if self.is_listed:
             return recognise_collective(self.src, self.dst, self.unsplit_steps)
         return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
@@ -229,6 +268,8 @@ class Transfer:
             "rank": self.rank,
             "moved_bytes": self.moved_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
+            "bytes_between_hosts": self.bytes_between_hosts,
+            "lower_bound_between_hosts": self.lower_bound_between_hosts,
             "copied_bytes": self.copied_bytes,
             "rounds": self.rounds,
             "collective": None if self.collective is None else self.collective.to_json(),
@@ -282,14 +323,14 @@ def edge_bytes(routes: Routes, itemsize: int) -> tuple[IntArray, IntArray, IntAr
     return routes.src_ranks[first], routes.dst_ranks[first], np.add.reduceat(routes.elements(), first) * itemsize
 
 
-def _needed_elements(step: Step) -> int:
+def _needed_elements(steps: Sequence[Step]) -> int:
     """What the ranks need and do not hold, counted from the layouts: everything, less what local copies provide."""
-    table = step.dst.table
+    step, table = steps[0], steps[0].dst.table
     terms = 1 if step.src.cells is None or step.op is None else step.src.cells.addends
     filled = np.setdiff1d(np.arange(len(table)), step.fills, assume_unique=True)
     needed = int(table.sizes[filled].prod(axis=1).sum())
     if step.op is not None and terms > 1:
-        needed = int(step.routes.elements().sum() + step.copies.elements().sum())
+        needed = sum(int(each.routes.elements().sum() + each.copies.elements().sum()) for each in steps)
     return needed - int(step.copies.elements().sum())
 
 

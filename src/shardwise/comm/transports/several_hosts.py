@@ -3,7 +3,7 @@
 What counts is how many bytes pass between hosts. Each byte enters a host once and is passed on inside:
 
 1. An exchange uses both ways at once: what is sent to ranks of this host goes through memory, the rest over the
-   backend. Equal bytes for several ranks of a host are sent by a plan that knows the hosts (`transfer/relays.py`).
+   backend. Equal bytes for several ranks of a host are sent by a plan that knows them (`transfer/hosts/relays.py`).
 2. A gather sends a part of this rank's run to each rank of another host; these then share what they got.
 3. A reduction first reduces within the host: each rank of the host reduces a part of every run that another host
    needs, and sends it to the rank that needs it, which adds up the sums of the hosts.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.geometry import Layout, format_rule
 from shardwise.tensor.parts import PlannedMove, watch_moves
+from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -34,6 +35,7 @@ class HiddenCommunicationError(RuntimeError):
 class LogEntry:
     """One operation or one move: its name, its input and output layouts, the bytes it moved, and the user's line.
 
+    `bytes_between_hosts` is the part of the bytes that passes between hosts, where ranks are on several.
     An operation's inputs are shown as the chosen strategy needs them; the moves that put them there come before it.
     """
 
@@ -42,6 +44,7 @@ class LogEntry:
     outputs: tuple[str, ...]
     moved_bytes: int
     line: str
+    bytes_between_hosts: int = 0
 
 
 @dataclass
@@ -54,11 +57,17 @@ class Log:
     def moved_bytes(self) -> int:
         return sum(entry.moved_bytes for entry in self.entries)
 
+    @property
+    def bytes_between_hosts(self) -> int:
+        return sum(entry.bytes_between_hosts for entry in self.entries)
+
     def __str__(self) -> str:
-        rows = [("operation", "from", "to", "moved", "line")]
+        several = bool(self.bytes_between_hosts)
+        rows = [("operation", "from", "to", "moved", *(["between hosts"] if several else []), "line")]
         for e in self.entries:
-            moved = format_bytes(e.moved_bytes) if e.moved_bytes else "-"
-            rows.append((e.name, " | ".join(e.inputs), " | ".join(e.outputs), moved, e.line))
+            bytes_shown = (e.moved_bytes, e.bytes_between_hosts) if several else (e.moved_bytes,)
+            moved = [format_bytes(count) if count else "-" for count in bytes_shown]
+            rows.append((e.name, " | ".join(e.inputs), " | ".join(e.outputs), *moved, e.line))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -150,9 +159,9 @@ def user_line() -> str:
 def _watch_move(plan: PlannedMove, label: str) -> None:
     if is_explaining_or_forbidding() and plan.moved_bytes > 0:
         check_may_communicate(label, plan.src, plan.dst)
-        record_entry(
-            LogEntry(label, (layout_brief(plan.src),), (layout_brief(plan.dst),), plan.moved_bytes, user_line())
-        )
+        passing = plan.bytes_between_hosts if isinstance(plan, Transfer) else None
+        briefs = (layout_brief(plan.src),), (layout_brief(plan.dst),)
+        record_entry(LogEntry(label, *briefs, plan.moved_bytes, user_line(), passing or 0))
 
 
 watch_moves(_watch_move)

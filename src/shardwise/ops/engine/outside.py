@@ -29,6 +29,7 @@ from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.transfer import Topology
 
 _ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
 _STAND_IN, _NOTES = "_stand_in", "_memory_notes"
@@ -57,6 +58,9 @@ class StandInComm:
     @property
     def process_group(self) -> None:
         return None
+
+    def find_topology(self) -> Topology | None:
+        return self.real.find_topology()
 
     def exchange(self, sends: Any, receives: Any, *, label: str) -> Work:
         return self.real.exchange({}, {}, label=label)

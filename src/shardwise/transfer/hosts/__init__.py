@@ -1,0 +1,1 @@
+"""Plans that send as few bytes as possible between hosts."""
