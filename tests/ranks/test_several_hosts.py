@@ -1,20 +1,29 @@
-"""Two hosts with two ranks each, as network namespaces with a slow link: what passes the link, and what goes wrong."""
+"""Two hosts with two ranks each, as network namespaces with a link: what passes the link, and what goes wrong."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shardwise.comm import default_comm
+from shardwise import from_local
+from shardwise.comm import CommError, ProcessGroupComm, default_comm
 from shardwise.comm.transports.several_hosts import SeveralHostsEngine
+from shardwise.geometry import parse_spec
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts, why_no_network_hosts
+from shardwise.transfer import Topology, plan_transfer
 from tests.ranks.world import Ranks
 
 TIMEOUT = 6.0
-SIZES = (1, 3, 1000, 5003, 3 << 20)
+SHAPE = (1024, 1024)
+HOSTS = Topology(hosts=(0, 0, 1, 1))
+OVERHEAD = 1.05  # headers, and what the ranks agree on
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +40,13 @@ def world(hosts: NetworkHosts) -> Iterator[Ranks]:
         yield Ranks(running)
 
 
-def find_hosts() -> tuple[str, Any]:
+def find_hosts() -> tuple[Topology | None, str]:
     comm: Any = default_comm()
-    return comm.topology.hosts, type(comm._engine).__name__
+    return comm.find_topology(), type(comm._engine).__name__
 
 
 def test_ranks_find_their_hosts(world: Ranks) -> None:
-    assert world.run(find_hosts) == [((0, 0, 1, 1), SeveralHostsEngine.__name__)] * 4
+    assert world.run(find_hosts) == [(HOSTS, SeveralHostsEngine.__name__)] * 4
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,32 +61,133 @@ def check_collectives(sizes: tuple[int, ...], dtype: torch.dtype, op: Any) -> by
         parts = torch.stack([values(r, count, dtype) for r in comm.ranks])
         out = torch.empty(4, count, dtype=dtype)
         comm.all_gather_into(out, parts[comm.rank].clone(), label="gather").wait()
-        torch.testing.assert_close(out, parts, rtol=0, atol=0)
+        assert torch.equal(out, parts)
         for src in (0, 3):
             mine = parts[comm.rank].clone()
             comm.broadcast(mine, src, label="broadcast").wait()
             assert torch.equal(mine, parts[src])
-        want = {"sum": parts.sum(0), "avg": parts.sum(0) / 4, "max": parts.amax(0)}[op].to(dtype)
         mine = parts[comm.rank].clone()
         comm.all_reduce(mine, op, label="reduce").wait()
-        torch.testing.assert_close(mine, want)
+        torch.testing.assert_close(mine, reduced(parts, op))
         bits += mine.view(torch.uint8).numpy().tobytes()
         runs = torch.stack([values(r, 4 * count, dtype) for r in comm.ranks])
-        total = {"sum": runs.sum(0), "avg": runs.sum(0) / 4, "max": runs.amax(0)}[op].to(dtype)
         run = torch.empty(count, dtype=dtype)
         comm.reduce_scatter_into(run, runs[comm.rank].clone(), op, label="scatter").wait()
-        torch.testing.assert_close(run, total.view(4, -1)[comm.rank])
+        torch.testing.assert_close(run, reduced(runs, op).view(4, -1)[comm.rank])
     return bits
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "op"),
-    [
-        ((1, 3, 1000, 5003, 3 << 20), torch.float32, "sum"),
-        ((7, 9001), torch.float64, "avg"),
-        ((5, 2**14), torch.int32, "max"),
-    ],
-)
+def reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+    return {"sum": parts.sum(0), "avg": parts.sum(0) / 4, "max": parts.amax(0)}[op].to(parts.dtype)
+
+
+CASES = {
+    "windows": ((1, 3, 5003, 2_100_001), torch.float32, "sum"),
+    "average": ((7, 9001), torch.float64, "avg"),
+    "integers": ((5, 2**14), torch.int16, "max"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "op"), CASES.values(), ids=CASES)
 def test_collectives_mean_the_same(world: Ranks, sizes: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
-    bits = world.run(check_collectives, sizes, dtype, op)
-    assert len(set(bits)) == 1
+    assert len(set(world.run(check_collectives, sizes, dtype, op))) == 1
+
+
+def move(before: str, after: str, dtype: torch.dtype) -> bool:
+    """Move a tensor whose pieces hold 1 (of a pending sum: each addend) and say whether the values are right."""
+    comm = default_comm()
+    src, dst = (parse_spec(text) for text in (before, after))
+    held = [torch.ones(shape, dtype=dtype) for shape in src.layout(SHAPE).local_shapes(comm.rank)]
+    moved = from_local(held, src, SHAPE).redistribute(dst)
+    addends = 1 if src.layout(SHAPE).cells is None else src.layout(SHAPE).cells.addends
+    return all(bool((part == addends).all()) for part in moved.local_parts)
+
+
+MOVES = [
+    ("on x=4: S(0)", "on x=4: S(1)", torch.float32),
+    ("on x=4: S(0)", "on x=4: R", torch.float32),
+    ("on x=4: P", "on x=4: S(0)", torch.float32),
+    ("on x=4: P", "on x=4: S(1)", torch.bfloat16),
+    ("on x=4: P", "on x=4: R", torch.float32),
+    ("on dp=2,tp=2: R, S(0)", "on x=4: R", torch.float32),
+    ("on dp=2,tp=2: P, S(0)", "on dp=2,tp=2: R, S(0)", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "dtype"), MOVES, ids=str)
+def test_the_fewest_bytes_pass_the_link(
+    world: Ranks, hosts: NetworkHosts, before: str, after: str, dtype: torch.dtype
+) -> None:
+    src, dst = (parse_spec(text).layout(SHAPE) for text in (before, after))
+    plan = plan_transfer(src, dst, itemsize=dtype.itemsize, topology=HOSTS)
+    bound = plan.lower_bound_between_hosts
+    assert bound is not None and plan.bytes_between_hosts == bound
+    already = hosts.bytes_sent()
+    assert all(world.run(move, before, after, dtype))
+    sent = [now - then for now, then in zip(hosts.bytes_sent(), already, strict=True)]
+    for one in sent:
+        assert bound / 2 <= one < bound / 2 * OVERHEAD + 50_000, (sent, bound)
+
+
+def new_comm() -> ProcessGroupComm:
+    """A comm over a group of its own: what breaks it breaks no other."""
+    comm = ProcessGroupComm(dist.new_group(), timeout=TIMEOUT)
+    comm.barrier(label="set up")
+    return comm
+
+
+def exchange_with_all(comm: Any, label: str) -> None:
+    sources = {r: [torch.full((1 << 18,), float(comm.rank))] for r in comm.ranks}
+    comm.exchange(sources, {r: [torch.empty(1 << 18)] for r in comm.ranks}, label=label).wait()
+
+
+def failure_of(call: Any) -> tuple[str, tuple[int, ...], bool]:
+    began = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        call()
+    return str(caught.value), caught.value.ranks, time.monotonic() - began < TIMEOUT + 20
+
+
+def one_rank_makes_another_call() -> Any:
+    comm = new_comm()
+    if comm.rank == 1:
+        return failure_of(lambda: comm.all_reduce(torch.ones(1 << 16), label="loss").wait())
+    return failure_of(lambda: exchange_with_all(comm, "move w"))
+
+
+def test_different_calls_are_named_on_both_hosts(world: Ranks) -> None:
+    for text, _, in_time in world.run(one_rank_makes_another_call):
+        assert "the ranks made different calls" in text and "'loss'" in text and "'move w'" in text, text
+        assert in_time
+
+
+def one_rank_stays_away() -> Any:
+    comm = new_comm()
+    if comm.rank == 2:
+        return time.sleep(TIMEOUT + 2)
+    return failure_of(lambda: comm.all_reduce(torch.ones(1 << 18), label="loss").wait())
+
+
+def test_a_rank_of_another_host_that_stays_away_is_named(world: Ranks) -> None:
+    outcomes = world.run(one_rank_stays_away)
+    for text, ranks, in_time in outcomes[:2] + outcomes[3:]:
+        assert "'loss': rank 2 did not take part" in text, text
+        assert (ranks, in_time) == ((2,), True)
+
+
+def one_rank_is_killed(collective: bool) -> Any:
+    comm = new_comm()
+    if comm.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if collective:
+        return failure_of(lambda: comm.all_reduce(torch.ones(1 << 20), label="move w").wait())
+    return failure_of(lambda: exchange_with_all(comm, "move w"))
+
+
+def test_a_killed_rank_is_named_on_both_hosts(world: Ranks) -> None:
+    outcomes = world.outcomes(one_rank_is_killed, False)
+    assert "rank 3 ended with exit code -9" in str(outcomes[3].error)
+    for outcome in outcomes[:3]:
+        text, ranks, in_time = outcome.value
+        assert "'move w': rank 3 did not take part" in text, text
+        assert (ranks, in_time) == ((3,), True)
