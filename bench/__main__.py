@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, compiled, gpu, layouts, modules, move, ops, ops_share, plans
+from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, plans
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -23,6 +23,7 @@ SECTIONS: dict[str, Section] = {
     "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.ModuleBenchSizes()),
     "move": lambda tiny: move.run(move.TINY if tiny else move.MoveBenchSizes()),
     "gpu": lambda tiny: gpu.run(gpu.TINY if tiny else gpu.GpuBenchSizes()),
+    "hosts": lambda tiny: hosts.run(hosts.TINY if tiny else hosts.HostBenchSizes()),
     "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.CheckpointBenchSizes()),
 }
 

@@ -33,7 +33,8 @@ from shardwise.comm.transports.engine import Engine
 from shardwise.comm.transports.same_host import HostNeighbours
 
 _SMALL_BYTES = 1 << 12
-_WINDOW_BYTES = 8 << 20  # of all runs together
+_WINDOW_BYTES = (1 << 20, 8 << 20)  # the least and the most of all runs together
+_WINDOWS = 8  # if they are not too small or too large: the first and the last one do not overlap with others
 _WINDOWS_AT_ONCE = 3
 
 
@@ -81,28 +82,27 @@ class SeveralHostsEngine:
         mine = runs[self._index[self._rank]]
         if mine.data_ptr() != tensor.data_ptr():
             mine.copy_(tensor)
-        return self._run(self._gather([run[at] for run in runs], call) for at in self._windows(tensor))
+        return self._run(self._gather([run[at] for run in runs], call) for at in _cut_windows(tensor, len(self._ranks)))
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce the runs within each host, then the sums of the hosts."""
         runs = tensor.view(len(self._ranks), -1)
-        return self._run(self._reduce(out[at], [run[at] for run in runs], op, call) for at in self._windows(out))
+        return self._run(
+            self._reduce(out[at], [run[at] for run in runs], op, call) for at in _cut_windows(out, len(self._ranks))
+        )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce a run on each rank, and gather them."""
         if tensor.nbytes <= _SMALL_BYTES:
             self._waits_for = self._far
             return self._far.all_reduce(tensor, op, call=call)
-        step = max(1, _WINDOW_BYTES // tensor.element_size())
-        cut = (tensor[at : at + step].tensor_split(len(self._ranks)) for at in range(0, len(tensor), step))
+        cut = (tensor[at].tensor_split(len(self._ranks)) for at in _cut_windows(tensor))
         return self._run(self._reduce_and_gather(list(runs), op, call) for runs in cut)
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Send a part to each rank of another host, which share them; ranks of the source's host read all of it."""
         view = as_bytes(tensor, label=call)
-        return self._run(
-            self._spread(view[at : at + _WINDOW_BYTES], src, call) for at in range(0, len(view), _WINDOW_BYTES)
-        )
+        return self._run(self._spread(view[at], src, call) for at in _cut_windows(view))
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Gather over the backend, which compares what the ranks call."""
@@ -149,10 +149,6 @@ class SeveralHostsEngine:
         while running:
             _advance(running)
         return CompletedWork()
-
-    def _windows(self, run: Tensor) -> Iterator[slice]:
-        step = max(1, _WINDOW_BYTES // (run.element_size() * len(self._ranks)))
-        return (slice(at, at + step) for at in range(0, len(run), step))
 
     def _reduce_and_gather(self, runs: list[Tensor], op: ReduceOp, call: str) -> Iterator[Work]:
         yield from self._reduce(runs[self._index[self._rank]], runs, op, call)
@@ -239,6 +235,14 @@ class SeveralHostsEngine:
         del self._kept[_WINDOWS_AT_ONCE:]
         found = next((i for i, kept in enumerate(self._kept) if len(kept) >= size), None)
         return self._kept.pop(found) if found is not None else torch.empty(size, dtype=torch.uint8)
+
+
+def _cut_windows(run: Tensor, runs: int = 1) -> Iterator[slice]:
+    """Cut a run, of so many equal ones, in the windows that go through one after the other."""
+    least, most = _WINDOW_BYTES
+    size = min(max(run.nbytes * runs // _WINDOWS, least), most)
+    step = max(1, size // (run.element_size() * runs))
+    return (slice(at, at + step) for at in range(0, len(run), step))
 
 
 def _advance(running: deque[tuple[Iterator[Work], Work]]) -> None:
