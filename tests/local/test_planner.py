@@ -18,6 +18,7 @@ from shardwise.nn import PlanError
 from shardwise.planner import Device, OptimizerState, estimate
 from shardwise.planner.attention import planned_attention
 from shardwise.planner.rehearsal import sum_of_outputs
+from shardwise.planner.silent_comm import silent_comm
 from shardwise.tensor.parts import plan_for_rank
 
 WIDTH, HEADS, WORDS = 32, 4, 64
@@ -208,4 +209,4 @@ def test_plans_of_ranks_are_those_of_moves() -> None:
     found = estimate(Net(), TENSOR, batch=BATCH, sequence=SEQUENCE)
     move = next(m for m in found.moves if not m.backward)
     src, dst = (shardwise.parse_layout(text).layout for text in (move.src, move.dst))
-    assert plan_for_rank(src, dst, 4, None, 0).received_bytes[0] == move.received_bytes
+    assert plan_for_rank(src, dst, 4, None, silent_comm(0, src.ranks)).received_bytes[0] == move.received_bytes

@@ -37,7 +37,7 @@ from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, Red
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
-from shardwise.comm.transports.same_host import connect_same_host
+from shardwise.comm.transports.same_host import connect_same_host, find_hosts
 from shardwise.comm.transports.same_host_device import connect_devices
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
@@ -281,7 +281,9 @@ class ProcessGroupComm:
         backend = self._backends.get(self.device.type)
         if backend is not None and backend != "gloo":
             host = self._gloo_engine() if self._backends.get("cpu") == "gloo" else None
-            return NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
+            native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
+            self._topology = _topology_of(self.ranks, find_hosts(native, self.ranks))
+            return native
         gloo = self._gloo_engine()
         wanted = self._shared_memory
         if self.device.type == "cuda":

@@ -105,6 +105,14 @@ def connect_same_host(
             listener.close()
 
 
+def find_hosts(over: Gatherer, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the host number of each rank, in group order; None if a rank does not know its host."""
+    if len(ranks) == 1:
+        return (0,)
+    told = over.all_gather_bytes((_host_identity() or "").encode(), call="find hosts")
+    return _number_hosts([data.decode() or None for data in told])
+
+
 def _number_hosts(names: Sequence[str | None]) -> tuple[int, ...] | None:
     """Number hosts in order of appearance; None if a rank does not know its own.
 

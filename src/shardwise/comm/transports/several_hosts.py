@@ -20,6 +20,7 @@ Few bytes are gathered by the backend's own collective: one message costs less t
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine
 from shardwise.comm.transports.same_host import HostNeighbours
 
+_log = logging.getLogger(__name__)
 _SMALL_BYTES = 1 << 12
 _WINDOW_BYTES = (1 << 20, 8 << 20)  # the least and the most of all runs together
 _WINDOWS = 8  # if they are not too small or too large: the first and the last one do not overlap with others
@@ -270,4 +272,7 @@ def compose_engines(rank: int, ranks: tuple[int, ...], found: HostNeighbours, fa
     if len(hosts) == 1:
         assert found.engine is not None
         return found.engine
+    _log.info(
+        "%d ranks on %d hosts: memory is read within a host, sockets are used between hosts", len(ranks), len(hosts)
+    )
     return SeveralHostsEngine(rank, ranks, hosts, found.engine, far)
