@@ -24,7 +24,7 @@ MeshText = Annotated[
 OtherPlan = Annotated[Path | None, typer.Option("--compare", metavar="FILE", help="A second plan, side by side.")]
 Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that each rank passes to the model.")]
 Sequence = Annotated[int, typer.Option(min=1, metavar="N", help="Length of a sequence.")]
-Optimizer = Annotated[str, typer.Option(metavar="NAME", help="adamw, adamw-fp32, adamw8bit, sgd, momentum, ...")]
+Optimizer = Annotated[str, typer.Option(metavar="NAME", help="adamw, adamw-fp32, adamw8bit, sgd, momentum and others")]
 DtypeText = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the parameters, such as bf16.")]
 ComputeDtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="Of operators, where autocast casts.")]
 TopologyText = Annotated[
@@ -56,8 +56,8 @@ def model(
 
     \b
     Examples:
-      shardwise model mypackage.models:make --plan plan.toml --batch 4 --sequence 2048
-      shardwise model llama/config.json --mesh dp=128,tp=8 --dtype bf16 --device h200
+      shardwise model models:make --plan plan.toml --batch 4 --sequence 2048
+      shardwise model llama/config.json --mesh dp=128,tp=8 --device h200
       shardwise model llama/config.json --plan a.toml --compare b.toml --json
     """
     from shardwise.cli.model_report import report_model  # loads torch, which other commands do without
