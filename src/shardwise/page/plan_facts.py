@@ -1,0 +1,134 @@
+"""What does the page need to show model plans? Memory, traffic and time of one or two estimates, and their parameters.
+
+Parameters are sent as columns: 2,000 of them are 200 kB. Equal layouts are looked at once, so that bytes by rank and the
+cost of moving from one plan to the other take milliseconds for thousands of parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.geometry import LayoutError, parse_layout
+from shardwise.page.layout_facts import shorten
+from shardwise.planner import Estimate, ParameterRow
+from shardwise.transfer import Topology, plan_transfer
+
+COLUMNS = ("name", "module", "shape", "dtype", "layout", "parameters", "gradients", "optimizer", "traffic")
+MOVE_COLUMNS = ("label", "backward", "from", "to", "count", "received", "seconds", "axes", "parameters")
+MOST_MOVES = 400
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def plan_facts(title: str, model: str, estimates: Sequence[tuple[str, Estimate]], topology: Topology) -> dict[str, Any]:
+    """All that the page shows of one or two plans for a model, each with a name, as plain data."""
+    found = [estimate for _, estimate in estimates]
+    return {
+        "kind": "plan" if len(found) == 1 else "plans",
+        "title": shorten(title),
+        "model": model,
+        "elements": found[0].elements,
+        "plans": [_one_plan(name, estimate) for name, estimate in estimates],
+        "columns": list(COLUMNS),
+        "move_columns": list(MOVE_COLUMNS),
+        "resharding": moving_facts(found[0], found[1], topology) if len(found) > 1 else None,
+    }
+
+
+def _one_plan(name: str, found: Estimate) -> dict[str, Any]:
+    figures = ("ranks", "rank", "tokens", "flops", "compute_seconds", "communication_seconds", "step_seconds", "fits")
+    memory = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "buffer_bytes", "peak_bytes")
+    return {
+        "name": name,
+        "data": dict(found.plan),
+        "mesh": found.mesh,
+        "device": [found.device.name, found.device.memory_bytes],
+        **{key: getattr(found, key) for key in (*figures, *memory)},
+        "traffic": dict(found.traffic),
+        "rows": [_row(row) for row in found.rows],
+        "moves": [_move(move) for move in found.moves[:MOST_MOVES]],
+        "hidden_moves": max(0, len(found.moves) - MOST_MOVES),
+        "by_rank": bytes_by_rank(found.rows),
+    }
+
+
+def _row(row: ParameterRow) -> list[Any]:
+    bytes_of_row = (row.rank_bytes, row.gradient_bytes, row.optimizer_bytes, row.traffic_bytes)
+    return [row.name, row.module, list(row.shape), row.dtype, row.layout, *bytes_of_row]
+
+
+def _move(move: Any) -> list[Any]:
+    totals = (move.received_bytes * move.count, move.seconds * move.count)
+    return [move.label, move.backward, move.src, move.dst, move.count, *totals, list(move.axes), move.parameters]
+
+
+def bytes_by_rank(rows: Sequence[ParameterRow]) -> dict[str, Any] | None:
+    """Bytes that each rank holds of parameters, gradients and optimizer state; None if a layout is not written out.
+
+    `values` has one entry for each part if all ranks hold the same, which they mostly do.
+    """
+    totals: dict[int, Any] = {}
+    try:
+        for (layout, *shares), count in Counter(map(_kind, rows)).items():
+            for rank, held in _held_bytes(layout):
+                totals[rank] = totals.get(rank, 0) + np.array([1.0, *shares]) * held * count
+    except LayoutError:
+        return None
+    ranks = sorted(totals)
+    values = np.rint(np.array([totals[rank] for rank in ranks]).reshape(len(ranks), len(PARTS))).astype(np.int64).T
+    equal = len(ranks) > 0 and bool((values == values[:, :1]).all())
+    numbers = None if ranks == list(range(len(ranks))) else ranks
+    return {"count": len(ranks), "numbers": numbers, "equal": equal, "values": values[:, :1].tolist() if equal else values.tolist()}
+
+
+def _kind(row: ParameterRow) -> tuple[str, float, float]:
+    """What decides the bytes of a parameter on every rank: its layout, and the shares of gradients and state."""
+    held = row.rank_bytes or 1
+    return row.layout, row.gradient_bytes / held, row.optimizer_bytes / held
+
+
+@lru_cache(maxsize=1024)
+def _held_bytes(layout: str) -> tuple[tuple[int, int], ...]:
+    tensor = parse_layout(layout)
+    return tuple(tensor.layout.bytes_per_rank(tensor.itemsize).items())
+
+
+@dataclass(frozen=True, slots=True)
+class MovingCost:
+    """What turns one layout into another: bytes between ranks, and seconds on a topology."""
+
+    bytes: int
+    seconds: float
+
+
+@lru_cache(maxsize=4096)
+def moving_cost(src: str, dst: str, topology: Topology) -> MovingCost:
+    """The cost of a move between two layouts in the notation.
+
+    >>> moving_cost("f32[8,8] on tp=2: S(0)", "f32[8,8] on tp=2: S(1)", Topology(8)).bytes
+    128
+    """
+    source, target = parse_layout(src), parse_layout(dst)
+    transfer = plan_transfer(source.layout, target.layout, itemsize=source.itemsize, topology=topology)
+    return MovingCost(transfer.moved_bytes, transfer.estimate(topology) if transfer.moved_bytes else 0.0)
+
+
+def moving_facts(one: Estimate, other: Estimate, topology: Topology) -> dict[str, Any] | None:
+    """What it costs to move the parameters from one plan to the other; None if they are not the same parameters."""
+    layouts = {row.name: row.layout for row in other.rows}
+    if {row.name for row in one.rows} != set(layouts):
+        return None
+    try:
+        costs = [moving_cost(row.layout, layouts[row.name], topology) for row in one.rows]
+    except LayoutError:
+        return None
+    return {
+        "bytes": sum(cost.bytes for cost in costs),
+        "seconds": sum(cost.seconds for cost in costs),
+        "by_parameter": [cost.bytes for cost in costs],
+    }
