@@ -36,7 +36,7 @@ def plan_facts(title: str, model: str, estimates: Sequence[tuple[str, Estimate]]
         "plans": [_one_plan(name, estimate) for name, estimate in estimates],
         "columns": list(COLUMNS),
         "move_columns": list(MOVE_COLUMNS),
-        "resharding": moving_facts(found[0], found[1], topology) if len(found) > 1 else None,
+        "resharding": [moving_facts(a, b, topology) for a, b in (found, found[::-1])] if len(found) > 1 else None,
     }
 
 
@@ -83,7 +83,8 @@ def bytes_by_rank(rows: Sequence[ParameterRow]) -> dict[str, Any] | None:
     values = np.rint(np.array([totals[rank] for rank in ranks]).reshape(len(ranks), len(PARTS))).astype(np.int64).T
     equal = len(ranks) > 0 and bool((values == values[:, :1]).all())
     numbers = None if ranks == list(range(len(ranks))) else ranks
-    return {"count": len(ranks), "numbers": numbers, "equal": equal, "values": values[:, :1].tolist() if equal else values.tolist()}
+    shown = values[:, :1] if equal else values
+    return {"count": len(ranks), "numbers": numbers, "equal": equal, "values": shown.tolist()}
 
 
 def _kind(row: ParameterRow) -> tuple[str, float, float]:

@@ -5,8 +5,10 @@ import { announce, hideTip } from "./parts/tooltip.js";
 import { showCheckpoint } from "./views/checkpoint.js";
 import { showLayout } from "./views/layout.js";
 import { showMove } from "./views/move.js";
+import { showPlan } from "./views/plan.js";
+import { showStep } from "./views/step.js";
 
-const VIEWS = { layout: showLayout, move: showMove, checkpoint: showCheckpoint };
+const VIEWS = { layout: showLayout, move: showMove, checkpoint: showCheckpoint, plan: showPlan, plans: showPlan, step: showStep };
 
 function show(facts, served) {
   const begin = performance.now();

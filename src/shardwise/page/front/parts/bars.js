@@ -11,9 +11,11 @@ const TOP = 10;
 const BOTTOM = 24;
 
 // `series` are {title, values, colour}; `bound` is a value for each rank, drawn as a mark.
-export function createBars({ label, numbers, series, bound = null, height = 170, name, format = formatBytes }) {
+// `stacked` puts the series of a rank on top of each other; `limit` is a line across all ranks.
+export function createBars({ label, numbers, series, bound = null, height = 170, name, format = formatBytes, stacked = false, limit = 0 }) {
   const count = series[0].values.length;
-  const most = niceTop(Math.max(1, ...series.map((one) => largest(one.values)), bound ? largest(bound) : 0));
+  const tops = stacked ? [largest(series[0].values.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0)))] : series.map((one) => largest(one.values));
+  const most = niceTop(Math.max(1, limit, ...tops, bound ? largest(bound) : 0));
   let cursor = 0;
   const rankAt = (index) => (numbers ? numbers[index] : index);
 
@@ -21,8 +23,10 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
     const room = { x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: tall - TOP - BOTTOM };
     drawGrid(context, room, most, format);
     const slot = room.width / count;
-    if (slot >= 3) drawEach(context, room, slot);
+    if (stacked) drawStacks(context, room, slot);
+    else if (slot >= 3) drawEach(context, room, slot);
     else drawRanges(context, room);
+    if (limit) drawLimit(context, room);
     drawNumbers(context, room, slot);
     if (plot.found) {
       context.strokeStyle = themeColour("ink");
@@ -52,6 +56,35 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
       context.moveTo(room.x + i * slot + gap / 2, y);
       context.lineTo(room.x + (i + 1) * slot - gap / 2, y);
     });
+    context.stroke();
+    context.lineWidth = 1;
+  }
+
+  // Where bars are thinner than pixels, a column of pixels is the fullest of its ranks.
+  function drawStacks(context, room, slot) {
+    const columns = Math.min(count, Math.floor(room.width));
+    const wide = room.width / columns;
+    const total = (i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0);
+    for (let column = 0; column < columns; column += 1) {
+      let rank = Math.floor((column * count) / columns);
+      for (let i = rank; i < ((column + 1) * count) / columns; i += 1) if (total(i) > total(rank)) rank = i;
+      let y = room.y + room.height;
+      for (const one of series) {
+        const tall = ((one.values[rank] || 0) / most) * room.height;
+        context.fillStyle = one.colour;
+        context.fillRect(room.x + column * wide + (slot > 4 ? 1 : 0), y - tall, wide - (slot > 4 ? 2 : 0), tall);
+        y -= tall;
+      }
+    }
+  }
+
+  function drawLimit(context, room) {
+    const y = room.y + room.height * (1 - limit / most);
+    context.strokeStyle = themeColour("warn");
+    context.lineWidth = 2;
+    context.beginPath();
+    context.moveTo(room.x, y);
+    context.lineTo(room.x + room.width, y);
     context.stroke();
     context.lineWidth = 1;
   }

@@ -97,7 +97,8 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
   addEventListener("afterprint", () => paint());
   new ResizeObserver(() => paint()).observe(scroll);
   refresh();
-  return { node: element("div", {}, element("div", { class: "controls" }, search, count), scroll), choose, state };
+  const setSearch = (text) => { search.value = text; state.search = text; refresh(); };
+  return { search: setSearch, node: element("div", {}, element("div", { class: "controls" }, search, count), scroll), choose, state };
 }
 
 function compare(a, b) {
