@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
 from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
+from shardwise.page.plan_target import SETTINGS, PlanTarget
 from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
 from tests.browser import Browser
 
@@ -52,16 +55,85 @@ def save_checkpoint(folder: Path) -> str:
     return path
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "tensor_parallel.toml": {
+        "mesh": "dp=16,tp=8",
+        "input_plan": "dp: S(0)",
+        "parameters": {
+            "embed.weight": "tp: S(0)",
+            "blocks.*.{up,gate}.weight": "tp: S(0)",
+            "blocks.*.down.weight": "tp: S(1)",
+            "head.weight": "tp: S(0)",
+        },
+    },
+    "all_sharded.toml": {
+        "mesh": "dp=16,tp=8",
+        "input_plan": "dp: S(0)",
+        "parameters": {
+            "embed.weight": "S(1), S(0)",
+            "blocks.*.{up,gate}.weight": "S(1), S(0)",
+            "blocks.*.down.weight": "S(0), S(1)",
+            "head.weight": "S(1), S(0)",
+        },
+    },
+}
+
+
+class GatedBlock(nn.Module):
+    """A gated layer with a residual."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        out: torch.Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + out
+
+
+class GatedModel(nn.Module):
+    """Layers of a language model without attention: enough for a picture."""
+
+    def __init__(self, layers: int = 8, width: int = 8192, words: int = 128256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(GatedBlock(width, 3 * width) for _ in range(layers)))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.blocks(self.embed(ids)))
+        return out
+
+
+def plan_target(*names: str) -> PlanTarget:
+    """Plans for a model of several billion parameters."""
+    with torch.device("meta"):
+        model = GatedModel()
+    settings = {**SETTINGS, "batch": 8, "dtype": "bf16"}
+    plans = tuple((name, plan_from_data(PLANS[name])) for name in names)
+    return PlanTarget(f"{' and '.join(names)} for models:make", model, plans, settings=settings)
+
+
+def checkpoint_facts(folder: Path) -> dict[str, Any]:
+    opened = open_checkpoint(save_checkpoint(folder))
+    return {**CheckpointTarget(opened).facts(), "title": "runs/step-1000"}
+
+
 def find_pages(folder: Path) -> dict[str, tuple[Callable[[], dict[str, Any]], str, int]]:
     """For each picture: the facts of the page, a script to run on it, and how tall it is."""
     fused = "bf16[6144,4096] on dp=2,tp=4: R, S(0) groups(4096,1024,1024)"
     many = "bf16[131072,131072] on dp=128,tp=128: S(0), S(1)"
-    checkpoint = CheckpointTarget(open_checkpoint(save_checkpoint(folder)))
     return {
         "layout": (LayoutTarget(fused).facts, "", 1090),
         "move": (MoveTarget(fused, "on dp=2,tp=4: S(0), S(1)", buffer="8MB").facts, MIDDLE, 1420),
         "move_16384_dark": (MoveTarget(many, "on a=32,b=512: S(1), S(0)").facts, MIDDLE, 1060),
-        "checkpoint": (lambda: {**checkpoint.facts(), "title": "runs/step-1000"}, "", 820),
+        "plan": (plan_target("tensor_parallel.toml").facts, "", 960),
+        "plans": (plan_target(*PLANS).facts, "", 940),
+        "checkpoint": (lambda: checkpoint_facts(folder), "", 820),
     }
 
 
@@ -73,7 +145,7 @@ def main(names: list[str]) -> None:
             if names and name not in names:
                 continue
             path = Path(folder) / f"{name}.html"
-            path.write_text(render_document(facts(), served=name == "layout"))
+            path.write_text(render_document(facts(), served=name in ("layout", "plan")))
             browser.emulate(prefers_color_scheme="dark" if name.endswith("dark") else "light")
             browser.open(path.as_uri())
             browser.wait_for("document.getElementById('content').dataset.shown")

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
 from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
+from shardwise.page.plan_target import SETTINGS, PlanTarget
 from shardwise.page.server import PageServer
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget
+from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget
 from tests.browser import Browser, find_browser
 
 pytestmark = [
@@ -272,6 +275,96 @@ def test_sixteen_thousand_ranks_are_drawn_and_zoomed(browser: Browser) -> None:
             "return Math.max(...[...document.querySelectorAll('canvas')].map((c) => Number(c.dataset.redrawMs)))"
         )
         print(f"slowest redraw at 16,384 ranks: {slowest} ms")
+
+
+PLAN = {
+    "mesh": "dp=2,tp=2",
+    "input_plan": "dp: S(0)",
+    "parameters": {"blocks.*.0.weight": "tp: S(0)", "blocks.*.2.weight": "tp: S(1)"},
+}
+
+
+def plan_target(*plans: dict[str, object]) -> PlanTarget:
+    """Plans for three blocks of two layers."""
+    block = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)]
+    model = nn.Sequential()
+    model.add_module("blocks", nn.Sequential(*block))
+    named = tuple((f"plan{number}.toml", plan_from_data(plan)) for number, plan in enumerate(plans))
+    return PlanTarget("<b>plans</b>", model, named, settings={**SETTINGS, "batch": 1, "sequence": 8})
+
+
+def test_a_served_plan_is_edited(browser: Browser) -> None:
+    with served(browser, plan_target(PLAN)):
+        assert browser.text("h1") == "<b>plans</b>"
+        label = "return document.querySelector('[data-card=memory] .track').ariaLabel"
+        held = browser.run(label)
+        assert held.startswith("plan0.toml on dp=2,tp=2: parameters")
+        browser.fill("input[data-name=mesh]", "dp=1,tp=4")
+        browser.press("Enter")
+        browser.wait_for("document.querySelector('.figures').textContent.includes('dp=1,tp=4')")
+        assert browser.run(label) != held.replace("dp=2,tp=2", "dp=1,tp=4")
+        browser.fill("input[data-name=pattern]", "blocks.*.9.weight")
+        browser.press("Enter")
+        browser.wait_for("!document.querySelector('.error').hidden")
+        assert "matches no parameter" in browser.text(".error")
+        browser.click("button[aria-label='Remove blocks.*.2.weight']")
+        browser.fill("input[data-name=pattern]", "blocks.*.0.weight")
+        browser.press("Enter")
+        browser.wait_for("document.querySelectorAll('input[data-name=pattern]').length === 1")
+        browser.wait_for("document.querySelector('[data-card=parameters] tbody').textContent.includes('R, R')")
+
+
+def test_modules_are_a_tree_and_parameters_a_table(browser: Browser, tmp_path: Path) -> None:
+    open_file(browser, plan_target(PLAN), tmp_path)
+    assert browser.run("return document.querySelector('[data-card=editor]')") is None
+    browser.run("document.querySelector('[role=treeitem]').focus()")
+    browser.press("ArrowDown", "ArrowRight", "ArrowDown")
+    active = browser.run("return document.activeElement.ariaLabel")
+    assert active.startswith("0, ") and browser.run("return document.activeElement.ariaLevel") == "3"
+    browser.press("Enter")
+    assert browser.text("[data-card=parameters] output") == "2 parameters of 12"
+    browser.fill("[data-card=parameters] input[type=search]", "bias")
+    browser.click("[data-card=parameters] th:nth-child(1) button")
+    assert browser.texts("[data-card=parameters] tbody tr.row td:first-child")[0] == "blocks.0.0.bias"
+    assert "traffic" in browser.texts("[data-card=parameters] th")
+
+
+def test_two_plans_are_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    other: dict[str, object] = {
+        "mesh": "dp=4",
+        "input_plan": "replicated",
+        "parameters": {"blocks.*.0.weight": "S(0) sizes(10,20,30,68)"},
+    }
+    open_file(browser, plan_target(PLAN, other), tmp_path)
+    assert browser.texts("table.compare thead th") == ["", "plan0.toml", "plan1.toml"]
+    assert len(browser.texts("[data-card=memory] .track")) == 2
+    assert "plan0.toml → plan1.toml: " in browser.text("[data-name=moving]")
+    assert "(better)" in browser.text("table.compare")
+    assert "rank 3" in tip_at(browser, canvas("plan-ranks"), 0.9, 0.5)
+
+
+def test_a_step_is_a_timeline_with_source_lines(browser: Browser, tmp_path: Path) -> None:
+    moved = {"bytes": 4096, "from": "f32[8] on tp=2: P(sum)", "to": "f32[8] on tp=2: R", "line": "train.py:7 <i>"}
+    events = []
+    for rank in range(2):
+        for number in range(10):
+            common = {"ph": "X", "pid": rank, "tid": 0, "dur": 60.0}
+            operator = {"name": "aten.mm", "cat": "operator", "args": {"line": "train.py:6"}}
+            events.append({**common, "ts": 100.0 * number, **operator})
+            events.append(
+                {**common, "ts": 100.0 * number + 60, "dur": 40.0, "name": "all_reduce", "cat": "move", "args": moved}
+            )
+    open_file(browser, StepTarget("step.json", {"traceEvents": events}), tmp_path)
+    tip = tip_at(browser, canvas("timeline"), 0.1, 0.4)
+    assert "aten.mm" in tip and "operator on rank 0" in tip and "train.py:6" in tip
+    before = pixels_of(browser, "timeline")
+    browser.click("[data-card=timeline] button[aria-label='Zoom in']")
+    assert pixels_of(browser, "timeline") != before
+    browser.run("document.querySelector('canvas').focus()")
+    browser.press("ArrowDown", "Home", "ArrowRight")
+    assert "all_reduce, move on rank 1" in browser.text("#status") and "train.py:7 <i>" in browser.text("#status")
+    assert browser.texts("[data-card=what] tbody tr.row td")[:3] == ["aten.mm", "operator", "train.py:6"]
+    assert "waiting" not in "".join(browser.texts(".legend li"))
 
 
 def test_a_small_window_and_paper_have_no_sideways_scrolling(browser: Browser, checkpoint: str, tmp_path: Path) -> None:

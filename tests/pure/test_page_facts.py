@@ -20,6 +20,7 @@ from shardwise.geometry import parse_layout
 from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
 from shardwise.page.layout_facts import MOST_OWNERS, layout_facts
 from shardwise.page.move_facts import MATRIX_CELLS, SHOWN_RANKS, MoveQuestion, move_facts
+from shardwise.page.step_facts import step_facts
 from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.transfer import Topology
 
@@ -191,6 +192,69 @@ def test_facts_of_a_checkpoint_are_its_tensors_files_and_values(tmp_path: Path) 
     assert facts["tensors"][0] == ["w", "f32", [2, 3], None, 24, [0], None]
     assert facts["bytes"] == 48 and [file[0] for file in facts["files"]] == ["a.safetensors"]
     assert CheckpointTarget(opened).answer({"tensor": 0}) == {"picture": None}
+
+
+def event(rank: int, start: float, duration: float, name: str = "mm", kind: str = "operator", **arguments: Any) -> Any:
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": 0,
+        "ts": start,
+        "dur": duration,
+        "name": name,
+        "cat": kind,
+        "args": arguments,
+    }
+
+
+def test_events_of_a_step_have_depths_and_time_counts_once() -> None:
+    move = {"bytes": 64, "from": "f32[8] on tp=2: P(sum)", "to": "f32[8] on tp=2: R", "line": "train.py:7"}
+    found = [
+        {"ph": "M", "pid": 0, "name": "process_name"},
+        event(1, 110, 10),
+        event(0, 100, 50, "linear", line="train.py:6"),
+        event(0, 110, 30, "all_reduce", "move", **move),
+        event(0, 112, 20, "wait", "wait"),
+        event(0, 150, 5),
+    ]
+    facts = step_facts("step.json", {"traceEvents": found})
+    assert facts["ranks"] == [0, 1] and facts["count"] == 5
+    assert facts["starts"] == [0, 10, 12, 50, 10] and facts["lanes"] == [0, 1, 2, 0, 0]
+    assert facts["by_rank"] == {"operator": [25, 10], "move": [10, 0], "wait": [20, 0]}
+    kinds = {kind[0]: kind for kind in facts["kinds"]}
+    assert kinds["all_reduce"] == ["all_reduce", "move", 64, "train.py:7", f"{move['from']} -> {move['to']}"]
+    assert facts["totals"][[kind[0] for kind in facts["kinds"]].index("mm")] == [2, 15, 10]
+
+
+def test_tracks_have_lanes_and_a_moment_belongs_to_what_began_last() -> None:
+    found = [event(0, 0, 100), event(0, 20, 30, "redistribute", "move"), event(0, 40, 20, "agree", "wait")]
+    found += [event(0, 90, 30, "prefetch", "move"), event(0, 100, 15, "mul", **{"pass": "backward"})]
+    for item in found:
+        item["tid"] = int(item["cat"] != "operator")
+    facts = step_facts("step.json", {"traceEvents": found})
+    assert facts["lanes"] == [0, 0, 1, 2, 1]  # operators; then moves, of which one meets another
+    assert facts["by_rank"] == {"operator": [20 + 30 + 15], "move": [20 + 10 + 5], "wait": [20]}
+    assert "mul, backward" in [kind[0] for kind in facts["kinds"]]
+
+
+def test_of_very_many_events_the_longest_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.page.step_facts.MOST_EVENTS", 10)
+    facts = step_facts("step.json", {"traceEvents": [event(0, 100 * i, i) for i in range(25)]})
+    assert facts["durations"] == list(range(15, 25)) and facts["count"] == 25
+    assert facts["totals"] == [[25, sum(range(25)), 24]]
+
+
+def test_files_that_are_not_traces_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    for text, message in (("{", "is not valid JSON"), ('{"traceEvents": 3}', "has no traceEvents")):
+        path.write_text(text)
+        result = CliRunner().invoke(app, ["view", str(path), "--json"])
+        assert result.exit_code == 2 and message in json.loads(result.stdout)["error"]["message"]
+    path.write_text(json.dumps([{"ph": "X", "name": "mm", "pid": "rank"}]))
+    result = CliRunner().invoke(app, ["view", str(path)])
+    assert "'mm' has no numbers for pid and ts" in result.stderr
+    path.write_text(json.dumps({"traceEvents": []}))
+    assert json.loads(CliRunner().invoke(app, ["view", str(path), "--json"]).stdout)["count"] == 0
 
 
 def test_questions_change_notation_hosts_and_buffers() -> None:

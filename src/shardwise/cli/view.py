@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +13,15 @@ import typer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.cli.model import Batch, DeviceName, DtypeText, Optimizer
+from shardwise.cli.model import Sequence as SequenceLength
 from shardwise.cli.output import AsJson, print_json
 from shardwise.cli.plan import Buffer, RanksPerHost
 from shardwise.geometry import LayoutError, NotationError
 from shardwise.page.document import render_document
 from shardwise.page.server import PageServer
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, split_move
+from shardwise.page.step_facts import read_trace
+from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget, split_move
 
 Targets = Annotated[
     list[str],
@@ -25,6 +29,10 @@ Targets = Annotated[
 ]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write one self-contained HTML file.")
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="SOURCE", help="The model of a plan: package.module:function or config.json."),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port on the loopback interface; 0: any free one.")]
 OpenBrowser = Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")]
@@ -35,6 +43,12 @@ def view(
     output: Output = None,
     ranks_per_host: RanksPerHost = 8,
     buffer: Buffer = None,
+    model: ModelName = None,
+    batch: Batch = 8,
+    sequence: SequenceLength = 4096,
+    optimizer: Optimizer = "adamw",
+    dtype: DtypeText = None,
+    device: DeviceName = "h100",
     port: Port = 0,
     open_browser: OpenBrowser = True,
     as_json: AsJson = False,
@@ -48,8 +62,11 @@ def view(
       shardwise view "f32[4096,1024] on dp=2,tp=4: S(0), S(1)"
       shardwise view "f32[4096,1024] on tp=4: S(0) -> on tp=4: S(1)"
       shardwise view runs/step-1000 -o checkpoint.html
+      shardwise view plan.toml other.toml --model mypackage.models:make
+      shardwise view step.json
     """
-    target = find_target(targets, ranks_per_host, buffer)
+    settings = {"batch": batch, "sequence": sequence, "optimizer": optimizer, "dtype": dtype, "device": device}
+    target = find_target(targets, ranks_per_host, buffer or "", model, settings)
     facts = target.facts()
     if as_json:
         print_json(facts)
@@ -59,27 +76,65 @@ def view(
         serve(facts, target, port, open_browser)
 
 
-def find_target(targets: Sequence[str], ranks_per_host: int, buffer: str | None) -> PageTarget:
-    """What the arguments name: a file or folder that exists, or else the notation."""
-    first = targets[0]
+def find_target(
+    targets: Sequence[str], ranks_per_host: int, buffer: str, model: str | None, settings: Mapping[str, Any]
+) -> PageTarget:
+    """What the arguments name: files that exist, by what is in them, or else the notation."""
     if len(targets) > 2:
         raise LayoutError(f"a page shows one target, or two plans or layouts beside each other; got {len(targets)}")
-    if len(targets) == 2:
-        return MoveTarget(first, targets[1], ranks_per_host, buffer or "")
-    if os.path.exists(first) or "://" in first:
+    kinds = {find_file_kind(target) for target in targets}
+    if kinds == {"plan"}:
+        return _open_plans(targets, model, {**settings, "ranks_per_host": ranks_per_host})
+    first, *others = targets
+    if others:
+        return MoveTarget(first, others[0], ranks_per_host, buffer)
+    if kinds == {"trace"}:
+        return StepTarget(first, read_trace(first))
+    if kinds == {"checkpoint"}:
         return CheckpointTarget(open_checkpoint(first))
     move = split_move(first)
-    if move is not None:
-        return MoveTarget(*move, ranks_per_host, buffer or "")
+    return _check_layout(first, ranks_per_host) if move is None else MoveTarget(*move, ranks_per_host, buffer)
+
+
+def find_file_kind(target: str) -> str | None:
+    """Whether a target is a plan, a trace or a checkpoint; None: it is not a file, and so the notation."""
+    if not os.path.exists(target):
+        return "checkpoint" if "://" in target else None
+    kind = Path(target).suffix.lower()
+    if kind in (".toml", ".yaml", ".yml"):
+        return "plan"
+    if kind != ".json" or os.path.isdir(target):
+        return "checkpoint"
     try:
-        target = LayoutTarget(first, ranks_per_host)
+        data = json.loads(Path(target).read_text(encoding="utf-8"))
+    except ValueError:
+        return "trace"  # whose reader says what is wrong
+    if isinstance(data, dict) and "mesh" in data and "parameters" in data:
+        return "plan"
+    return "trace" if isinstance(data, list) or "traceEvents" in data else "checkpoint"
+
+
+def _open_plans(paths: Sequence[str], model: str | None, settings: Mapping[str, Any]) -> PageTarget:
+    from shardwise.page.plan_target import open_plans  # loads torch, which other targets do without
+
+    if model is None:
+        raise LayoutError(
+            f"{paths[0]} is a plan for a model; name it with --model package.module:function or --model config.json"
+        )
+    return open_plans(paths, model, settings)
+
+
+def _check_layout(text: str, ranks_per_host: int) -> LayoutTarget:
+    """The layout, or an error that also fits a file whose name is wrong."""
+    target = LayoutTarget(text, ranks_per_host)
+    try:
         target.facts()
     except NotationError as error:
-        if "[" not in first:
-            raise CheckpointError(
-                f"{first}: no such file or folder, and not a layout such as f32[8,6] on tp=2: S(0)"
-            ) from error
-        raise
+        if "[" in text:
+            raise
+        raise CheckpointError(
+            f"{text}: no such file or folder, and not a layout such as f32[8,6] on tp=2: S(0)"
+        ) from error
     return target
 
 

@@ -1,7 +1,7 @@
 """What does the page need to show model plans? Memory, traffic and time of one or two estimates, and their parameters.
 
-Parameters are sent as columns: 2,000 of them are 200 kB. Equal layouts are looked at once, so that bytes by rank and the
-cost of moving from one plan to the other take milliseconds for thousands of parameters.
+Parameters are sent as columns: 2,000 of them are 200 kB. Equal layouts are looked at once, so that bytes by rank and
+the cost of moving from one plan to the other take milliseconds for thousands of parameters.
 """
 
 from __future__ import annotations

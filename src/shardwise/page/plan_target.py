@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from shardwise.nn import ModelPlan, plan_from_data
+from shardwise.geometry import LayoutError
+from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
 from shardwise.page.plan_facts import plan_facts
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, estimate
+from shardwise.planner.model_sources import load_model
 from shardwise.planner.rehearsal import Inputs
 from shardwise.transfer import Topology
 
@@ -38,7 +41,10 @@ class PlanTarget:
     def facts(self) -> dict[str, Any]:
         settings = {**SETTINGS, **self.settings}
         topology = Topology(int(settings["ranks_per_host"]))
-        found = [(name, self._estimate(plan, settings, topology)) for name, plan in self.plans]
+        try:
+            found = [(name, self._estimate(plan, settings, topology)) for name, plan in self.plans]
+        except PlanError as error:
+            raise LayoutError(str(error)) from error
         choices = {"device": list(DEVICES), "optimizer": list(OPTIMIZERS)}
         named = type(self.model).__name__
         return {**plan_facts(self.title, named, found, topology), "settings": settings, "choices": choices}
@@ -56,6 +62,17 @@ class PlanTarget:
         names = [name for name, _ in self.plans]
         plans = tuple((name, plan_from_data(data, name)) for name, data in zip(names, given, strict=True))
         return replace(self, plans=plans, settings=read_settings(question.get("settings", {}), self.settings)).facts()
+
+
+def open_plans(paths: Sequence[str], source: str, settings: Mapping[str, Any]) -> PlanTarget:
+    """The target of one or two plan files for a model: a factory `package.module:function`, or a config.json."""
+    try:
+        loaded = load_model(source)
+        plans = tuple((os.path.basename(path), load_plan(path)) for path in paths)
+    except PlanError as error:
+        raise LayoutError(str(error)) from error
+    title = f"{' and '.join(name for name, _ in plans)} for {source}"
+    return PlanTarget(title, loaded.model, plans, loaded.inputs, {**SETTINGS, **settings})
 
 
 def read_settings(given: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:

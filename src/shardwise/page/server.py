@@ -77,8 +77,8 @@ class _PageHandler(BaseHTTPRequestHandler):
             if not isinstance(question, dict):
                 raise ValueError("a question is a JSON object")
             answer = self.server.answer(question)
-        except (ValueError, TypeError, KeyError) as error:  # also LayoutError: what was asked for breaks a rule
-            answer = {"error": str(error)}
+        except Exception as error:  # of any kind: a person typed it, and the page must say what is wrong
+            answer = {"error": str(error) or type(error).__name__}
         self._send(HTTPStatus.OK, facts_to_json(answer).encode(), "application/json")
 
     def _refuse(self, status: HTTPStatus) -> None:

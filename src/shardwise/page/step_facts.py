@@ -1,18 +1,23 @@
 """What does the page need to show a recorded step? The events of each rank as columns, and sums by what they do.
 
-A trace is in Chrome's format, as `shardwise.trace` writes it: an event of phase X has a rank (`pid`), a start and a
-duration in microseconds, and a category: "operator", "move" or "wait". Its arguments have bytes, layouts, and the line
-of the user's program.
+A trace is in Chrome's format, as `shardwise.trace` writes it: an event of phase X has a rank (`pid`), a track (`tid`),
+a start and a duration in microseconds, and a category: "operator", "move" or "wait". Its arguments have bytes, layouts
+(`from`, `to`), and the `line` of the user's program.
 
-1. Events of one rank that lie within each other are drawn below each other: a depth is worked out for each.
+1. Events of one track that lie within each other are drawn below each other, and so are tracks: each event has a lane.
 2. Equal events (name, category, arguments) are described once.
 3. Of very many events the longest are sent; the sums are those of all.
+4. A moment of a rank belongs to the event that began last: a move inside an operator counts as moving, an operator that
+   runs while a move is under way as computing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +30,17 @@ LONGEST_TEXT = 200
 
 
 class StepEvent(NamedTuple):
-    """One event: the rank, start and duration in microseconds, and the number of what it is."""
+    """One event: the rank and its track, start and duration in microseconds, and the number of what it is."""
 
     rank: int
+    track: int
     start: float
     duration: float
     what: int
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
 
 
 class EventKind(NamedTuple):
@@ -66,9 +76,9 @@ def step_facts(title: str, trace: Mapping[str, Any]) -> dict[str, Any]:
     """
     events, kinds = read_events(trace["traceEvents"])
     first = min((event.start for event in events), default=0.0)
-    last = max((event.start + event.duration for event in events), default=0.0)
+    last = max((event.end for event in events), default=0.0)
     ranks = sorted({event.rank for event in events})
-    depths = find_depths(events)
+    lanes = find_lanes(events)
     shown = _longest(range(len(events)), events)
     places = {rank: place for place, rank in enumerate(ranks)}
     return {
@@ -81,15 +91,15 @@ def step_facts(title: str, trace: Mapping[str, Any]) -> dict[str, Any]:
         "starts": [round(events[i].start - first, 2) for i in shown],
         "durations": [round(events[i].duration, 2) for i in shown],
         "whats": [events[i].what for i in shown],
-        "depths": [depths[i] for i in shown],
+        "lanes": [lanes[i] for i in shown],
         "count": len(events),
         "totals": _totals(events, len(kinds)),
-        "by_rank": _by_rank(events, kinds, places, depths),
+        "by_rank": _by_rank(events, kinds, places),
     }
 
 
 def read_events(found: Sequence[Any]) -> tuple[list[StepEvent], list[EventKind]]:
-    """The complete events in order of rank and start, and the distinct descriptions."""
+    """The complete events in order of rank, track and start, and the distinct descriptions."""
     numbers: dict[EventKind, int] = {}
     events = []
     for event in found:
@@ -97,10 +107,11 @@ def read_events(found: Sequence[Any]) -> tuple[list[StepEvent], list[EventKind]]
             continue
         what = numbers.setdefault(_describe(event), len(numbers))
         try:
-            events.append(StepEvent(int(event["pid"]), float(event["ts"]), float(event.get("dur", 0)), what))
+            places = int(event["pid"]), int(event.get("tid", 0))
+            events.append(StepEvent(*places, float(event["ts"]), float(event.get("dur", 0)), what))
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"an event named {str(event.get('name'))!r} has no numbers for pid and ts") from error
-    events.sort(key=lambda event: (event.rank, event.start, -event.duration))
+    events.sort(key=lambda event: (event.rank, event.track, event.start, -event.duration))
     return events, list(numbers)
 
 
@@ -110,32 +121,38 @@ def _describe(event: Mapping[str, Any]) -> EventKind:
     kind = str(event.get("cat", "other"))
     sent = arguments.get("bytes")
     layouts = [str(arguments[key]) for key in ("from", "to") if arguments.get(key)]
+    backward = ", backward" if arguments.get("pass") == "backward" else ""
     return EventKind(
-        shorten(str(event.get("name", "?")), LONGEST_TEXT),
+        shorten(str(event.get("name", "?")), LONGEST_TEXT) + backward,
         kind if kind in KINDS else "other",
         sent if isinstance(sent, int) else 0,
-        shorten(str(arguments.get("source") or ""), LONGEST_TEXT),
+        shorten(str(arguments.get("line") or ""), LONGEST_TEXT),
         shorten(" -> ".join(layouts), 2 * LONGEST_TEXT),
     )
 
 
-def find_depths(events: Sequence[StepEvent]) -> list[int]:
-    """How many events of the same rank enclose each event; the events are sorted by rank and start.
+def find_lanes(events: Sequence[StepEvent]) -> list[int]:
+    """The lane of each event: those of its track, then how many events of the track enclose it; events are sorted.
 
-    >>> find_depths([StepEvent(0, 0, 10, 0), StepEvent(0, 2, 3, 0), StepEvent(0, 6, 4, 0), StepEvent(1, 1, 1, 0)])
-    [0, 1, 1, 0]
+    >>> spans = [(0, 0, 0, 10), (0, 0, 2, 3), (0, 0, 6, 4), (0, 1, 1, 1), (1, 0, 1, 1)]
+    >>> find_lanes([StepEvent(*span, 0) for span in spans])
+    [0, 1, 1, 2, 0]
     """
     depths: list[int] = []
+    deepest: dict[int, int] = {}
     open_ends: list[float] = []
-    rank = None
+    place = None
     for event in events:
-        if event.rank != rank:
-            rank, open_ends = event.rank, []
+        if event[:2] != place:
+            place, open_ends = event[:2], []
         while open_ends and open_ends[-1] <= event.start:
             open_ends.pop()
         depths.append(len(open_ends))
-        open_ends.append(event.start + event.duration)
-    return depths
+        deepest[event.track] = max(deepest.get(event.track, 0), len(open_ends))
+        open_ends.append(event.end)
+    counts = [deepest[track] + 1 for track in sorted(deepest)]
+    firsts = dict(zip(sorted(deepest), accumulate(counts, initial=0), strict=False))
+    return [firsts[event.track] + depth for event, depth in zip(events, depths, strict=True)]
 
 
 def _longest(indices: Sequence[int], events: Sequence[StepEvent]) -> list[int]:
@@ -157,15 +174,31 @@ def _totals(events: Sequence[StepEvent], count: int) -> list[list[float]]:
 
 
 def _by_rank(
-    events: Sequence[StepEvent], kinds: Sequence[EventKind], places: Mapping[int, int], depths: Sequence[int]
+    events: Sequence[StepEvent], kinds: Sequence[EventKind], places: Mapping[int, int]
 ) -> dict[str, list[float]]:
-    """Microseconds of each rank by kind; time within an event counts for the inner one only."""
+    """Microseconds of each rank by kind."""
     sums = {kind: [0.0] * len(places) for kind in KINDS}
-    enclosing: list[StepEvent] = []
-    for event, depth in zip(events, depths, strict=True):
-        enclosing = [*enclosing[:depth], event]
-        sums[kinds[event.what].kind][places[event.rank]] += event.duration
-        if depth:
-            outer = enclosing[depth - 1]
-            sums[kinds[outer.what].kind][places[event.rank]] -= event.duration
-    return {kind: [round(max(0.0, value), 2) for value in values] for kind, values in sums.items() if any(values)}
+    for rank, own in groupby(events, key=lambda event: event.rank):
+        for what, time in _attribute_time(list(own)):
+            sums[kinds[what].kind][places[rank]] += time
+    return {kind: [round(value, 2) for value in values] for kind, values in sums.items() if any(values)}
+
+
+def _attribute_time(events: Sequence[StepEvent]) -> Iterator[tuple[int, float]]:
+    """Which events a rank's time belongs to: at every moment the one that began last."""
+    waiting = sorted(events, key=lambda event: (-event.start, event.duration))  # the next one is at the end
+    active: list[tuple[float, float, int]] = []
+    now = 0.0
+    while waiting or active:
+        if not active:
+            now = waiting[-1].start
+        while waiting and waiting[-1].start <= now:
+            event = waiting.pop()
+            heappush(active, (-event.start, event.duration, event.what))
+        start, duration, what = active[0]
+        until = min(duration - start, waiting[-1].start if waiting else math.inf)
+        if until > now:
+            yield what, until - now
+            now = until
+        if duration - start <= now:
+            heappop(active)

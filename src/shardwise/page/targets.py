@@ -16,6 +16,7 @@ from shardwise.geometry import parse_layout
 from shardwise.page.checkpoint_facts import checkpoint_facts, tensor_facts
 from shardwise.page.layout_facts import layout_facts
 from shardwise.page.move_facts import MoveQuestion, move_facts
+from shardwise.page.step_facts import step_facts
 from shardwise.transfer import Topology
 
 
@@ -92,6 +93,21 @@ class CheckpointTarget:
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The layout of one tensor, by its number: `tensor`."""
         return {"picture": tensor_facts(self.opened, int(question["tensor"]))}
+
+
+@dataclass(frozen=True)
+class StepTarget:
+    """A recorded step."""
+
+    title: str
+    trace: Mapping[str, Any]
+
+    def facts(self) -> dict[str, Any]:
+        return step_facts(self.title, self.trace)
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The same step: there is nothing to change about what was recorded."""
+        return self.facts()
 
 
 def split_move(text: str) -> tuple[str, str] | None:

@@ -64,6 +64,7 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
   function drawStacks(context, room, slot) {
     const columns = Math.min(count, Math.floor(room.width));
     const wide = room.width / columns;
+    const gap = slot > 4 ? gapOf(slot) : 0;
     const total = (i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0);
     for (let column = 0; column < columns; column += 1) {
       let rank = Math.floor((column * count) / columns);
@@ -72,7 +73,7 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
       for (const one of series) {
         const tall = ((one.values[rank] || 0) / most) * room.height;
         context.fillStyle = one.colour;
-        context.fillRect(room.x + column * wide + (slot > 4 ? 1 : 0), y - tall, wide - (slot > 4 ? 2 : 0), tall);
+        context.fillRect(room.x + column * wide + gap / 2, y - tall, wide - gap, tall);
         y -= tall;
       }
     }

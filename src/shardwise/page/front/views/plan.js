@@ -11,6 +11,7 @@ import { createPlanEditor } from "./plan_editor.js";
 import { moduleTree, readRows, ruleOf } from "./plan_model.js";
 
 const MEMORY = [["parameters", "parameter_bytes"], ["gradients", "gradient_bytes"], ["optimizer", "optimizer_bytes"], ["activations", "activation_bytes"]];
+const LEAST_SHARE = 0.06;
 
 export function showPlan(root, facts, { served, show }) {
   const rows = readRows(facts);
@@ -82,7 +83,10 @@ function movingText(facts) {
 }
 
 function memoryCard(facts) {
-  const top = 1.04 * Math.max(...facts.plans.flatMap((plan) => [plan.device[1], plan.peak_bytes, MEMORY.reduce((sum, [, key]) => sum + (plan[key] || 0), 0)]));
+  const used = Math.max(1, ...facts.plans.flatMap((plan) => [plan.peak_bytes, MEMORY.reduce((sum, [, key]) => sum + (plan[key] || 0), 0)]));
+  const device = Math.max(...facts.plans.map((plan) => plan.device[1]));
+  const far = used < LEAST_SHARE * device; // a bar to the scale of the device would not be seen
+  const top = 1.04 * (far ? used : Math.max(device, used));
   const stacks = facts.plans.map((plan) => createStack({
     title: `${plan.name} on ${plan.mesh}`,
     parts: MEMORY.map(([name, key]) => [name, plan[key] || 0, PARTS[name]]),
@@ -93,7 +97,7 @@ function memoryCard(facts) {
     remark: plan.fits ? `peak ${formatBytes(plan.peak_bytes)} of ${formatBytes(plan.device[1])}` : `peak ${formatBytes(plan.peak_bytes)}: ${formatBytes(plan.peak_bytes - plan.device[1])} too much`,
   }));
   const entries = MEMORY.map(([name]) => [swatch(PARTS[name]), name === "optimizer" ? "optimizer state" : name]);
-  entries.push([swatch(null, "bound"), "memory of the device"], [swatch(null, "dashed"), "peak"]);
+  entries.push(...(far ? [] : [[swatch(null, "bound"), "memory of the device"]]), [swatch(null, "dashed"), "peak"]);
   const unknown = facts.plans.some((plan) => plan.activation_bytes === null);
   const note = unknown ? "On the fullest rank; activations are not known from shapes alone." : "On the fullest rank. Gradients and activations are not all held at once: the peak may be below their sum.";
   return card("Memory of a rank", note, { class: "wide", "data-card": "memory" }, element("div", { class: "stack" }, ...stacks), legend(entries));
@@ -135,10 +139,10 @@ function parameterTable(facts, rows) {
   const columns = [
     { title: "parameter", value: (r) => r.name, text: (r) => r.name, code: true, width: two ? "25%" : "32%" },
     { title: "shape", value: (r) => r.shape.reduce((a, b) => a * b, 1), text: (r) => formatShape(r.shape), width: two ? "14%" : "17%" },
-    { title: two ? facts.plans[0].name : "layout", value: (r) => ruleOf(r.layout), text: (r) => ruleOf(r.layout), code: true, width: two ? "13%" : "15%" },
-    ...(two ? [{ title: facts.plans[1].name, value: other((r) => ruleOf(r.layout)), text: (r) => (r.other ? ruleOf(r.other.layout) : "-"), code: true, width: "13%" }] : []),
-    { title: "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
-    ...(two ? [{ title: "then", kind: "number", value: other((r) => r.parameters + r.gradients + r.optimizer), text: (r) => (r.other ? formatBytes(r.other.parameters + r.other.gradients + r.other.optimizer) : "-") }, { title: "to move", kind: "number", value: (r) => r.moved, text: (r) => formatBytes(r.moved) }] : [{ title: "weights", kind: "number", value: (r) => r.parameters, text: (r) => formatBytes(r.parameters) }]),
+    { title: two ? "first layout" : "layout", value: (r) => ruleOf(r.layout), text: (r) => ruleOf(r.layout), code: true, width: two ? "13%" : "15%" },
+    ...(two ? [{ title: "second layout", value: other((r) => ruleOf(r.layout)), text: (r) => (r.other ? ruleOf(r.other.layout) : "-"), code: true, width: "13%" }] : []),
+    { title: two ? "first" : "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
+    ...(two ? [{ title: "second", kind: "number", value: other((r) => r.parameters + r.gradients + r.optimizer), text: (r) => (r.other ? formatBytes(r.other.parameters + r.other.gradients + r.other.optimizer) : "-") }, { title: "to move", kind: "number", value: (r) => r.moved, text: (r) => formatBytes(r.moved) }] : [{ title: "weights", kind: "number", value: (r) => r.parameters, text: (r) => formatBytes(r.parameters) }]),
     ...(two ? [] : [{ title: "traffic", kind: "number", value: (r) => r.traffic, text: (r) => (r.traffic ? formatBytes(r.traffic) : "-") }]),
   ];
   return createTable({ what: "parameter", label: "Parameters", rows, columns });

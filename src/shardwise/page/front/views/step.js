@@ -40,7 +40,7 @@ function stepFigures(facts) {
 
 function timelineCard(facts) {
   const rows = facts.ranks.map(() => []);
-  facts.places.forEach((place, i) => rows[place].push({ start: facts.starts[i], duration: facts.durations[i], depth: facts.depths[i], what: facts.whats[i] }));
+  facts.places.forEach((place, i) => rows[place].push({ start: facts.starts[i], duration: facts.durations[i], lane: facts.lanes[i], what: facts.whats[i] }));
   const state = { zoom: 1, from: 0, first: 0, most: MOST_RANKS };
   const plot = createTimeline({ facts, rows, colours: COLOURS, state });
   const button = (text, label, act) => element("button", { type: "button", class: "act", "aria-label": label, onclick: act }, text);
@@ -81,7 +81,7 @@ function ranksCard(facts) {
   const used = Object.keys(COLOURS).filter((kind) => facts.by_rank[kind]);
   const series = used.map((kind) => ({ title: WORDS[kind], values: facts.by_rank[kind], colour: COLOURS[kind] }));
   const bars = createBars({ label: "Time of each rank by kind", name: "step-ranks", numbers: facts.ranks, series, stacked: true, format: (value) => formatSeconds(value / 1e6) });
-  return card("Time of each rank", "What is inside another event counts once.", { "data-card": "ranks" }, bars.node, legend(series.map((one) => [swatch(one.colour), one.title])));
+  return card("Time of each rank", "A moment counts for what began last: a move inside an operator is moving.", { "data-card": "ranks" }, bars.node, legend(series.map((one) => [swatch(one.colour), one.title])));
 }
 
 function whatCard(facts) {
@@ -94,7 +94,7 @@ function whatCard(facts) {
     columns: [
       { title: "what", value: (r) => r.name, text: (r) => r.name, code: true, width: "19%" },
       { title: "kind", value: (r) => r.kind, text: (r) => r.kind, width: "8%" },
-      { title: "source", value: (r) => r.source, text: (r) => r.source || "-", code: true, width: "20%" },
+      { title: "line", value: (r) => r.source, text: (r) => r.source || "-", code: true, width: "20%" },
       { title: "layouts", value: (r) => r.layouts, text: (r) => r.layouts || "-", code: true, width: "23%" },
       { title: "times", kind: "number", value: (r) => r.count, text: (r) => formatNumber(r.count), width: "7%" },
       { title: "in all", kind: "number", value: (r) => r.time, text: (r) => formatSeconds(r.time / 1e6), width: "8%" },

@@ -7,13 +7,13 @@ import { formatBytes, formatNumber, formatSeconds } from "../parts/format.js";
 
 const LEFT = 62;
 const TOP = 24;
-const MOST_DEPTH = 4;
+const MOST_LANES = 6;
 const TALLEST = 620;
 
-// `rows` is a list for each rank of {start, duration, depth, what}, sorted by start; times in microseconds.
+// `rows` is a list for each rank of {start, duration, lane, what}, sorted by start; times in microseconds.
 export function createTimeline({ facts, rows, colours, state }) {
   const total = Math.max(1e-3, facts.seconds * 1e6);
-  const levels = Math.min(MOST_DEPTH, 1 + facts.depths.reduce((a, b) => Math.max(a, b), 0));
+  const levels = Math.min(MOST_LANES, 1 + facts.lanes.reduce((a, b) => Math.max(a, b), 0));
   const shownRanks = () => Math.min(rows.length, state.most);
   const rowHeight = () => Math.max(9, Math.min(18 * levels + 6, Math.floor((TALLEST - TOP) / shownRanks())));
   const cursor = { place: 0, index: -1 };
@@ -53,7 +53,7 @@ export function createTimeline({ facts, rows, colours, state }) {
     for (const event of events) {
       if (event.start > high) break;
       if (event.start + event.duration < low) continue;
-      const depth = Math.min(levels - 1, event.depth);
+      const depth = Math.min(levels - 1, event.lane);
       const x0 = Math.max(LEFT, toX(event.start));
       const x1 = Math.min(plot.width - 8, toX(event.start + event.duration));
       if (x1 <= painted[depth] + 0.4) continue;
@@ -91,7 +91,7 @@ export function createTimeline({ facts, rows, colours, state }) {
     const level = (height - 2) / levels;
     const x = Math.max(LEFT, toX(event.start));
     const until = Math.min(plot.width - 8, toX(event.start + event.duration));
-    return [x, TOP + (place - state.first) * height + 1 + Math.min(levels - 1, event.depth) * level, until - x, level];
+    return [x, TOP + (place - state.first) * height + 1 + Math.min(levels - 1, event.lane) * level, until - x, level];
   }
 
   function describe(event, place) {
@@ -101,7 +101,7 @@ export function createTimeline({ facts, rows, colours, state }) {
     if (layouts) lines.push(layouts);
     if (source) lines.push(source);
     const [x, y] = rectangle(event, place);
-    return { key: `${place}:${event.start}:${event.depth}`, event, place, lines, at: [x, y] };
+    return { key: `${place}:${event.start}:${event.lane}`, event, place, lines, at: [x, y] };
   }
 
   function find(x, y) {
@@ -116,7 +116,7 @@ export function createTimeline({ facts, rows, colours, state }) {
     for (const event of rows[place]) {
       if (event.start > time + slack) break;
       if (event.start + event.duration < time - slack) continue;
-      const better = !best || Math.abs(event.depth - depth) <= Math.abs(best.depth - depth);
+      const better = !best || Math.abs(event.lane - depth) <= Math.abs(best.lane - depth);
       if (better) best = event;
     }
     return best ? describe(best, place) : null;
