@@ -172,7 +172,10 @@ TensorGuards: Any = private_name("_C._dynamo.guards.TensorGuards")
 
 
 _len_dispatch_stack = private_name("_C._len_torch_dispatch_stack")
-_current_graph_task_id = private_name("_C._current_graph_task_id")
+# The number of the backward pass that a thread runs, or -1; what it does to a leaf; and calls at its end.
+backward_pass_number: Any = private_name("_C._current_graph_task_id")
+_will_engine_execute_node = private_name("_C._will_engine_execute_node")
+on_backward_end: Any = private_name("autograd.Variable._execution_engine.queue_callback")
 _all_schemas = private_name("_C._jit_get_all_schemas")
 _reduction_number = private_name("nn._reduction.get_enum")
 
@@ -308,7 +311,15 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass, where checkpointed code is computed a second time."""
-    return bool(_current_graph_task_id() != -1)
+    return bool(backward_pass_number() != -1)
+
+
+def will_accumulate(node: Any) -> bool:
+    """Whether the running backward pass adds to the `grad` of the leaf that a node stands for."""
+    try:
+        return bool(_will_engine_execute_node(node))
+    except RuntimeError:  # `torch.autograd.grad` returns it instead
+        return False
 
 
 def replace_checkpoint_generator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from shardwise.comm.protocol import ReduceOp
 from shardwise.comm.rank_text import name_ranks
 
-_REDUCE_BLOCK_ELEMENTS = 1 << 16  # elements that stay in cache while they are reduced
+# Elements that are reduced at a time: they stay in cache, and torch uses one thread for so few. Its other threads would
+# wait for each other at the end of every block, which takes long where ranks share cores.
+REDUCE_BLOCK_ELEMENTS = 1 << 15
 _OPS = ("sum", "avg", "min", "max", "product")
 
 
@@ -181,10 +183,11 @@ def finish_average(total: Tensor, op: ReduceOp, count: int) -> None:
 
 def reduce_runs(out: Tensor, runs: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce flat tensors of one length into `out`, in the order given: every rank gets the same bits."""
-    step = _REDUCE_BLOCK_ELEMENTS if out.device.type == "cpu" else max(1, len(out))
+    step = REDUCE_BLOCK_ELEMENTS if out.device.type == "cpu" else max(1, len(out))
+    scratch = out.new_empty(min(len(out), step))
     for at in range(0, len(out), step):
         block = slice(at, at + step)
-        total = runs[0][block].clone()
+        total = scratch[: len(runs[0][block])].copy_(runs[0][block])
         for other in runs[1:]:
             accumulate_run(total, other[block], op)
         finish_average(total, op, len(runs))

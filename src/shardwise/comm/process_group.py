@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
+from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
@@ -80,6 +81,7 @@ class ProcessGroupComm:
         self._board = _new_fault_log(self.process_group, self.rank)
         self._waits = PendingCalls(self._board, partial(_awaited_ranks, weakref.ref(self)))
         self._subsets: dict[tuple[int, ...], ProcessGroupComm] = {}
+        self._queue = BackgroundQueue(partial(_abort_interrupted, weakref.ref(self)))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> ProcessGroupComm:
@@ -107,6 +109,11 @@ class ProcessGroupComm:
         if self._engine is None:
             self._gather_bytes("connect", b"", "connect")
         return self._topology
+
+    @property
+    def background(self) -> BackgroundQueue | None:
+        """The queue of calls that go on while this rank computes; None on devices, which have streams for that."""
+        return self._queue if self.device.type == "cpu" else None
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
@@ -251,6 +258,7 @@ class ProcessGroupComm:
 
     def _begin(self, call: str) -> int:
         """Number a call; after one that failed the ranks are out of step, and all further ones are refused."""
+        self._queue.drain()
         if self._failure is not None:
             raise CommError(str(self._failure), self._failure.ranks)
         self._calls += 1
@@ -327,6 +335,13 @@ def _new_fault_log(group: dist.ProcessGroup, rank: int) -> FaultLog:
 def _awaited_ranks(comm: weakref.ref[ProcessGroupComm]) -> tuple[int, ...]:
     alive = comm()
     return alive._engine.awaited if alive is not None and alive._engine is not None else ()
+
+
+def _abort_interrupted(comm: weakref.ref[ProcessGroupComm], error: BaseException) -> None:
+    """End a call in the background whose caller was interrupted: the program may go on and write to what is read."""
+    alive = comm()
+    if alive is not None and alive._engine is not None:
+        alive._engine.abort(f"rank {alive.rank} was ended by {type(error).__name__}", (alive.rank,))
 
 
 def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -105,7 +105,9 @@ class ModelPlan:
     - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
       tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
     - `reshard_after_forward`: whether parameters that an operator needs whole are freed after it and gathered again in
-      the backward pass: True, False, or patterns. None: large ones of large models.
+      the backward pass: True, False, or patterns. None: large ones of large models, except for the last operator's.
+    - `prefetch_bytes`: how many bytes of parameters are gathered before an operator needs them, beside computation,
+      and of gradients summed beside it. None: as many as the operator with most parameters needs. 0: none.
 
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -122,6 +124,7 @@ class ModelPlan:
     input_plan: str | None = None
     output_plan: str | None = None
     reshard_after_forward: bool | Sequence[str] | None = None
+    prefetch_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -177,7 +180,9 @@ class ModelPlan:
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, as files of plans have it."""
         data: dict[str, Any] = {"mesh": str(self.mesh)}
-        data |= {k: v for k in ("axis", "input_plan", "output_plan") if (v := getattr(self, k)) is not None}
+        data |= {
+            k: v for k in ("axis", "input_plan", "output_plan", "prefetch_bytes") if (v := getattr(self, k)) is not None
+        }
         if self.reshard_after_forward is not None:
             given = self.reshard_after_forward
             data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)

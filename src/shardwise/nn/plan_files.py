@@ -36,12 +36,13 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "input_plan": (str,),
     "output_plan": (str,),
     "reshard_after_forward": (bool, list),
+    "prefetch_bytes": (int,),
     "lengths": (dict,),
     "parameters": (dict,),
 }
 
 
-OPTIONAL = ("axis", "lengths", "input_plan", "output_plan", "reshard_after_forward")
+OPTIONAL = ("axis", "lengths", "input_plan", "output_plan", "reshard_after_forward", "prefetch_bytes")
 
 
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:

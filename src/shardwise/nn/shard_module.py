@@ -39,7 +39,8 @@ from shardwise.nn.plan_checks import (
 )
 from shardwise.nn.plan_files import load_plan
 from shardwise.nn.torch_state_dict import teach_state_dict_functions
-from shardwise.ops.engine.gather_again import mark_for_resharding
+from shardwise.ops.engine.gather_again import ALWAYS, AUTOMATIC, mark_for_resharding
+from shardwise.ops.engine.prefetch import register_prefetch
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -231,6 +232,8 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "mesh": str(plan.mesh),
         "input_plan": plan.input_plan,
         "output_plan": plan.output_plan,
+        "reshard_after_forward": plan.reshard_after_forward,
+        "prefetch_bytes": plan.prefetch_bytes,
     }
 
 
@@ -246,7 +249,7 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
             made[id(tensor)] = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
         parameter = made[id(tensor)]
         if name in resharded and isinstance(parameter, ShardedTensor):
-            mark_for_resharding(parameter)
+            mark_for_resharding(parameter, AUTOMATIC if plan.reshard_after_forward is None else ALWAYS)
         parent = module.get_submodule(path)
         parent.register_parameter(last, parameter)
         if plan.input_plan is None:
@@ -254,6 +257,7 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
     if plan.input_plan is not None:
         _replicate_buffers(module, plan, src_rank, group)
         register_input_hooks(module, plan, group)
+    register_prefetch(module, plan.prefetch_bytes)
     adapt_methods(module, plan, group)
 
 

@@ -11,8 +11,8 @@ are in use, ranks first agree on whether there are any.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ def dual_layout(layout: Layout) -> Layout:
     return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
 
 
+class StartedMove(Protocol):
+    """A move that was started before it was needed."""
+
+    def take(self) -> tuple[Tensor, ...] | None:
+        """Its result, the first time; None later."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutMove:
     """One move between two layouts; `scale` is an extra factor for the values of local tensors."""
@@ -51,11 +59,26 @@ class LayoutMove:
     max_buffer_bytes: int | None = None
     scale: tuple[int, int] = (1, 1)
     forward: LayoutMove | None = None
+    out_dtype: torch.dtype | None = None  # of the results, if it is another one
+    started: StartedMove | None = field(default=None, compare=False)
 
     @property
     def changes_nothing(self) -> bool:
         """Whether every rank ends with what it began with."""
-        return self.src == self.dst and self.scale == (1, 1)
+        return self.src == self.dst and self.scale == (1, 1) and self.out_dtype in (None, self.dtype)
+
+    def record(self) -> MoveRecord:
+        """The move without what it has to do with gradients."""
+        return MoveRecord(
+            self.src,
+            self.dst,
+            self.comm,
+            self.dtype,
+            self.label,
+            self.max_buffer_bytes,
+            self.scale,
+            self.out_dtype,
+        )
 
     def backward(self) -> LayoutMove:
         """The move that the gradients make; the gradients of gradients make the first one again, as it is linear.
@@ -107,7 +130,7 @@ class _MoveFunction(torch.autograd.Function):
 def _apply_move(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     held = inputs if link.src.local_shapes(link.comm.rank) else ()
     moved = _move_plain(link, held)
-    return moved or (torch.empty(0, dtype=link.dtype, device=inputs[0].device),)
+    return moved or (torch.empty(0, dtype=link.out_dtype or link.dtype, device=inputs[0].device),)
 
 
 def move_gradients(link: LayoutMove, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -174,7 +197,9 @@ def move_locals(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _move_plain(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    record = MoveRecord(link.src, link.dst, link.comm, link.dtype, link.label, link.max_buffer_bytes, link.scale)
+    if link.started is not None and (moved := link.started.take()) is not None:
+        return moved
+    record = link.record()
     held = tuple(t.detach() for t in locals_)
     return call_move_operator(record, held) if is_dispatch_mode_on() else record.run(held)
 

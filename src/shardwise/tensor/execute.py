@@ -85,12 +85,16 @@ staging_pool = StagingPool()
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One tensor to move: the plan (whole, or this rank's part), this rank's source tensors, dtype and device."""
+    """One tensor to move: the plan (whole, or this rank's part), this rank's source tensors, dtype and device.
+
+    `out_dtype`: that of the result, if it is another one: sums of low precision need not be rounded to it.
+    """
 
     transfer: Transfer
     sources: tuple[Tensor, ...]
     dtype: torch.dtype
     device: torch.device
+    out_dtype: torch.dtype | None = None
 
 
 def resolve_lazy(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -127,10 +131,18 @@ class RunningTransfers:
 
 
 def execute(
-    transfer: Transfer, sources: Sequence[Tensor], comm: Comm, dtype: torch.dtype, label: str
+    transfer: Transfer,
+    sources: Sequence[Tensor],
+    comm: Comm,
+    dtype: torch.dtype,
+    label: str,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
-    job = TransferJob(transfer, resolve_lazy(sources), dtype, sources[0].device if sources else comm.device)
+    device = sources[0].device if sources else comm.device
+    job = TransferJob(transfer, resolve_lazy(sources), dtype, device, out_dtype)
+    if out_dtype is not None and out_dtype != dtype:
+        return RunningTransfers([[job]], comm, label).wait()[0]
     if (kind := find_whole_collective(transfer, comm.ranks, dtype)) is not None:
         target, work = _start_reduction(job, comm, kind, label)
         work.wait()
@@ -160,7 +172,8 @@ def _run_batches(
 
 def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
     if len(jobs) == 1 and (kind := find_whole_collective(jobs[0].transfer, comm.ranks, jobs[0].dtype)) is not None:
-        return [(yield from _reduce_whole(jobs[0], comm, kind, label))]
+        whole = yield from _reduce_whole(jobs[0], comm, kind, label)
+        return [tuple(t.to(jobs[0].out_dtype or t.dtype) for t in whole)]
     current = [job.sources for job in jobs]
     for index in range(max((len(job.transfer.steps) for job in jobs), default=0)):
         active = [i for i, job in enumerate(jobs) if index < len(job.transfer.steps)]
@@ -183,7 +196,7 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
         if quiet:
             _start_locally(runs)
         for i, run in zip(active, runs, strict=True):
-            current[i] = run.finish()
+            current[i] = run.finish(last=index == len(jobs[i].transfer.steps) - 1)
     return current
 
 
@@ -349,11 +362,12 @@ class _StepRun:
     def _combine(self, target: Tensor, part: Tensor) -> None:
         combine_term(self.step.op or "sum", target, part)
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """The destination tensors, scaled and in the tensor's dtype."""
+    def finish(self, *, last: bool) -> tuple[Tensor, ...]:
+        """The destination tensors, scaled and in the tensor's dtype; those of the last step in the result's."""
         for target in self.targets:
             rescale(target, self.step.scale)
-        return tuple(t.to(self.job.dtype) for t in self.targets)
+        dtype = self.job.out_dtype if last and self.job.out_dtype is not None else self.job.dtype
+        return tuple(t.to(dtype) for t in self.targets)
 
 
 def _unpack_message(buffer: Tensor, message: Message) -> list[tuple[Move, Tensor]]:

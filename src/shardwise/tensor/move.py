@@ -32,7 +32,7 @@ from shardwise.geometry import (
 )
 from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
-from shardwise.tensor.autograd import LayoutMove, dual_layout, move_locals, move_on_tape, tape_inputs
+from shardwise.tensor.autograd import LayoutMove, StartedMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.caches import cache_plans
 from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
@@ -197,15 +197,22 @@ def is_move_recorded(held: MovableTensor) -> bool:
 
 
 def move_to(
-    held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: int | None = None
+    held: MovableTensor,
+    dst: Layout,
+    label: str,
+    max_buffer_bytes: int | None = None,
+    started: StartedMove | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The local tensors and the anchor of the same values in another layout; differentiable."""
+    """The local tensors and the anchor of the same values in another layout; differentiable.
+
+    `started`: the same move, started before; it is waited for.
+    """
     if held._copied_from is not None:
         held._copied_from.check()
     if held.sharding == dst:
         return held.local_parts, held._anchor
     limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
-    link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit)
+    link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit, started=started)
     if not is_move_recorded(held):
         return move_locals(link, held.local_parts), None
     dual_layout(dst), dual_layout(held.sharding)

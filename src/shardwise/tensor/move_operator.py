@@ -25,6 +25,7 @@ from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, res
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.reductions import rescale
 from shardwise.tensor.row_exchange import RowExchange, exchange_rows, plan_row_exchange
+from shardwise.transfer import Transfer
 
 AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
 
@@ -40,12 +41,13 @@ class MoveRecord:
     label: str
     max_buffer_bytes: int | None
     scale: tuple[int, int]
+    out_dtype: torch.dtype | None = None  # of the results, if it is another one
 
     def text(self) -> str:
         """The move in words that are the same on every rank."""
         return (
             f"{self.label}: {self.dtype} {_layout_text(self.src)} -> {_layout_text(self.dst)} x {self.scale} "
-            f"in {self.max_buffer_bytes}"
+            f"in {self.max_buffer_bytes} as {self.out_dtype or self.dtype}"
         )
 
     @property
@@ -65,9 +67,9 @@ class MoveRecord:
             notify_watchers(rows, self.label)
             moved: tuple[Tensor, ...] = (exchange_rows(rows, locals_[0], self.comm, self.label),)
         else:
-            plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm)
+            plan = self.make_plan()
             notify_watchers(plan, self.label)
-            moved = execute(plan, locals_, self.comm, self.dtype, self.label)
+            moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
         for tensor in moved:
             rescale(tensor, self.scale)
         return moved
@@ -78,12 +80,16 @@ class MoveRecord:
             return None
         return plan_row_exchange(self.src, self.dst, self.dtype.itemsize, self.comm.rank)
 
+    def make_plan(self) -> Transfer:
+        """How the bytes travel."""
+        return plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm)
+
     def make_job(self, locals_: Sequence[Tensor]) -> TransferJob:
         """The move as one of several that share an exchange."""
-        plan = plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.max_buffer_bytes, self.comm)
+        plan = self.make_plan()
         notify_watchers(plan, self.label)
         device = locals_[0].device if locals_ else self.comm.device
-        return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device)
+        return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device, self.out_dtype)
 
 
 def _layout_text(layout: Layout) -> str:
@@ -122,6 +128,7 @@ def call_move_operator(record: MoveRecord, locals_: Sequence[Tensor]) -> tuple[T
             record.label,
             record.max_buffer_bytes,
             record.scale,
+            record.out_dtype,
         )
     )
     return tuple(torch.ops.shardwise.move(list(locals_), number))
@@ -167,7 +174,9 @@ def _fake_results(locals_: Sequence[Tensor], transfers: Sequence[int]) -> list[T
     outputs = []
     for record, parts in zip(records, _split_locals(locals_, records), strict=True):
         device = parts[0].device if parts else record.comm.device
-        outputs += [torch.empty(shape, dtype=record.dtype, device=device) for shape in record.out_shapes]
+        outputs += [
+            torch.empty(shape, dtype=record.out_dtype or record.dtype, device=device) for shape in record.out_shapes
+        ]
     return outputs
 
 

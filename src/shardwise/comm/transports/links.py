@@ -61,6 +61,8 @@ class PeerSockets:
         self._output: dict[int, deque[memoryview]] = {rank: deque() for rank in sockets}
         self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
         self._poll = select.poll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.POLLIN)
         self.ended: set[int] = set()
         for s in self._sockets.values():
             s.setblocking(False)
@@ -84,6 +86,9 @@ class PeerSockets:
         frames: list[Frame] = []
         gone: list[int] = []
         for number, events in self._poll.poll(max(0.0, timeout) * 1000):
+            if number == self._wake:
+                os.eventfd_read(self._wake)
+                continue
             if number in self._process_of:
                 gone.append(self._process_of[number])
                 continue
@@ -100,10 +105,19 @@ class PeerSockets:
             self._end(rank)
         return frames
 
+    def wake(self) -> None:
+        """Let a `receive` in another thread return now."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Close all sockets."""
         for rank in list(self._sockets):
             self._end(rank)
+        if self._wake >= 0:
+            self._poll.unregister(self._wake)
+            os.close(self._wake)
+            self._wake = -1
 
     def _flush(self, rank: int) -> None:
         queue = self._output[rank]

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.comm.faults import TransportError
-from shardwise.comm.flat_tensors import Edges, accumulate_run, finish_average
+from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, finish_average
 from shardwise.comm.protocol import ReduceOp
 from shardwise.comm.transports.links import Frame, FrameKind
 
@@ -143,7 +143,6 @@ class LeaseEndedError(Exception):
 _COUNT = struct.Struct("<I")
 _RANGE = struct.Struct("<QQ")
 _INLINE = 1 << 14
-_REDUCE_BLOCK_BYTES = 1 << 18
 
 
 def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
@@ -273,7 +272,7 @@ class ReduceOperation(HostOperation):
         self.expected.discard(frame.rank)
         if self.expected:
             return []
-        step = max(1, _REDUCE_BLOCK_BYTES // self._mine.element_size())
+        step = REDUCE_BLOCK_ELEMENTS
         scratch = self._mine.new_empty((2, min(step, len(self._mine))))
         for at in range(0, len(self._mine), step):
             self._reduce_block(at, min(step, len(self._mine) - at), scratch)

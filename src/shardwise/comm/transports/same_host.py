@@ -248,10 +248,11 @@ class SameHostEngine:
         The lease ends first: afterwards the caller's program goes on and may write to what was lent.
         """
         self._own_lease.end()
+        if self._failure is None:
+            self._failure = TransportError(reason, ranks, exact=True)
+            self._failure_counts_at = time.monotonic()
+        self._links.wake()  # another thread may wait inside of the lock
         with self._lock:
-            if self._failure is None:
-                self._failure = TransportError(reason, ranks, exact=True)
-                self._failure_counts_at = time.monotonic()
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
                 self._links.send(rank, FrameKind.FAILED, 0, "", body)

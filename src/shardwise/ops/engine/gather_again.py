@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,17 +24,23 @@ from torch import Tensor
 from shardwise._torch import has_saved_tensors_hooks, storage_identity
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout
+from shardwise.ops.engine.gather_order import ParameterGather, find_parameter, note_cast
+from shardwise.ops.engine.prefetch import ParameterPrefetcher, current_prefetcher, end_operator
 from shardwise.tensor.autograd import LayoutMove, move_locals
 from shardwise.tensor.move import buffer_limit
 from shardwise.tensor.move_operator import AGAIN
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _MARK, _NOTE = "reshard_after_forward", "_gathered_from"
+ALWAYS, AUTOMATIC = "always", "automatic"
 
 
-def mark_for_resharding(tensor: ShardedTensor) -> None:
-    """Free what is gathered of a parameter after each operator of the forward pass."""
-    tensor.__dict__[_MARK] = True
+def mark_for_resharding(tensor: ShardedTensor, kind: str = ALWAYS) -> None:
+    """Free what is gathered of a parameter after each operator of the forward pass.
+
+    `AUTOMATIC`: but not after the last one, as the backward pass begins with it.
+    """
+    tensor.__dict__[_MARK] = kind
 
 
 def is_resharded(tensor: ShardedTensor) -> bool:
@@ -42,19 +49,30 @@ def is_resharded(tensor: ShardedTensor) -> bool:
 
 
 def copy_mark(source: ShardedTensor, target: Any) -> None:
-    """Mark what was cast from a marked parameter."""
-    if _MARK in source.__dict__ and isinstance(target, ShardedTensor):
-        target.__dict__[_MARK] = True
+    """Mark what was cast from a parameter as the parameter is marked."""
+    if isinstance(target, ShardedTensor):
+        note_cast(source, target)
+        if _MARK in source.__dict__:
+            target.__dict__[_MARK] = source.__dict__[_MARK]
+
+
+def find_gather(source: ShardedTensor, layout: Layout, label: str) -> ParameterGather | None:
+    """The move of a parameter, or of what was cast from one; None for anything else."""
+    parameter = find_parameter(source)
+    if parameter is None or not source.local_parts or layout.depends_on_data or source.sharding.depends_on_data:
+        return None
+    return ParameterGather(parameter, source.dtype, layout, label)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatherNote:
-    """From which local tensors a whole one was made, and how."""
+    """From which local tensors of a parameter a whole one was made, and how."""
 
-    link: LayoutMove
+    gather: ParameterGather
     sources: tuple[Tensor, ...]
     versions: tuple[int, ...]
     memory: int
+    prefetcher: ParameterPrefetcher | None
 
     def make_again(self) -> Tensor:
         """The whole tensor, made again."""
@@ -63,8 +81,17 @@ class GatherNote:
                 "a parameter that is needed for the backward pass was changed in place after the forward pass; call "
                 "backward before the optimizer's step"
             )
+        gather, comm = self.gather, self.gather.parameter.comm
+        src, size = gather.parameter.sharding, gather.dtype.itemsize
+        limit = buffer_limit(src, gather.layout, size, None)
+        label = f"{gather.label}{AGAIN}"
+        started = None
+        if self.prefetcher is not None and all(map(is_, self.sources, gather.parameter.local_parts)):
+            started = self.prefetcher.ask(replace(gather, label=label))
+            self.prefetcher.end_operator()
+        link = LayoutMove(src, gather.layout, comm, gather.dtype, label, limit, started=started)
         with torch.no_grad():
-            return move_locals(self.link, tuple(t.detach() for t in self.sources))[0]
+            return move_locals(link, tuple(t.detach().to(gather.dtype) for t in self.sources))[0]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,15 +104,17 @@ class SavedView:
     offset: int
 
 
-def note_gather(moved: ShardedTensor, source: ShardedTensor, layout: Layout, label: str) -> None:
+def note_gather(moved: ShardedTensor, source: ShardedTensor, gather: ParameterGather) -> None:
     """Note how a tensor was gathered, if its source is marked."""
-    if _MARK not in source.__dict__ or is_tracing() or not source.local_parts or not moved.local_parts:
+    mark, prefetcher = source.__dict__.get(_MARK), current_prefetcher()
+    if mark is None or not moved.local_parts:
         return
-    limit = buffer_limit(source.sharding, layout, source.dtype.itemsize, None)
-    link = LayoutMove(source.sharding, layout, source.comm, source.dtype, label_again(source, label), limit)
-    versions = tuple(t._version for t in source.local_parts)
+    if mark == AUTOMATIC and prefetcher is not None and prefetcher.is_kept(gather):
+        return
+    sources = gather.parameter.local_parts
+    versions = tuple(t._version for t in sources)
     memory = storage_identity(moved.local_parts[0].untyped_storage())
-    moved.__dict__[_NOTE] = GatherNote(link, source.local_parts, versions, memory)
+    moved.__dict__[_NOTE] = GatherNote(gather, sources, versions, memory, prefetcher)
 
 
 def label_again(source: ShardedTensor, label: str) -> str:
@@ -94,7 +123,8 @@ def label_again(source: ShardedTensor, label: str) -> str:
 
 
 def free_after_forward(tensors: Sequence[ShardedTensor]) -> AbstractContextManager[Any]:
-    """A context in which an operator saves notes in place of gathered parameters."""
+    """A context in which an operator, which has its inputs now, saves notes in place of gathered parameters."""
+    end_operator()
     notes = [t.__dict__[_NOTE] for t in tensors if _NOTE in t.__dict__]
     if not notes or not torch.is_grad_enabled() or is_tracing() or has_saved_tensors_hooks():
         return nullcontext()

@@ -21,7 +21,9 @@ from torch import Tensor
 from shardwise._torch import is_dual_level
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.ops.engine.gather_again import label_again, note_gather
+from shardwise.ops.engine.gather_again import find_gather, label_again, note_gather
+from shardwise.ops.engine.gather_order import find_parameter, is_cast
+from shardwise.ops.engine.prefetch import current_prefetcher
 from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
@@ -35,20 +37,29 @@ class _MoveAndVary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, link: LayoutMove, moved: Tensor, *sources: Tensor) -> Tensor:
-        ctx.link = link
+        ctx.link, ctx.prefetcher = link, current_prefetcher()
         return moved.view_as(moved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *move_gradients(ctx.link, (grads[0].contiguous(),))
+        grad = grads[0].contiguous()
+        if ctx.prefetcher is not None and ctx.prefetcher.sum_later(ctx.next_functions, ctx.link, grad):
+            return None, None, *(None for _ in ctx.next_functions[1:])
+        return None, None, *move_gradients(ctx.link, (grad,))
 
 
 def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
     """A tensor in the layout in which an operator wants it; from which one it was moved is noted."""
-    locals_, anchor = move_to(tensor, layout, label_again(tensor, label) if is_tracing() else label)
+    traced = is_tracing()
+    gather = None if traced else find_gather(tensor, layout, label)
+    prefetcher = None if gather is None else current_prefetcher()
+    started = None if gather is None or prefetcher is None else prefetcher.ask(gather)
+    label = label_again(tensor, label) if traced else label
+    locals_, anchor = move_to(tensor, layout, label, started=started)
     moved = wrap(layout, locals_, tensor.comm, dtype=tensor.dtype, anchor=anchor)
     moved.__dict__[_SOURCE] = tensor
-    note_gather(moved, tensor, layout, label)
+    if gather is not None:
+        note_gather(moved, tensor, gather)
     return moved
 
 
@@ -69,11 +80,17 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
 def _record_varying(tensor: ShardedTensor, local: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     link = _gradient_move(tensor, layout, axes)
     source: ShardedTensor | None = tensor.__dict__.get(_SOURCE)
-    if source is None or source.sharding.pending is not None or is_dual_level():
+    if is_dual_level() or (source is not None and source.sharding.pending is not None):
         return with_moved_gradient(link, local)
-    back = LayoutMove(source.sharding, layout, tensor.comm, tensor.dtype, "parameter").backward()
-    both = replace(link, dst=back.dst, scale=back.scale, label="gradient of a moved tensor")
-    return _MoveAndVary.apply(both, local.detach(), *source._tape_tensors())  # type: ignore[no-untyped-call, no-any-return]
+    if source is not None:
+        back = LayoutMove(source.sharding, layout, tensor.comm, tensor.dtype, "parameter").backward()
+        link = replace(link, dst=back.dst, scale=back.scale, label="gradient of a moved tensor")
+    elif not is_cast(tensor):
+        return with_moved_gradient(link, local)
+    before = tensor if source is None else source
+    if is_cast(before) and (parameter := find_parameter(before)) is not None:  # the cast is part of the move
+        before, link = parameter, replace(link, out_dtype=parameter.dtype)
+    return _MoveAndVary.apply(link, local.detach(), *before._tape_tensors())  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _gradient_move(tensor: ShardedTensor, layout: Layout, axes: tuple[int, ...]) -> LayoutMove:
