@@ -2,6 +2,7 @@
 
 1. Lookups: every rank brings its own ids and gets its own rows of a table that lies on all ranks.
 2. Models: a perceptron and a transformer block, forward, backward and optimizer step, tensor-parallel.
+3. Fully sharded models (`fully_sharded`).
 
 All ways take turns, with a barrier before each; a run lasts from the first rank's start to the last rank's end.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-from bench import ops_models
+from bench import fully_sharded, ops_models
 from bench.modules_lookup import HAND, OURS, TORCH, LookupCase, contenders
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, run_interleaved, seconds
@@ -54,6 +55,7 @@ class ModuleBenchSizes:
     model_ranks: int = 2
     model_turns: int = 60
     models: tuple[str, ...] = ()
+    sharded: fully_sharded.ShardedBenchSizes = field(default_factory=fully_sharded.ShardedBenchSizes)
 
 
 TINY = ModuleBenchSizes(
@@ -62,16 +64,17 @@ TINY = ModuleBenchSizes(
     ranks=2,
     model_turns=1,
     models=("perceptron", "transformer block"),
+    sharded=fully_sharded.TINY,
 )
 
 
 def run(sizes: ModuleBenchSizes) -> list[Figures]:
-    """Both tables."""
+    """The three tables."""
     with LocalWorld(sizes.ranks) as world:
         lookups = [_join_rank_times(world.run(_lookup, case, sizes.turns)) for case in sizes.cases]
     with LocalWorld(sizes.model_ranks) as world:
         models = {kind: _join_rank_times(world.run(_model, kind, sizes.model_turns)) for kind in sizes.models or MODELS}
-    return [_lookup_table(sizes, lookups), _model_table(sizes, models)]
+    return [_lookup_table(sizes, lookups), _model_table(sizes, models), *fully_sharded.run(sizes.sharded)]
 
 
 def _join_rank_times(by_rank: Sequence[dict[str, list[Span]]]) -> dict[str, float]:

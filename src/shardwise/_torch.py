@@ -314,10 +314,11 @@ def is_in_backward() -> bool:
     return bool(backward_pass_number() != -1)
 
 
-def will_accumulate(node: Any) -> bool:
-    """Whether the running backward pass adds to the `grad` of the leaf that a node stands for."""
+def only_accumulates(node: Any, leaf: Any) -> bool:
+    """Whether all that the running backward pass does with a leaf's gradient is to add it to its `grad`."""
     try:
-        return bool(_will_engine_execute_node(node))
+        hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        return not hooked and bool(_will_engine_execute_node(node))
     except RuntimeError:  # `torch.autograd.grad` returns it instead
         return False
 

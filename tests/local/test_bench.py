@@ -61,10 +61,11 @@ def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest
 
 @pytest.mark.timeout(300)
 def test_modules_runs_and_gives_lookups_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lookups, steps = _tables("modules", tmp_path)
+    lookups, steps, sharded = _tables("modules", tmp_path)
     assert "ours / by hand" in capsys.readouterr().out
     assert isinstance(lookups["rows"], list) and len(lookups["rows"]) == 2
     assert isinstance(steps["rows"], list) and [row[0] for row in steps["rows"]] == ["perceptron", "transformer block"]
+    assert isinstance(sharded["rows"], list) and len(sharded["rows"]) == 1
 
 
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,32 @@ def test_a_backward_pass_is_noticed() -> None:
     assert (_torch.is_in_backward(), inside) == (False, [True])
 
 
+def test_what_a_backward_pass_does_with_a_leaf_is_known_while_it_runs() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    found: list[Any] = []
+
+    def look(grad: Tensor) -> None:
+        found.append(_torch.only_accumulates(node, leaf))
+        _torch.on_backward_end(lambda: found.append("end"))
+
+    def run(*inputs: Tensor, get: bool = False) -> list[Any]:
+        found.clear()
+        result = leaf * 2
+        result.register_hook(look)  # type: ignore[no-untyped-call]
+        total = (result * other).sum()
+        torch.autograd.grad(total, inputs) if get else total.backward(inputs=inputs or None)
+        return list(found)
+
+    assert node.variable is leaf  # type: ignore[attr-defined]  # what a leaf's node has
+    assert run() == [True, "end"] and run(leaf) == [True, "end"]
+    assert run(leaf, get=True) == [False, "end"]
+    for handle in (leaf.register_hook(print), leaf.register_post_accumulate_grad_hook(lambda _: None)):  # type: ignore[no-untyped-call]
+        assert run()[0] is False
+        handle.remove()
+    assert run() == [True, "end"]
+
+
 def test_hooks_on_saved_tensors_are_noticed() -> None:
     assert not _torch.has_saved_tensors_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -235,6 +237,38 @@ def test_over_the_groups_own_sockets_as_well(world: Ranks) -> None:
     found, ahead = world.run(_train_over_sockets, AHEAD)[0]
     expected, _ = world.run(_train_over_sockets, 0)[0]
     assert ahead > 0 and all(map(torch.equal, found, expected))
+
+
+def _train_beside_fsdp(resharded: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Gradients in mixed precision: ours, FSDP2's, and those of full precision, after a second step."""
+    torch.set_num_threads(1)
+    rank = default_comm().rank
+    ours = make_model(AHEAD, gather_dtype=torch.bfloat16, reshard_after_forward=resharded)
+    theirs, full = make_model(None), make_model(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in theirs.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    models: list[Any] = [ours, theirs, full]
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            output = model(batch(step, rank))
+            assert output.dtype == (torch.float32 if model is full else torch.bfloat16)
+            output.float().square().mean().backward()
+    grads: list[Any] = [[p.grad for p in model.parameters()] for model in models]
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in ours.parameters() if p.grad is not None)
+    return [(a.full(), b.full_tensor(), c.full()) for a, b, c in zip(*grads, strict=True)]
+
+
+@pytest.mark.parametrize("resharded", [True, False])
+def test_mixed_precision_is_that_of_fsdp(world: Ranks, resharded: bool) -> None:
+    for found in world.run(_train_beside_fsdp, resharded):
+        for ours, theirs, full in found:
+            assert_close(ours, theirs, rtol=1e-6, atol=1e-9)  # sums are not rounded to 8 bits
+            assert_close(ours, full, rtol=0.1, atol=1e-2)
+            assert not torch.equal(ours, ours.bfloat16().float()) and not torch.equal(ours, full)
 
 
 def _follow_one_step() -> tuple[list[int], list[int]]:

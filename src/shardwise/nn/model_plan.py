@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.comm.device_meshes import remember_device_mesh
@@ -108,6 +109,8 @@ class ModelPlan:
       the backward pass: True, False, or patterns. None: large ones of large models, except for the last operator's.
     - `prefetch_bytes`: how many bytes of parameters are gathered before an operator needs them, beside computation,
       and of gradients summed beside it. None: as many as the operator with most parameters needs. 0: none.
+    - `gather_dtype`: the dtype in which parameters are gathered and used, as torch.bfloat16; or patterns to dtypes.
+      Their gradients are summed in float32, and optimizers see the parameters as they are.
 
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -125,6 +128,7 @@ class ModelPlan:
     output_plan: str | None = None
     reshard_after_forward: bool | Sequence[str] | None = None
     prefetch_bytes: int | None = None
+    gather_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -136,7 +140,9 @@ class ModelPlan:
                 f"{type(self.parameters).__name__} in place of the patterns"
             )
         object.__setattr__(self, "parameters", {p: write_placements(v) for p, v in self.parameters.items()})
+        object.__setattr__(self, "gather_dtype", _read_dtypes(self.gather_dtype))
         _check_kinds(self.mesh, self.parameters)
+        _check_bytes(self.prefetch_bytes)
         _check_output_plan(self.output_plan, self.input_plan)
         try:
             placements = self.input_placements
@@ -177,6 +183,20 @@ class ModelPlan:
             return set(tensors) if self.reshard_after_forward else set()
         return set(match_patterns(self.reshard_after_forward, list(tensors)))
 
+    def gather_dtypes(self, module: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes in which parameters are gathered and used, by name, where the plan says so.
+
+        >>> plan = ModelPlan(Mesh.of(dp=2), {"**": "S(0)"}, gather_dtype={"0.*": "bfloat16"})
+        >>> plan.gather_dtypes(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
+        {'0.weight': torch.bfloat16, '0.bias': torch.bfloat16}
+        """
+        floating = [n for n, t in module.named_parameters(remove_duplicate=False) if t.is_floating_point()]
+        given = self.gather_dtype
+        if given is None or isinstance(given, torch.dtype):
+            return {} if given is None else dict.fromkeys(floating, given)
+        assert isinstance(given, Mapping)
+        return {name: cast(torch.dtype, given[p]) for name, p in match_patterns(given, floating).items()}
+
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, as files of plans have it."""
         data: dict[str, Any] = {"mesh": str(self.mesh)}
@@ -186,6 +206,8 @@ class ModelPlan:
         if self.reshard_after_forward is not None:
             given = self.reshard_after_forward
             data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)
+        if self.gather_dtype is not None:
+            data["gather_dtype"] = _write_dtypes(self.gather_dtype)
         data |= {"lengths": dict(self.lengths)} if self.lengths else {}
         return data | {"parameters": dict(self.parameters)}
 
@@ -295,6 +317,27 @@ def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
                 f"{pattern!r}: a plan by patterns has placements as strings, such as 'tp: S(0)', got "
                 f"{type(text).__name__}; specs of single parameters belong in a ShardingPlan"
             )
+
+
+def _read_dtypes(given: Any) -> Any:
+    """A dtype, or patterns to dtypes, with names of dtypes replaced by them."""
+    if isinstance(given, Mapping):
+        return {pattern: _read_dtypes(dtype) for pattern, dtype in given.items()}
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise PlanError(f"gather_dtype is a floating-point dtype such as torch.bfloat16, got {given!r}")
+
+
+def _write_dtypes(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {pattern: _write_dtypes(dtype) for pattern, dtype in given.items()}
+    return str(given).removeprefix("torch.")
+
+
+def _check_bytes(given: Any) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise PlanError(f"prefetch_bytes is a number of bytes, 0 for none, or None; got {given!r}")
 
 
 def _check_output_plan(output_plan: object, input_plan: str | None) -> None:

@@ -37,12 +37,13 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "output_plan": (str,),
     "reshard_after_forward": (bool, list),
     "prefetch_bytes": (int,),
+    "gather_dtype": (str, dict),
     "lengths": (dict,),
     "parameters": (dict,),
 }
 
 
-OPTIONAL = ("axis", "lengths", "input_plan", "output_plan", "reshard_after_forward", "prefetch_bytes")
+OPTIONAL = tuple(name for name in FIELDS if name not in ("mesh", "parameters"))
 
 
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:

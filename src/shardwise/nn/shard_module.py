@@ -25,6 +25,7 @@ from shardwise.embedding.local_batch import register_local_batch_hooks
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.nn.inputs import register_input_hooks
 from shardwise.nn.meta_values import Initialiser, MissingValues, mark_without_values
+from shardwise.nn.mixed_precision import register_casts
 from shardwise.nn.model_methods import adapt_methods
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
@@ -224,7 +225,7 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
 def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFields:
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
-    plan.resharded(module)
+    plan.resharded(module), plan.gather_dtypes(module)
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
     layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
     return {
@@ -234,6 +235,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "output_plan": plan.output_plan,
         "reshard_after_forward": plan.reshard_after_forward,
         "prefetch_bytes": plan.prefetch_bytes,
+        "gather_dtype": str(plan.gather_dtype),
     }
 
 
@@ -257,6 +259,7 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
     if plan.input_plan is not None:
         _replicate_buffers(module, plan, src_rank, group)
         register_input_hooks(module, plan, group)
+    register_casts(module, plan.gather_dtypes(module))
     register_prefetch(module, plan.prefetch_bytes)
     adapt_methods(module, plan, group)
 

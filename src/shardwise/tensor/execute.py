@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -88,6 +88,7 @@ class TransferJob:
     """One tensor to move: the plan (whole, or this rank's part), this rank's source tensors, dtype and device.
 
     `out_dtype`: that of the result, if it is another one: sums of low precision need not be rounded to it.
+    `into`: memory for the result, where a thread with a heap of its own makes the move: fresh memory costs more.
     """
 
     transfer: Transfer
@@ -95,6 +96,14 @@ class TransferJob:
     dtype: torch.dtype
     device: torch.device
     out_dtype: torch.dtype | None = None
+    into: tuple[Tensor, ...] | None = None
+
+    def with_memory(self, rank: int) -> TransferJob:
+        """The same job with memory for its result, if it has one step."""
+        if len(self.transfer.steps) != 1:
+            return self
+        shapes, dtype = self.transfer.steps[0].dst.local_shapes(rank), self.out_dtype or self.dtype
+        return replace(self, into=tuple(torch.empty(s, dtype=dtype, device=self.device) for s in shapes))
 
 
 def resolve_lazy(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -229,9 +238,15 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     if kind == "all_reduce":
         target = source.clone(memory_format=torch.contiguous_format)
         return target, comm.all_reduce(target, op, label=label)
-    shape = job.transfer.dst.local_shapes(comm.rank)[0]
-    target = torch.empty(shape, dtype=job.dtype, device=job.device)
+    target = _make_targets(job, job.transfer.dst.local_shapes(comm.rank), job.dtype)[0]
     return target, comm.reduce_scatter_into(target, source.contiguous(), op, label=label)
+
+
+def _make_targets(job: TransferJob, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """The destination tensors of a step, in the memory that a job has for them if it does."""
+    if job.into is not None and all(t.dtype == dtype for t in job.into):
+        return list(job.into)
+    return [torch.empty(shape, dtype=dtype, device=job.device) for shape in shapes]
 
 
 def _scale_result(target: Tensor, transfer: Transfer) -> Tensor:
@@ -265,10 +280,7 @@ class _StepRun:
         self.step, self.sources, self.job = step, sources, job
         self.part = work_out_rank_part(step, rank, job.dtype.itemsize)
         dtype = accumulation_dtype(job.dtype) if self.part.reducing else job.dtype
-        if step.in_place:
-            self.targets = list(sources)
-        else:
-            self.targets = [torch.empty(s, dtype=dtype, device=job.device) for s in self.part.shapes]
+        self.targets = list(sources) if step.in_place else _make_targets(job, self.part.shapes, dtype)
         self.arrived: list[tuple[Tensor, Message]] = []
         self.staged: list[Tensor] = []
 

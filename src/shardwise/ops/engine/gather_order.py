@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -58,15 +58,16 @@ def is_cast(tensor: ShardedTensor) -> bool:
     return _CAST_FROM in tensor.__dict__
 
 
-def start_jobs(make_jobs: Callable[[], list[TransferJob]], comm: Comm, label: str) -> RunningMoves:
+def start_jobs(jobs: Sequence[TransferJob], comm: Comm, label: str) -> RunningMoves:
     """Start moves that share exchanges: in the background, where the comm has one."""
     queue = getattr(comm, "background", None)
     if queue is None:
-        return RunningTransfers([make_jobs()], comm, label)
+        return RunningTransfers([jobs], comm, label)
+    prepared = [job.with_memory(comm.rank) for job in jobs]
 
     def run() -> list[tuple[Tensor, ...]]:
         with torch.no_grad():
-            return RunningTransfers([make_jobs()], comm, label).wait()
+            return RunningTransfers([prepared], comm, label).wait()
 
     submitted: RunningMoves = queue.submit(run)
     return submitted
@@ -116,7 +117,7 @@ class StartedOperator:
         self._gathers = gathers
         self._states = [g.read_state() for g in gathers]
         comm, label = gathers[0].parameter.comm, f"{gathers[0].label}, ahead"
-        self._running: RunningMoves | None = start_jobs(lambda: [g.make_job() for g in gathers], comm, label)
+        self._running: RunningMoves | None = start_jobs([g.make_job() for g in gathers], comm, label)
         self._results: list[tuple[Tensor, ...] | None] = []
 
     def is_current(self, number: int) -> bool:

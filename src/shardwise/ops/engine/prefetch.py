@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import backward_pass_number, is_dual_level, on_backward_end, will_accumulate
+from shardwise._torch import backward_pass_number, is_dual_level, on_backward_end, only_accumulates
 from shardwise.comm.traced import is_tracing
 from shardwise.ops.engine.gather_order import (
     LEAST_BYTES,
@@ -95,7 +95,7 @@ class _PendingSum:
         self.nbytes = grad.nbytes
         self._leaf, self._scale = leaf, link.scale
         job = link.record().make_job((grad,))
-        self._running: RunningMoves = start_jobs(lambda: [job], link.comm, link.label)
+        self._running: RunningMoves = start_jobs([job], link.comm, link.label)
 
     def wait(self) -> Tensor:
         """The sum."""
@@ -182,7 +182,7 @@ class ParameterPrefetcher:
         leaf = getattr(nodes[0], "variable", None) if len(nodes) == 1 else None
         if leaf is None or torch.is_grad_enabled() or is_tracing() or is_dual_level() or link.changes_nothing:
             return False
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or not will_accumulate(nodes[0]):
+        if not only_accumulates(nodes[0], leaf):
             return False
         if find_whole_collective(link.record().make_plan(), link.comm.ranks, link.dtype) == "all_reduce":
             return False  # it may use a collective of the group, beside those that the program itself makes
