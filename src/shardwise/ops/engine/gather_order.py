@@ -99,9 +99,7 @@ class ParameterGather:
     def make_plan(self) -> Transfer:
         """How the bytes travel."""
         src, size = self.parameter.sharding, self.dtype.itemsize
-        return plan_for_rank(
-            src, self.layout, size, buffer_limit(src, self.layout, size, None), self.parameter.comm
-        )
+        return plan_for_rank(src, self.layout, size, buffer_limit(src, self.layout, size, None), self.parameter.comm)
 
     def make_job(self) -> TransferJob:
         """The move as one of several that share an exchange."""
