@@ -314,3 +314,16 @@ def test_backends_are_checked() -> None:
         shardwise.compile(lambda x: x, backend="none")
     with pytest.raises(TypeError, match="compile takes a module or a function, got int"):
         shardwise.compile(3)  # type: ignore[arg-type]  # what is tested
+
+
+def test_hooks_that_are_registered_later_run() -> None:
+    def body() -> tuple[Tensor, Tensor, str]:
+        model = nn.Sequential(nn.Identity())
+        run, x = compile_quietly(model), lay(ChunkSpec(0, ranks=1), 3)
+        run(x)
+        model[0].register_forward_hook(lambda module, args, output: output * 3)
+        return run(x).full(), x.full(), run.explain()
+
+    hooked, x, text = alone(body)
+    assert_close(hooked, 3 * x)
+    assert "an attribute or a hook of a module" in text

@@ -97,7 +97,7 @@ def explain_difference(now: dict[str, str], before: dict[str, str]) -> str:
     names = [name for name in (*now, *before) if now.get(name) != before.get(name)]
     found = [f"{n} is {now.get(n, 'missing')}, was {before.get(n, 'missing')}" for n in dict.fromkeys(names)]
     if not found:
-        return "an attribute of a module, a name that the function uses, or the strides of a tensor changed"
+        return "an attribute or a hook of a module, a name that the function uses, or the strides of a tensor changed"
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 

@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -197,28 +198,33 @@ class AttributeWatch:
 
     def __init__(self, state: ProgramState) -> None:
         self._state = state
-        self._modules = [(module, dict(module.__dict__), _children_of(module)) for module in state.modules]
+        self._modules = [(module, dict(module.__dict__)) for module in state.modules]
+        self._held = [held for module in state.modules for held in _held_by(module)]
+        self._objects = [value for held in self._held for value in held.values()]
         self._groups = [_group_values(optimizer) for optimizer in state.optimizers]
         self._sizes = [sum(map(len, optimizer.state.values())) for optimizer in state.optimizers]
 
     def is_unchanged(self) -> bool:
         """Whether everything is as it was; cheap, since every call of a compiled program asks."""
-        for module, attributes, children in self._modules:
-            if not _same_items(module.__dict__, attributes) or not all(
-                map(_same_objects, _children_of(module), children)
-            ):
+        if sum(map(len, self._held)) != len(self._objects) or not all(
+            map(is_, chain.from_iterable(map(_VALUES, self._held)), self._objects)
+        ):
+            return False
+        for module, attributes in self._modules:
+            if not _same_items(module.__dict__, attributes):
                 return False
         return not self._state.optimizers or self._changed_optimizer() is None
 
     def describe_change(self) -> str | None:
         """What is not as it was, or None."""
-        for module, attributes, children in self._modules:
+        for module, attributes in self._modules:
             now = module.__dict__
             for name in {*now, *attributes}:
                 if not _is_same_value(now.get(name), attributes.get(name)) or (name in now) != (name in attributes):
                     return f"{type(module).__name__}.{name}"
-            if not all(map(_same_objects, _children_of(module), children)):
-                return f"a parameter, buffer or submodule of {type(module).__name__}"
+        objects = [value for held in self._held for value in held.values()]
+        if len(objects) != len(self._objects) or not all(map(is_, objects, self._objects)):
+            return "a parameter, buffer, submodule or hook of a module"
         return self._changed_optimizer()
 
     def _changed_optimizer(self) -> str | None:
@@ -233,17 +239,18 @@ class AttributeWatch:
 
     def restore_attributes(self) -> None:
         """Put the attributes of modules back."""
-        for module, attributes, _ in self._modules:
+        for module, attributes in self._modules:
             module.__dict__.clear()
             module.__dict__.update(attributes)
 
 
-def _children_of(module: nn.Module) -> tuple[list[Any], ...]:
-    return [*module._parameters.values()], [*module._buffers.values()], [*module._modules.values()]
+_VALUES = methodcaller("values")
 
 
-def _same_objects(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+def _held_by(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The dicts of a module whose objects a graph depends on."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return module._parameters, module._buffers, module._modules, *hooks
 
 
 def _same_items(one: dict[str, Any], other: dict[str, Any]) -> bool:
