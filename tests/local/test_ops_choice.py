@@ -104,3 +104,18 @@ def test_a_pending_sum_costs_the_same_wherever_it_goes() -> None:
     everywhere, scattered = (change_cost(Partial("sum"), to, 1000, 4) for to in (Replicate(), Shard(0)))
     assert everywhere == pytest.approx(scattered, abs=1)
     assert everywhere < scattered
+
+
+def test_a_weight_is_weighed_against_the_rows_of_one_data_parallel_group() -> None:
+    """Of 12 rows in all, 6 are in each group: to sum them moves less than to gather 16 rows of the weight."""
+
+    def body(comm: Comm) -> list[tuple[tuple[str, ...], tuple[str, ...], int]]:
+        mesh = Mesh.of(dp=2, tp=2)
+        x = shard(torch.ones(12, 8), MeshSpec(mesh, [Shard(0), Partial("sum")]), None)
+        weight = shard(torch.ones(16, 8), MeshSpec(mesh, [Replicate(), Shard(0)]), None)
+        with explain() as log:
+            F.linear(x, weight)
+        return _moves(log)
+
+    for moves in run_local(body, 4):
+        assert [(given, then) for given, then, _ in moves] == [(("dp=2,tp=2: S(0), P(sum)",), ("dp=2,tp=2: S(0), R",))]

@@ -6,6 +6,7 @@ from layouts alone, so they decide the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,17 @@ def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, r
             return None
         if (operand.first, then) not in paid:
             paid.add((operand.first, then))
-            total += change_cost(now, then, operand.nbytes, ranks)
+            total += change_cost(now, then, _bytes_along(operand, axis), ranks)
     return total
+
+
+def _bytes_along(operand: Operand, axis: int) -> float:
+    """The bytes that a group of ranks along an axis has together: other axes may have split the tensor already.
+
+    So a weight is weighed against the rows of one data-parallel group, and not against the batch of all groups.
+    """
+    sizes = zip(operand.spec.placements, operand.spec.mesh.shape, strict=True)
+    return operand.nbytes / math.prod(n for i, (p, n) in enumerate(sizes) if i != axis and isinstance(p, Shard))
 
 
 def _keeps_placement(now: Placement, then: Placement) -> bool:

@@ -142,7 +142,7 @@ def same_kind(one: Placement, other: Placement) -> bool:
     return one == other
 
 
-def change_cost(now: Placement, then: Placement, nbytes: int, ranks: int) -> float:
+def change_cost(now: Placement, then: Placement, nbytes: float, ranks: int) -> float:
     """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
 
     A change that moves nothing costs a fraction of a byte, so of two free strategies the one without changes wins.
