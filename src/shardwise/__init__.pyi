@@ -107,6 +107,7 @@ from shardwise.tensor.creation import (
     zeros_like as zeros_like,
 )
 from shardwise.tensor.random.streams import manual_seed as manual_seed
+from shardwise.tracing.trace import trace as trace
 from shardwise.transfer import (
     Link as Link,
     Topology as Topology,

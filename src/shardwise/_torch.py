@@ -7,6 +7,7 @@ changes what it does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -172,6 +173,10 @@ TensorGuards: Any = private_name("_C._dynamo.guards.TensorGuards")
 
 
 _len_dispatch_stack = private_name("_C._len_torch_dispatch_stack")
+_dispatch_mode_stack = private_name("utils._python_dispatch._get_current_dispatch_mode_stack")
+
+# Whether a profiler of torch runs: one call, without the objects that `torch.profiler` keeps.
+is_profiling: Callable[[], bool] = private_name("_C._autograd._profiler_enabled")
 # The number of the backward pass that a thread runs, or -1; what it does to a leaf; and calls at its end.
 backward_pass_number: Any = private_name("_C._current_graph_task_id")
 _will_engine_execute_node = private_name("_C._will_engine_execute_node")
@@ -276,6 +281,16 @@ def is_composite(op: Any) -> bool:
 def is_dispatch_mode_on() -> bool:
     """Whether operators of this thread pass through a mode, as those of a traced program do."""
     return bool(_len_dispatch_stack())
+
+
+def comm_debug_modes() -> list[Any]:
+    """Return the `CommDebugMode`s that operators of this thread pass through; it counts torch's collectives only."""
+    if not _len_dispatch_stack():
+        return []
+    module = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
+    if module is None:
+        return []
+    return [mode for mode in _dispatch_mode_stack() if isinstance(mode, module.CommDebugMode)]
 
 
 def set_wrapper_shape(wrapper: Tensor, like: Tensor) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise import _torch, _torch_graphs
@@ -466,3 +467,17 @@ def test_threads_trace_one_after_another_where_a_thread_that_traced_has_ended() 
         thread = Thread(target=trace)
         thread.start()
         thread.join()
+
+
+def test_comm_debug_modes_and_their_counts() -> None:
+    assert _torch.comm_debug_modes() == []
+    with CommDebugMode() as mode:
+        assert _torch.comm_debug_modes() == [mode]
+        mode.comm_counts[torch.ops.aten.add] += 1
+    assert mode.get_total_counts() == 1 and _torch.comm_debug_modes() == []
+
+
+def test_is_profiling() -> None:
+    assert not _torch.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.is_profiling()

@@ -27,6 +27,7 @@ LAYERS = {
     "nn": 4,
     "checkpoint": 4,
     "compat": 4,
+    "tracing": 4,
     "hf": 5,
     "planner": 5,
     "cli": 5,

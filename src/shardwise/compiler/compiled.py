@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ from shardwise.compiler.tracing import (
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.random.streams import keep_streams
 from shardwise.tensor.random.traced_draws import take_streams
+from shardwise.tensor.recorder import find_recorder, recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.tensor.user_line import user_line
 
 MAX_KINDS, MAX_ATTEMPTS = 16, 8
 DEFAULT_MEMORY_LIMIT = 256 << 20
@@ -252,6 +255,16 @@ class CompiledProgram:
     # Running
 
     def _run_kind(self, kind: Kind, flat: list[Tensor]) -> Any:
+        assert self._state is not None
+        recorder = find_recorder(self._comm_of(self._state, ())) if recorders else None
+        begin = time.monotonic_ns()
+        result = self._run_graphs(kind, flat)
+        if recorder is not None:
+            name = getattr(self._function, "__name__", type(self._target).__name__)
+            recorder.add_operator(f"compiled {name}", begin, {"line": user_line(), "pass": "forward"})
+        return result
+
+    def _run_graphs(self, kind: Kind, flat: list[Tensor]) -> Any:
         assert kind.run is not None and self._state is not None
         draws = kind.result.draws.requests
         rows = take_streams(draws) if draws else _NO_STREAMS

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +28,7 @@ from shardwise.nn.model_plan import PLAIN, ModelPlan
 from shardwise.nn.plain_outputs import BatchSplits, find_batch_splits, make_plain
 from shardwise.ops.engine.mixed import plain_as_replicated
 from shardwise.ops.engine.view_sharding import NoViewError, express_shard
+from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _input_scopes: ContextVar[tuple[InputScope, ...]] = ContextVar("shardwise_inputs", default=())
@@ -127,7 +128,8 @@ def _gather_part_layouts(
     shapes: Sequence[tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement], comm: Comm
 ) -> list[Layout]:
     """The layouts of which these are this rank's parts; one small exchange collects the lengths of all ranks."""
-    told = comm.all_gather_bytes(json.dumps(shapes).encode(), label="inputs")
+    with recorded_wait(comm, "inputs: lengths") if recorders else nullcontext():
+        told = comm.all_gather_bytes(json.dumps(shapes).encode(), label="inputs")
     by_rank = {r: [tuple(s) for s in json.loads(data)] for r, data in zip(comm.ranks, told, strict=True)}
     if any(len(given) != len(shapes) for given in by_rank.values()):
         raise DisagreementError(

@@ -21,7 +21,10 @@ from shardwise._torch import forward_ad, is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
+from shardwise.tensor.debug_modes import remember_debug_modes
 from shardwise.tensor.move_operator import MoveRecord, call_move_operator
+from shardwise.tensor.recorder import find_recorder, recorders
+from shardwise.tensor.user_line import user_line
 
 
 @cache_by_identity
@@ -201,7 +204,10 @@ def _move_plain(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, 
         return moved
     record = link.record()
     held = tuple(t.detach() for t in locals_)
-    return call_move_operator(record, held) if is_dispatch_mode_on() else record.run(held)
+    if not is_dispatch_mode_on():
+        return record.run(held)
+    with remember_debug_modes():
+        return call_move_operator(record, held)
 
 
 def move_on_tape(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -211,6 +217,8 @@ def move_on_tape(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 def _move_recorded(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = _MoveFunction.apply(link, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
+    if recorders and (recorder := find_recorder(link.comm)) is not None:
+        recorder.watch_backward(outputs, inputs, user_line())
     return outputs
 
 

@@ -33,12 +33,14 @@ from shardwise._torch import (
     beside_func_transforms,
     current_dispatch_keys,
     forward_ad,
+    is_dispatch_mode_on,
     is_forward_grad_enabled,
     pytree,
 )
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout
 from shardwise.tensor import caches
+from shardwise.tensor.debug_modes import remember_debug_modes
 from shardwise.tensor.wrappers import explain_wrapper
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -277,7 +279,8 @@ def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     before = _state.keys, _state.plain_passed
     _state.keys, _state.plain_passed = current_dispatch_keys(), any(v.ndim for v in plain)
     try:
-        with _layer_of_entry(plain), DisableTorchFunctionSubclass():
+        modes = remember_debug_modes() if is_dispatch_mode_on() else nullcontext()
+        with modes, _layer_of_entry(plain), DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     finally:
         _state.keys, _state.plain_passed = before

@@ -32,6 +32,7 @@ from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
 from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
+from shardwise.tensor.recorder import profiled_move, record_moves, recorders
 from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
 from shardwise.transfer import Move, Step, Transfer
 
@@ -118,6 +119,9 @@ class RunningTransfers:
     """
 
     def __init__(self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str) -> None:
+        jobs = [job for batch in batches for job in batch] if recorders else ()
+        self._finished = record_moves(comm, [(job.transfer, job.dtype) for job in jobs], label) if recorders else None
+        self.label = label
         self._progress = _run_batches(batches, comm, label)
         self._work: Work | None = None
         self._results: list[tuple[Tensor, ...]] | None = None
@@ -136,6 +140,9 @@ class RunningTransfers:
             self._work.wait()
             self._work = None  # it holds the round's buffers
             self._advance()
+        if self._finished is not None:
+            self._finished()
+            self._finished = None
         return self._results
 
 
@@ -153,8 +160,11 @@ def execute(
     if out_dtype is not None and out_dtype != dtype:
         return RunningTransfers([[job]], comm, label).wait()[0]
     if (kind := find_whole_collective(transfer, comm.ranks, dtype)) is not None:
+        finished = record_moves(comm, [(transfer, dtype)], label) if recorders else None
         target, work = _start_reduction(job, comm, kind, label)
         work.wait()
+        if finished is not None:
+            finished()
         return (_scale_result(target, transfer),)
     if (kind := local_only_kind(transfer, comm.rank, dtype.itemsize)) is not None:
         return (_scale_result(_finish_locally(job, kind), transfer),)
@@ -404,5 +414,6 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """The result; raises `CommError` if the exchange failed."""
         if self._result is None:
-            self._result = (self._finish(self._running.wait()),)
+            with profiled_move(None, self._running.label):
+                self._result = (self._finish(self._running.wait()),)
         return self._result[0]

@@ -8,6 +8,7 @@ and not a hang.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from shardwise.tensor.caches import cache_plans
 from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.reductions import check_reducible
 
 DEFAULT_BUFFER_BYTES = 1 << 30
@@ -162,7 +164,8 @@ def check_move(
         "dtype": held.dtype,
         **(fields or {}),
     }
-    agree(held.comm, asked, label=label, problem=problem)
+    with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
+        agree(held.comm, asked, label=label, problem=problem)
 
 
 def _limit_problem(limit: object) -> str | None:

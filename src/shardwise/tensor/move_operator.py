@@ -23,6 +23,7 @@ from shardwise.comm.traced import real_comm
 from shardwise.geometry import Layout, format_layout
 from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, resolve_lazy
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.recorder import profiled_move
 from shardwise.tensor.reductions import rescale
 from shardwise.tensor.row_exchange import RowExchange, exchange_rows, plan_row_exchange
 from shardwise.transfer import Transfer
@@ -69,7 +70,8 @@ class MoveRecord:
         else:
             plan = self.make_plan()
             notify_watchers(plan, self.label)
-            moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
+            with profiled_move(plan, self.label):
+                moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
         for tensor in moved:
             rescale(tensor, self.scale)
         return moved
@@ -157,7 +159,9 @@ def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int
 def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> list[Tensor]:
     """The destination tensors of all moves of a group, and a token."""
     outputs: list[Tensor] = []
-    results = _running.pop((slot, *transfers)).wait()
+    running = _running.pop((slot, *transfers))
+    with profiled_move(None, running.label):
+        results = running.wait()
     for number, moved in zip(transfers, results, strict=True):
         for tensor in moved:
             rescale(tensor, _records[number].scale)

@@ -42,7 +42,7 @@ from shardwise.ops.engine.choose import (
     leading_cuts,
     split_order,
 )
-from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry, user_line
+from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
 from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
@@ -61,6 +61,7 @@ from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views, note_copies
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.user_line import user_line
 
 
 @dataclass(slots=True)

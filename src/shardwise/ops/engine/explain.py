@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shardwise.geometry import Layout, format_rule
 from shardwise.tensor.parts import PlannedMove, watch_moves
+from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
-
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 class HiddenCommunicationError(RuntimeError):
@@ -145,15 +142,6 @@ def record_entry(entry: LogEntry) -> None:
     log = _log.get()
     if log is not None:
         log.entries.append(entry)
-
-
-def user_line() -> str:
-    """The innermost line of the user's own code on the stack."""
-    for frame in reversed(traceback.extract_stack()):
-        inside = frame.filename.startswith(_PACKAGE) or "/torch/" in frame.filename or frame.filename.startswith("<")
-        if not inside:
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "unknown line"
 
 
 def _watch_move(plan: PlannedMove, label: str) -> None:

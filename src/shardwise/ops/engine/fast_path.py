@@ -34,12 +34,14 @@ from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.engine.fingerprint import find_fingerprint
+from shardwise.ops.engine.record_calls import record_call
 from shardwise.ops.engine.recording import UNKNOWN, run_and_record
 from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut, wrap_checked
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import call_function, enter_function
 from shardwise.tensor.dtensors import convert_dtensors
 from shardwise.tensor.inplace import is_writable
+from shardwise.tensor.recorder import recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types
 
 _MAX_SHORTCUTS = 16384
@@ -166,6 +168,14 @@ def _autocast_state() -> tuple[Any, ...]:
 
 
 def _call_with_key(
+    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+) -> Any:
+    if active_watchers[0] and recorders:
+        return record_call(lambda: _call_by_key(func, types, args, kwargs, key), func, args, kwargs)
+    return _call_by_key(func, types, args, kwargs, key)
+
+
+def _call_by_key(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
 ) -> Any:
     if key is None or (active_watchers[0] and is_explaining_or_forbidding()):

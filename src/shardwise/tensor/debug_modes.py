@@ -1,0 +1,44 @@
+"""Moves in torch's `CommDebugMode`: each that sends something counts once, as `torch.ops.shardwise.move`.
+
+The mode counts operators of torch.distributed that it meets; our transports call none. It is off the stack while it
+runs an operator and the moves of that operator, so it is remembered where a function of ShardedTensors begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise._torch import comm_debug_modes
+from shardwise.tensor.parts import PlannedMove, watch_moves
+
+
+class _ModesAbove(threading.local):
+    modes: tuple[Any, ...] = ()
+
+
+_above = _ModesAbove()
+
+
+@contextmanager
+def remember_debug_modes() -> Iterator[None]:
+    """Let moves inside a `with` block count in the modes that are on now."""
+    before = _above.modes
+    _above.modes = tuple(dict.fromkeys((*before, *comm_debug_modes())))
+    try:
+        yield
+    finally:
+        _above.modes = before
+
+
+def _count_move(plan: PlannedMove, label: str) -> None:
+    for mode in _above.modes or comm_debug_modes():
+        if plan.moved_bytes > 0:
+            mode.comm_counts[torch.ops.shardwise.move] += 1
+
+
+watch_moves(_count_move)

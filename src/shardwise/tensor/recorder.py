@@ -1,0 +1,187 @@
+"""What does a rank do, and when? Recorders note operators and moves while `shardwise.trace` is on.
+
+Nothing is recorded otherwise: code on the way of a move asks whether there is a recorder at all. Recorders are found by
+rank, since ranks may be threads of one process, and a backward pass may run on threads of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._torch import is_profiling
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, format_layout, format_rule
+from shardwise.geometry.dtypes import find_dtype
+from shardwise.tensor.caches import cache_by_identity, cache_plans
+from shardwise.tensor.user_line import user_line
+from shardwise.transfer import Transfer
+
+LONGEST_LAYOUT = 160
+OPERATORS, FIRST_MOVES = 0, 1  # tracks of a rank: operators, and as many of moves as run at once
+
+
+@dataclass(slots=True)
+class RecordedSpan:
+    """Something that a rank did, in nanoseconds of its clock; of a move also which one it is and whom it waits for."""
+
+    name: str
+    category: str
+    begin: int
+    end: int
+    track: int
+    details: dict[str, Any]
+    move: str = ""
+    sources: tuple[int, ...] = ()
+
+
+@dataclass
+class StepRecorder:
+    """What one rank did since the recorder was started."""
+
+    rank: int
+    spans: list[RecordedSpan] = field(default_factory=list)
+    line: str = ""  # of the forward pass, while the backward pass runs a node of it
+    _counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _busy: set[int] = field(default_factory=set)
+    _nodes: set[Any] = field(default_factory=set)
+
+    def add_operator(self, name: str, begin: int, details: dict[str, Any]) -> None:
+        """Note an operator that ran until now."""
+        self.spans.append(RecordedSpan(name, "operator", begin, time.monotonic_ns(), OPERATORS, details))
+
+    def begin_move(self, comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str) -> Callable[[], None]:
+        """Note that moves begin, which share their exchanges; returns what notes their end."""
+        number = self._counts.get(comm.ranks, 0)
+        self._counts[comm.ranks] = number + 1
+        track = next(t for t in range(FIRST_MOVES, len(self._busy) + 2) if t not in self._busy)
+        self._busy.add(track)
+        figures = [count_move(transfer, self.rank) for transfer, _ in moves]
+        details = _describe_moves(moves, figures) | {"line": self.line or user_line()}
+        sources = tuple(sorted({s for one in figures for s in one.sources}))
+        move = f"{hash(comm.ranks)}#{number}"
+        begin = time.monotonic_ns()
+
+        def finish() -> None:
+            self._busy.discard(track)
+            if not details["bytes"] and not details["sent_bytes"]:
+                return  # nothing leaves or reaches this rank
+            self.spans.append(RecordedSpan(label, "move", begin, time.monotonic_ns(), track, details, move, sources))
+
+        return finish
+
+    def add_wait(self, name: str, begin: int) -> None:
+        """Note that this rank waited for the others until now."""
+        self.spans.append(RecordedSpan(name, "wait", begin, time.monotonic_ns(), FIRST_MOVES, {"line": user_line()}))
+
+    def watch_backward(self, results: Sequence[Tensor], inputs: Sequence[Tensor], line: str) -> None:
+        """Note when the backward pass runs the nodes that lie between these tensors, with the line of the forward."""
+        known = {t.grad_fn for t in inputs if t.grad_fn is not None}
+        waiting = [t.grad_fn for t in results if t.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in known or node in self._nodes or "AccumulateGrad" in node.name():
+                continue
+            self._nodes.add(node)
+            self._watch_node(node, line)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+    def _watch_node(self, node: Any, line: str) -> None:
+        begun: list[int] = []
+        is_move = "Move" in node.name() or "Moved" in node.name()
+
+        def before(_grads: Any) -> None:
+            begun.append(time.monotonic_ns())
+            self.line = line
+
+        def after(_inputs: Any, _outputs: Any) -> None:
+            self.line = ""
+            if begun and not is_move:
+                self.add_operator(node_name, begun.pop(), {"line": line, "pass": "backward"})
+
+        node_name = node.name()
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+recorders: dict[int, StepRecorder] = {}
+
+
+def find_recorder(comm: Comm) -> StepRecorder | None:
+    """The recorder of a rank, if it is being traced."""
+    return recorders.get(comm.rank) if recorders else None
+
+
+@contextmanager
+def recorded_wait(comm: Comm, label: str) -> Iterator[None]:
+    """Note the time of a small exchange with all ranks, such as an agreement, as waiting."""
+    recorder, begin = find_recorder(comm), time.monotonic_ns()
+    yield
+    if recorder is not None:
+        recorder.add_wait(label, begin)
+
+
+def record_moves(comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str) -> Callable[[], None] | None:
+    """Note that moves begin, where this rank is traced; returns what notes their end, or None."""
+    recorder = find_recorder(comm)
+    return None if recorder is None else recorder.begin_move(comm, moves, label)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFigures:
+    """What one rank receives and sends in a move, from whom, and what all ranks move together."""
+
+    received_bytes: int
+    sent_bytes: int
+    moved_bytes: int
+    sources: tuple[int, ...]
+
+
+@cache_plans
+def count_move(transfer: Transfer, rank: int) -> MoveFigures:
+    """The figures of a move on a rank."""
+    sources = tuple(s for s, d in transfer.bytes_by_edge if d == rank)
+    received, sent = transfer.received_bytes.get(rank, 0), transfer.sent_bytes.get(rank, 0)
+    return MoveFigures(received, sent, transfer.moved_bytes, sources)
+
+
+def _describe_moves(moves: Sequence[tuple[Transfer, torch.dtype]], figures: Sequence[MoveFigures]) -> dict[str, Any]:
+    texts = [(write_tensor(t.src, d), write_tensor(t.dst, d)) for t, d in moves]
+    return {
+        "from": " | ".join(src for src, _ in texts),
+        "to": " | ".join(dst for _, dst in texts),
+        "bytes": sum(one.received_bytes for one in figures),
+        "sent_bytes": sum(one.sent_bytes for one in figures),
+        "moved_bytes": sum(one.moved_bytes for one in figures),
+    }
+
+
+@cache_by_identity
+def _write_rule(layout: Layout) -> str:
+    text = format_layout(layout, None)
+    return text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}…"
+
+
+def write_tensor(layout: Layout, dtype: torch.dtype) -> str:
+    """A tensor's dtype, shape and layout in the notation, cut off where it is long."""
+    return f"{find_dtype(str(dtype)).name}{_write_rule(layout)}"
+
+
+def profiled_move(transfer: Transfer | None, label: str) -> AbstractContextManager[Any]:
+    """A range of torch's profiler for a move, named by what it does, where a profiler runs."""
+    if not is_profiling():
+        return nullcontext()
+    text = "" if transfer is None else f": {_brief_rule(transfer.src)} -> {_brief_rule(transfer.dst)}"
+    return torch.profiler.record_function(f"shardwise.move {label}{text}")
+
+
+@cache_by_identity
+def _brief_rule(layout: Layout) -> str:
+    text = format_rule(layout).removeprefix("on ").removeprefix("as ")
+    return text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}…"
