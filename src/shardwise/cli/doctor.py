@@ -142,7 +142,11 @@ def examine_transports(gpus: int) -> list[Finding]:
     advise: dict[str, Callable[[], tuple[str, str]]] = {
         "sockets": lambda: (FAILED, "allow connections to 127.0.0.1, and set GLOO_SOCKET_IFNAME to its interface (lo)"),
         "memory": lambda: (SLOWER, advise_memory_reading(*read_memory_limits())),
-        "cuda ipc": lambda: (SLOWER, "run ranks in one container with --ipc=host and one PID namespace; MIG has none"),
+        "cuda ipc": lambda: (
+            SLOWER,
+            "ranks exchange through host memory, which is slower; run them in one container with --ipc=host, and "
+            "without expandable_segments in PYTORCH_CUDA_ALLOC_CONF",
+        ),
         "nccl": lambda: (FAILED, "set NCCL_DEBUG=INFO and run a program of two ranks: nccl then says what it misses"),
     }
     return [_to_finding(result, advise[result.name]) for result in results]

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from shardwise.comm.launch import LocalWorld
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.transports import remote_memory
+from shardwise.comm.transports.device_memory import CudaMemory
 
 PROBE_BYTES = 1 << 24
 TIMEOUT_SECONDS = 20.0
@@ -139,25 +139,39 @@ def _check_bytes(received: Tensor, expected: int, rate: float) -> float:
 
 
 def try_cuda_ipc() -> tuple[float | None, str]:
-    """Read the other process's device memory through a CUDA IPC handle, on the first GPU; run by both ranks."""
+    """Read the other process's device memory through CUDA's IPC, on the first GPU; run by both ranks."""
     comm = _socket_comm()
-    shared, handle, problem = [], b"", ""
+    shared: list[Tensor] = []
     try:
         shared.append(torch.full((1024,), comm.rank, dtype=torch.uint8, device="cuda:0"))
         torch.cuda.synchronize()
-        handle = pickle.dumps(reduce_tensor(shared[0]))  # type: ignore[no-untyped-call]  # untyped in torch
+        card = _describe_device_memory(shared[0])
     except Exception as error:
-        problem = _first_line(error)
-    handles = comm.all_gather_bytes(handle, label="probe")
+        card = {"problem": _first_line(error)}
+    cards = [json.loads(told) for told in comm.all_gather_bytes(json.dumps(card).encode(), label="probe")]
 
     def run() -> None:
-        if problem or not all(handles):
-            raise RuntimeError(problem or "the other rank cannot share its device memory")
-        rebuild, arguments = pickle.loads(handles[1 - comm.rank])
-        if not bool((rebuild(*arguments) == 1 - comm.rank).all()):
+        problem = next((card["problem"] for card in cards if "problem" in card), None)
+        if problem is not None:
+            raise RuntimeError(problem)
+        theirs = cards[1 - comm.rank]
+        memory = CudaMemory(torch.device("cuda:0"))
+        segment = memory.open(bytes.fromhex(theirs["handle"]), theirs["size"])
+        same = bool((segment[theirs["at"] : theirs["at"] + 1024] == 1 - comm.rank).all())
+        memory.close(segment)
+        if not same:
             raise ValueError("other bytes were read than the other rank wrote")
 
     return _attempt(comm, run)
+
+
+def _describe_device_memory(tensor: Tensor) -> dict[str, Any]:
+    memory = CudaMemory(tensor.device)
+    segment = memory.find_segment(tensor.data_ptr())
+    if segment is None:
+        raise RuntimeError("the memory of this process has no handle for others")
+    at = tensor.data_ptr() - segment.start
+    return {"handle": memory.export(segment).hex(), "size": segment.size, "at": at}
 
 
 def try_nccl() -> tuple[float | None, str]:
