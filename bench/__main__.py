@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, plans
+from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -17,6 +17,7 @@ WIDTH = 150
 SECTIONS: dict[str, Section] = {
     "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.LayoutBenchSizes()),
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
+    "page": lambda tiny: page.run(page.TINY if tiny else page.PageBenchSizes()),
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
     "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.OpShareBenchSizes()),
     "compile": lambda tiny: compiled.run(compiled.TINY if tiny else compiled.CompileBenchSizes()),

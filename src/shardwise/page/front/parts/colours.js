@@ -1,8 +1,9 @@
 // Colours that people with colour vision deficiencies can tell apart.
-// Up to 8 things have the colours of Okabe and Ito; more have a ramp (viridis), which is ordered by lightness as well.
+// Up to 8 things have the colours of Okabe and Ito; more have a ramp (viridis without its darkest end, which a dark page would
+// swallow), ordered by lightness as well.
 
 const NAMED = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c"];
-const RAMP = [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37]];
+const RAMP = [[71, 45, 123], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37]];
 export const PARTS = { parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", activations: "#cc79a7", other: "#8c8c8c" };
 
 export function colourOf(index, count) {

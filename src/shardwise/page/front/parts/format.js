@@ -37,6 +37,12 @@ export function formatBox(starts, ends) {
   return `[${starts.map((start, d) => `${start}:${ends[d]}`).join(", ")}]`;
 }
 
+// Holders of a tile: replicas with commas, addends of a pending reduction with plus signs.
+export function formatHolders(holders, most = 4) {
+  const texts = holders.slice(0, most).map((ranks) => formatRanks(ranks, 3));
+  return texts.join("+") + (holders.length > most ? `+… (${formatNumber(holders.length)})` : "");
+}
+
 // A list of ranks with runs, cut off where it gets long.
 export function formatRanks(ranks, most = 8) {
   const runs = [];

@@ -148,8 +148,9 @@ export function createLanes(lanes, itemsize) {
     },
   });
   const whole = bounds.every(([low, high], dim) => low === 0 && high === lanes.shape[dim]);
+  const seen = lanes.shape.length > 2 ? element("p", { class: "note" }, `Drawn are dim ${dims[0]} down and dim ${dims[1]} across; the other dims are seen through.`) : null;
   const region = whole ? null : element("p", { class: "note" }, `Each picture is the region ${formatBox(...[0, 1].map((at) => bounds.map((pair) => pair[at])))} of the tensor.`);
-  return { node: element("div", {}, createControls(state, phases, plot), plot.node, region), plot, state };
+  return { node: element("div", {}, createControls(state, phases, plot), plot.node, seen, region), plot, state };
 }
 
 // Each round of each step is a phase; a step without rounds has one, for its local copies.

@@ -3,7 +3,7 @@
 
 import { clipText, createPlot } from "../parts/canvas.js";
 import { channels, inkOn, themeColour } from "../parts/colours.js";
-import { formatBox, formatBytes, formatNumber, formatRanks } from "../parts/format.js";
+import { formatBox, formatBytes, formatHolders, formatNumber, formatRanks } from "../parts/format.js";
 import { classColours } from "./rank_colours.js";
 
 const LEFT = 58;
@@ -14,6 +14,7 @@ const MOST_BANDS = 6;
 // `state` is {layout, model, view, classes, chosenRank, zoom}; the owner changes it and calls redraw.
 export function createPicture(state, { label, tallest = 460, name = "layout" }) {
   let cursor = null;
+  const kept = { key: "", picture: null };
   const lengthOf = (dim) => (dim === null ? 1 : state.layout.shape[dim]);
 
   function geometry(width) {
@@ -99,8 +100,7 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
   }
 
   function drawLabel(context, holders, [x, y, wide, tall], colours) {
-    const full = holders.map((ranks) => formatRanks(ranks, 3)).join("+");
-    const text = clipText(context, full, wide - 8);
+    const text = clipText(context, formatHolders(holders), wide - 8);
     const several = holders.flat().length > 1;
     const colour = colours[state.classes.of(holders[0][0])] || "#888888";
     const half = context.measureText(text).width / 2;
@@ -116,9 +116,17 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     context.fillText(text, x + wide / 2, y + tall / 2 + 0.5);
   }
 
+  // The pixels are kept: a pointer that moves over the picture only draws a frame on them.
   function drawPixels(context, now, colours) {
-    const { area, shown } = now;
+    const { area } = now;
     const [wide, tall] = [Math.max(1, Math.floor(area.wide)), Math.max(1, Math.floor(area.tall))];
+    const key = JSON.stringify([state.view, state.zoom, state.classes.what, state.chosenRank, wide, tall]);
+    if (kept.key !== key) Object.assign(kept, { key, picture: paintPixels(now, colours, wide, tall) });
+    context.imageSmoothingEnabled = false;
+    context.drawImage(kept.picture, area.x, area.y, area.wide, area.tall);
+  }
+
+  function paintPixels({ shown }, colours, wide, tall) {
     const positions = (count, [low, high]) => Array.from({ length: count }, (_, i) => low + ((i + 0.5) * (high - low)) / count);
     const owners = state.model.ownersAt(state.view, positions(tall, shown.rows), positions(wide, shown.columns));
     const palette = colours.map(channels);
@@ -136,8 +144,7 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     }
     const buffer = new OffscreenCanvas(wide, tall);
     buffer.getContext("2d").putImageData(image, 0, 0);
-    context.imageSmoothingEnabled = false;
-    context.drawImage(buffer, area.x, area.y, area.wide, area.tall);
+    return buffer;
   }
 
   // Borders between fused groups, with their numbers.
@@ -192,7 +199,7 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     const lines = [formatBox(tile.starts, tile.ends)];
     lines.push(`sizes ${tile.starts.map((start, d) => formatNumber(tile.ends[d] - start)).join(" x ") || "scalar"}, ${formatNumber(elements)} elements`);
     if (state.layout.itemsize) lines.push(`${formatBytes(elements * state.layout.itemsize)} on each holder`);
-    if (holders.length > 1) lines.push(`pending ${state.layout.pending}: addends on ranks ${holders.map((ranks) => formatRanks(ranks)).join(" + ")}`);
+    if (holders.length > 1) lines.push(`pending ${state.layout.pending}: addends on ranks ${formatHolders(holders, 8).replaceAll("+", " + ")}`);
     else lines.push(`${holders[0].length > 1 ? `${formatNumber(holders[0].length)} replicas, ranks` : "rank"} ${formatRanks(holders[0])}`);
     const hosts = [...new Set(holders.flat().slice(0, 4096).map((rank) => Math.floor(rank / state.layout.ranks_per_host)))];
     lines.push(`${hosts.length > 1 ? "hosts" : "host"} ${formatRanks(hosts)}`);

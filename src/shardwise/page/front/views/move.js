@@ -5,6 +5,7 @@ import { createBars } from "../parts/bars.js";
 import { card, element, figures, legend, swatch } from "../parts/dom.js";
 import { createForm } from "../parts/form.js";
 import { formatBytes, formatCount, formatNumber, formatSeconds } from "../parts/format.js";
+import { createTable } from "../parts/table.js";
 import { announce } from "../parts/tooltip.js";
 import { axisChips, createLayoutPanel } from "./layout_panel.js";
 import { createLanes } from "./lanes.js";
@@ -114,7 +115,14 @@ function ranksCard(facts) {
   });
   const entries = [[swatch(RECEIVED), "received"], [swatch(SENT), "sent"]];
   if (bound) entries.push([swatch(null, "bound"), "lower bound of what it must receive: needed and not held"]);
-  return card("Bytes per rank", `In all ${formatBytes(facts.figures.moved_bytes)}, lower bound ${formatBytes(facts.figures.lower_bound_bytes)}.`, { "data-card": "ranks" }, bars.node, legend(entries));
+  return card("Bytes per rank", `In all ${formatBytes(facts.figures.moved_bytes)}, lower bound ${formatBytes(facts.figures.lower_bound_bytes)}.`, { "data-card": "ranks" }, bars.node, legend(entries), element("details", {}, element("summary", {}, "As a table"), ranksTable(facts.by_rank).node));
+}
+
+function ranksTable({ sent, received, bound, numbers }) {
+  const rows = sent.map((_, i) => ({ rank: numbers ? numbers[i] : i, sent: sent[i], received: received[i], bound: bound ? bound[i] : null }));
+  const bytes = (title) => ({ title, kind: "number", value: (row) => row[title], text: (row) => formatBytes(row[title]) });
+  const columns = [{ title: "rank", kind: "number", value: (row) => row.rank, text: (row) => String(row.rank) }, bytes("received"), bytes("sent"), ...(bound ? [bytes("bound")] : [])];
+  return createTable({ what: "rank", label: "Bytes of each rank", height: 240, rows, columns });
 }
 
 function layoutCard(title, layout, name) {
