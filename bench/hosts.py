@@ -38,8 +38,8 @@ Shape = tuple[int, int]
 class HostBenchSizes:
     """The tensor, the link, the runs of each case, and the steps of the example; none: it is left out."""
 
-    shape: Shape = (4096, 2048)
-    megabits: int = 500
+    shape: Shape = (4096, 1024)
+    megabits: int = 200
     runs: int = 5
     steps: int = 4
 
