@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import nn
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
 from shardwise.cli.checkpoints import open_checkpoint
-from shardwise.nn import plan_from_data
+from shardwise.nn import ModelPlan, plan_from_data, shard_module
 from shardwise.page.document import render_document
 from shardwise.page.plan_target import SETTINGS, PlanTarget
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
+from shardwise.page.step_facts import read_trace
+from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, StepTarget
 from tests.browser import Browser
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -118,6 +120,27 @@ def plan_target(*names: str) -> PlanTarget:
     return PlanTarget(f"{' and '.join(names)} for models:make", model, plans, settings=settings)
 
 
+def record_step() -> StepTarget:
+    """One step of a small model on 4 local ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.json"
+
+        def train(comm: Comm) -> None:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(GatedBlock(256, 768) for _ in range(3)))
+            parameters = {"*.{up,gate}.weight": "tp: S(0)", "*.down.weight": "tp: S(1)"}
+            shard_module(model, ModelPlan(Mesh.of(dp=2, tp=2), parameters, input_plan="dp: S(0)"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for turn in range(4):
+                with shardwise.trace(path) if turn == 3 else nullcontext():
+                    model(torch.ones(64, 256)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        run_local(train, 4)
+        return StepTarget("step.json", read_trace(path))
+
+
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     opened = open_checkpoint(save_checkpoint(folder))
     return {**CheckpointTarget(opened).facts(), "title": "runs/step-1000"}
@@ -133,6 +156,7 @@ def find_pages(folder: Path) -> dict[str, tuple[Callable[[], dict[str, Any]], st
         "move_16384_dark": (MoveTarget(many, "on a=32,b=512: S(1), S(0)").facts, MIDDLE, 1060),
         "plan": (plan_target("tensor_parallel.toml").facts, "", 960),
         "plans": (plan_target(*PLANS).facts, "", 940),
+        "step": (lambda: record_step().facts(), "", 960),
         "checkpoint": (lambda: checkpoint_facts(folder), "", 820),
     }
 

@@ -1,4 +1,4 @@
-"""What does the page show of model plans? The figures of the planner, for one plan or two, and what editing changes."""
+"""What does the page show of model plans and traces? Figures of the planner, what editing changes, events of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import shardwise
+from shardwise import ChunkSpec, Comm, run_local
 from shardwise.cli.main import app
 from shardwise.nn import plan_from_data
 from shardwise.page.document import facts_to_json
 from shardwise.page.plan_facts import bytes_by_rank, moving_cost, plan_facts
 from shardwise.page.plan_target import SETTINGS, PlanTarget
+from shardwise.page.step_facts import read_trace, step_facts
 from shardwise.planner import ParameterRow, estimate
 from shardwise.transfer import Topology
 
@@ -106,6 +109,24 @@ def test_two_thousand_parameters_on_sixteen_thousand_ranks_are_little_data() -> 
     assert len(facts["plans"][0]["rows"]) == 2000 and facts["plans"][0]["by_rank"]["count"] == 16384
     assert facts["plans"][0]["activation_bytes"] is None
     assert len(facts_to_json(facts)) < 400_000
+
+
+def test_a_recorded_step_has_operators_and_moves_with_lines(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+
+    def step(comm: Comm) -> None:
+        weight = shardwise.shard(torch.ones(8, 4), ChunkSpec(0, ranks=2))
+        with shardwise.trace(path):
+            (weight * 2).redistribute(ChunkSpec(1, ranks=2))
+
+    run_local(step, 2)
+    facts = step_facts("step.json", read_trace(path))
+    assert facts["ranks"] == [0, 1] and facts["seconds"] > 0
+    moves = [kind for kind in facts["kinds"] if kind[1] == "move"]
+    assert {(name, sent) for name, _, sent, _, _ in moves} == {("redistribute", 4 * 4 * 2)}
+    assert all("test_page_plans.py:" in kind[3] for kind in facts["kinds"] if kind[1] != "wait")
+    assert moves[0][4].endswith(" -> f32[8,4] as chunk(1) over 0-1")
+    assert {kind[1] for kind in facts["kinds"]} >= {"operator", "move"}
 
 
 def test_layouts_that_are_not_written_out_are_left_out() -> None:

@@ -27,6 +27,7 @@ from shardwise.page.layout_facts import shorten
 MOST_EVENTS = 40_000
 KINDS = ("operator", "move", "wait", "other")
 LONGEST_TEXT = 200
+_TOUCHING = 1e-3  # microseconds: the end of one event and the start of the next are sums of rounded numbers
 
 
 class StepEvent(NamedTuple):
@@ -145,7 +146,7 @@ def find_lanes(events: Sequence[StepEvent]) -> list[int]:
     for event in events:
         if event[:2] != place:
             place, open_ends = event[:2], []
-        while open_ends and open_ends[-1] <= event.start:
+        while open_ends and open_ends[-1] <= event.start + _TOUCHING:
             open_ends.pop()
         depths.append(len(open_ends))
         deepest[event.track] = max(deepest.get(event.track, 0), len(open_ends))

@@ -34,6 +34,7 @@ function stepFigures(facts) {
     ["Operators", part("operator"), "of the time of all ranks"],
     ["Moving", part("move"), `${formatBytes(bytes)} in all`],
     ["Waiting", part("wait"), "for other ranks"],
+    ["In no event", `${Math.max(0, 100 - (100 * Object.values(sums).reduce((a, b) => a + b, 0)) / all).toFixed(1)} %`, "of the time of all ranks"],
     ["Events", formatNumber(facts.count), facts.whats.length < facts.count ? `the ${formatNumber(facts.whats.length)} longest are drawn` : "all are drawn"],
   ];
 }
