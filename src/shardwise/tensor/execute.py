@@ -22,12 +22,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
+from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
@@ -37,6 +38,7 @@ from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduct
 from shardwise.transfer import Move, Step, Transfer
 
 KEPT_BYTES = 256 * 1024 * 1024
+BACKGROUND_BYTES = 1 << 16  # fewer are moved in less time than another thread takes to begin
 _LEAST = 1 << 16
 
 
@@ -99,6 +101,11 @@ class TransferJob:
     out_dtype: torch.dtype | None = None
     into: tuple[Tensor, ...] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.transfer.src.numel * self.dtype.itemsize
+
     def with_memory(self, rank: int) -> TransferJob:
         """The same job with memory for its result, if it has one step."""
         if len(self.transfer.steps) != 1:
@@ -144,6 +151,33 @@ class RunningTransfers:
             self._finished()
             self._finished = None
         return self._results
+
+
+class RunningMoves(Protocol):
+    """Moves that were started together."""
+
+    def wait(self) -> list[tuple[Tensor, ...]]:
+        """The destination tensors of each job, in order."""
+        ...
+
+
+def start_transfers(
+    batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str, *, least: int = BACKGROUND_BYTES
+) -> RunningMoves:
+    """Start transfers that go on while this rank computes: in the background of the comm, where it has one.
+
+    A total of up to `least` bytes is started here: it arrives sooner. All ranks decide alike, by the size of the whole.
+    """
+    queue: BackgroundQueue | None = getattr(comm, "background", None)
+    if queue is None or sum(job.nbytes for jobs in batches for job in jobs) <= least:
+        return RunningTransfers(batches, comm, label)
+    prepared = [[job.with_memory(comm.rank) for job in jobs] for jobs in batches]
+
+    def run() -> list[tuple[Tensor, ...]]:
+        with torch.no_grad():
+            return RunningTransfers(prepared, comm, label).wait()
+
+    return queue.submit(run)
 
 
 def execute(
@@ -246,7 +280,7 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     assert first.op is not None
     op = cast(ReduceOp, first.op)
     if kind == "all_reduce":
-        target = source.clone(memory_format=torch.contiguous_format)
+        target = _make_targets(job, (tuple(source.shape),), job.dtype)[0].copy_(source)
         return target, comm.all_reduce(target, op, label=label)
     target = _make_targets(job, job.transfer.dst.local_shapes(comm.rank), job.dtype)[0]
     return target, comm.reduce_scatter_into(target, source.contiguous(), op, label=label)
@@ -407,7 +441,7 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """What `async_op=True` returns: `wait()` completes the move and returns its result; it may be called repeatedly."""
 
-    def __init__(self, running: RunningTransfers, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
+    def __init__(self, running: RunningMoves, finish: Callable[[Sequence[tuple[Tensor, ...]]], T]) -> None:
         self._running, self._finish = running, finish
         self._result: tuple[T] | None = None
 

@@ -36,7 +36,7 @@ from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, StartedMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.caches import cache_plans
 from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.execute import RunningTransfers, TransferJob, resolve_lazy
+from shardwise.tensor.execute import RunningMoves, TransferJob, resolve_lazy, start_transfers
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.reductions import check_reducible
@@ -225,7 +225,7 @@ def move_to(
 
 def start_moves(
     held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
-) -> RunningTransfers:
+) -> RunningMoves:
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
     if is_dual_level():
         raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
@@ -242,4 +242,4 @@ def start_moves(
             room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
         batches[-1].append(job)
         room -= size
-    return RunningTransfers(batches, held[0].comm, label)
+    return start_transfers(batches, held[0].comm, label)

@@ -21,7 +21,7 @@ from shardwise._torch_graphs import define_operator
 from shardwise.comm import Comm
 from shardwise.comm.traced import real_comm
 from shardwise.geometry import Layout, format_layout
-from shardwise.tensor.execute import RunningTransfers, TransferJob, execute, resolve_lazy
+from shardwise.tensor.execute import RunningMoves, TransferJob, execute, resolve_lazy, start_transfers
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.recorder import profiled_move
 from shardwise.tensor.reductions import rescale
@@ -99,7 +99,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 _records: dict[int, MoveRecord] = {}
-_running: dict[tuple[int, ...], RunningTransfers] = {}
+_running: dict[tuple[int, ...], RunningMoves] = {}
 
 
 def record_move(record: MoveRecord) -> int:
@@ -152,7 +152,7 @@ def _split_locals(locals_: Sequence[Tensor], records: Sequence[MoveRecord]) -> l
 def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> Tensor:
     records = [_records[number] for number in transfers]
     jobs = [record.make_job(parts) for record, parts in zip(records, _split_locals(locals_, records), strict=True)]
-    _running[slot, *transfers] = RunningTransfers([jobs], records[0].comm, records[0].label)
+    _running[slot, *transfers] = start_transfers([jobs], records[0].comm, records[0].label)
     return _make_token()
 
 

@@ -12,17 +12,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.execute import RunningTransfers, TransferJob
+from shardwise.tensor.execute import RunningMoves, TransferJob, start_transfers
 from shardwise.tensor.move import buffer_limit
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -30,14 +27,6 @@ from shardwise.transfer import Transfer
 
 LEAST_BYTES = 1 << 18  # of an operator's parameters: fewer are gathered in less time than another thread takes to begin
 _CAST_FROM = "_cast_from"
-
-
-class RunningMoves(Protocol):
-    """Moves that were started together."""
-
-    def wait(self) -> list[tuple[Tensor, ...]]:
-        """The results of each move."""
-        ...
 
 
 def note_cast(parameter: ShardedTensor, cast: ShardedTensor) -> None:
@@ -56,21 +45,6 @@ def find_parameter(tensor: ShardedTensor) -> ShardedTensor | None:
 def is_cast(tensor: ShardedTensor) -> bool:
     """Whether a tensor was cast from a parameter."""
     return _CAST_FROM in tensor.__dict__
-
-
-def start_jobs(jobs: Sequence[TransferJob], comm: Comm, label: str) -> RunningMoves:
-    """Start moves that share exchanges: in the background, where the comm has one."""
-    queue = getattr(comm, "background", None)
-    if queue is None:
-        return RunningTransfers([jobs], comm, label)
-    prepared = [job.with_memory(comm.rank) for job in jobs]
-
-    def run() -> list[tuple[Tensor, ...]]:
-        with torch.no_grad():
-            return RunningTransfers([prepared], comm, label).wait()
-
-    submitted: RunningMoves = queue.submit(run)
-    return submitted
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -115,7 +89,7 @@ class StartedOperator:
         self._gathers = gathers
         self._states = [g.read_state() for g in gathers]
         comm, label = gathers[0].parameter.comm, f"{gathers[0].label}, ahead"
-        self._running: RunningMoves | None = start_jobs([g.make_job() for g in gathers], comm, label)
+        self._running: RunningMoves | None = start_transfers([[g.make_job() for g in gathers]], comm, label, least=0)
         self._results: list[tuple[Tensor, ...] | None] = []
 
     def is_current(self, number: int) -> bool:

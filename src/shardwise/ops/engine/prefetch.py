@@ -28,11 +28,10 @@ from shardwise.ops.engine.gather_order import (
     LEAST_BYTES,
     GatherOrder,
     ParameterGather,
-    RunningMoves,
     StartedGather,
-    start_jobs,
 )
 from shardwise.tensor.autograd import LayoutMove
+from shardwise.tensor.execute import RunningMoves, start_transfers
 from shardwise.tensor.parts import find_whole_collective
 from shardwise.tensor.reductions import rescale
 
@@ -95,7 +94,7 @@ class _PendingSum:
         self.nbytes = grad.nbytes
         self._leaf, self._scale = leaf, link.scale
         job = link.record().make_job((grad,))
-        self._running: RunningMoves = start_jobs([job], link.comm, link.label)
+        self._running: RunningMoves = start_transfers([[job]], link.comm, link.label, least=0)
 
     def wait(self) -> Tensor:
         """The sum."""
