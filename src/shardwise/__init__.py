@@ -6,6 +6,11 @@ that needs torch the operators are loaded too.
 
 from shardwise._lazy import attach_stub
 
+_WITHOUT_TORCH = ("shardwise._version", "shardwise.geometry", "shardwise.transfer", "shardwise.view.show")
+
 __getattr__, __dir__, __all__ = attach_stub(
-    __name__, __file__, first="shardwise.ops", unless=("shardwise._version", "shardwise.geometry", "shardwise.transfer")
+    __name__,
+    __file__,
+    first="shardwise.ops",
+    unless=_WITHOUT_TORCH,
 )

@@ -443,12 +443,12 @@ def test_the_text_of_a_tensor_says_what_is_where_and_shows_no_data() -> None:
         return repr(tensor), str(tensor.requires_grad_())
 
     held = run_local(body, 3)
-    where = "Layout(shape=(4, 3), spec=ChunkSpec(dim=0, ranks=0-1))"
+    where = "f32[4,3] as chunk(0) over 0-1"
     assert held[0] == (
-        f"ShardedTensor(float32, {where}, rank 0 holds (2, 3))",
-        f"ShardedTensor(float32, {where}, rank 0 holds (2, 3), requires_grad=True)",
+        f"ShardedTensor({where}, rank 0 holds (2, 3))",
+        f"ShardedTensor({where}, rank 0 holds (2, 3), requires_grad=True)",
     )
-    assert held[2][0] == f"ShardedTensor(float32, {where}, rank 2 holds nothing)"
+    assert held[2][0] == f"ShardedTensor({where}, rank 2 holds nothing)"
     assert not any("77" in text for texts in held for text in texts)
 
 

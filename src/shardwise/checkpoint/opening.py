@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._notebook import draw_html
 from shardwise.checkpoint.checksums import block_count
 from shardwise.checkpoint.converting.conversion import rename_index
 from shardwise.checkpoint.converting.name_map import NameMap
@@ -19,7 +20,10 @@ from shardwise.checkpoint.index import Scalar, TensorEntry, build_state, stored_
 from shardwise.checkpoint.reading import copy_reads, plan_box_reads, verify_reads
 from shardwise.checkpoint.state import torch_dtype
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
-from shardwise.geometry import Box, Layout
+from shardwise.geometry import Box, Layout, shorten_layout
+from shardwise.transfer.report import format_bytes
+
+SHOWN_TENSORS = 40
 
 
 class StoredTensor:
@@ -134,6 +138,14 @@ class Checkpoint:
     def __init__(self, store: Store, verify: bool = True) -> None:
         self._store, self._verify = store, verify
         self._names = stored_names(store.index)
+
+    def _repr_html_(self) -> str:
+        """The tensors as a table for notebooks; only the index is read."""
+        shown = [self[name] for name in self.names()[:SHOWN_TENSORS]]
+        rows = [(t.name, shorten_layout(t.layout, t._entry.dtype), format_bytes(t.nbytes)) for t in shown]
+        count = len(self.names())
+        title = f"{self._store.folder}: {count} tensors" + (f", the first {len(rows)}" if count > len(rows) else "")
+        return draw_html("table_html", title, ("tensor", "layout", "bytes"), rows)
 
     def names(self) -> list[str]:
         """The names of all tensors."""

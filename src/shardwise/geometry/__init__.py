@@ -7,7 +7,7 @@ from shardwise.geometry.infer import infer_spec
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
 from shardwise.geometry.notation.read import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
-from shardwise.geometry.notation.write import format_layout, format_placement, format_rule
+from shardwise.geometry.notation.write import format_layout, format_placement, format_rule, shorten_layout
 from shardwise.geometry.placements import Partial, Placement, Reduction, Replicate, RowOwners, Shard
 from shardwise.geometry.serialize import layout_from_json, layout_to_json
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
@@ -44,4 +44,5 @@ __all__ = [
     "parse_placements",
     "parse_ranks",
     "parse_spec",
+    "shorten_layout",
 ]

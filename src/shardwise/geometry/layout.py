@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from shardwise._notebook import draw_html
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes, table_from_cells
 from shardwise.geometry.coverage import check_coverage
@@ -302,6 +303,10 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout(shape={self.shape}, spec={self.spec!r})"
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks."""
+        return draw_html("layout_html", self)
 
 
 def rebuild_layout(spec: ShardingSpec, shape: tuple[int, ...]) -> Layout:

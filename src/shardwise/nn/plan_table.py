@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardwise._notebook import draw_html
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.notation.write import format_placement
 from shardwise.nn.model_plan import ModelPlan, owners_of
@@ -85,10 +86,17 @@ class PlanTable:
             groups.setdefault((_NUMBER.sub("#", row.name), row.costs), []).append(row)
         return tuple(_fold_plan_rows(rows) for rows in groups.values())
 
-    def __str__(self) -> str:
-        lines = [HEAD, *map(_format_plan_row, self.folded())]
+    def _table(self) -> list[tuple[str, ...]]:
         total = (f"all on {self.mesh}", f"{len(self.rows):,}", f"{self.elements:,}", "")
-        lines.append((*total, *map(format_bytes, (self.rank_bytes, self.gradient_bytes, self.row_bytes))))
+        sizes = map(format_bytes, (self.rank_bytes, self.gradient_bytes, self.row_bytes))
+        return [*map(_format_plan_row, self.folded()), (*total, *sizes)]
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        return draw_html("table_html", f"plan on {self.mesh}", HEAD, self._table())
+
+    def __str__(self) -> str:
+        lines = [HEAD, *self._table()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.geometry import Layout, MeshSpec, Shard
+from shardwise.geometry import Layout, MeshSpec, Shard, shorten_layout
 from shardwise.geometry.dtypes import DType, find_dtype
 from shardwise.nn.model_plan import ModelPlan
 from shardwise.nn.plan_table import gradient_bytes_by_axis
 from shardwise.planner.example_inputs import count_tokens, make_inputs
 from shardwise.planner.figures import Estimate, ParameterRow
 from shardwise.planner.hardware import Device, OptimizerState, find_device, find_optimizer
-from shardwise.planner.pricing import PricedMoves, write_layout
+from shardwise.planner.pricing import PricedMoves
 from shardwise.planner.rehearsal import Inputs, Loss, Rehearsal, rehearse
 from shardwise.tensor.move import DEFAULT_BUFFER_BYTES
 from shardwise.transfer import Topology
@@ -153,7 +153,7 @@ def _make_row(parameter: PlannedParameter, rank: int, state: OptimizerState, tra
         name.rpartition(".")[0],
         layout.shape,
         dtype.name,
-        write_layout(layout, dtype.name),
+        shorten_layout(layout, dtype.name),
         held,
         held if trained else 0,
         state.bytes_for(elements, dtype) if trained else 0,

@@ -9,14 +9,11 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.geometry import Layout, Mesh, format_layout
-from shardwise.geometry.dtypes import find_dtype
+from shardwise.geometry import Mesh, shorten_layout
 from shardwise.planner.figures import StepMove
 from shardwise.planner.meter import MeteredMove
 from shardwise.tensor.move_operator import MoveRecord
 from shardwise.transfer import Topology, Transfer, plan_transfer
-
-LONGEST_LAYOUT = 200
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class PricedMoves:
 
     def _describe(self, record: MoveRecord, backward: bool, own: bool, count: int) -> StepMove:
         price = self._prices[id(record)]
-        src, dst = (write_layout(layout, str(record.dtype)) for layout in (record.src, record.dst))
+        src, dst = (shorten_layout(layout, str(record.dtype)) for layout in (record.src, record.dst))
         figures = (count, price.received_bytes, price.sent_bytes, price.seconds, tuple(price.by_axis))
         return StepMove(record.label, backward, own, src, dst, *figures)
 
@@ -105,9 +102,3 @@ def received_by_axis(transfer: Transfer, mesh: Mesh, rank: int) -> dict[str, int
         for differs, (_, nbytes) in zip(theirs != own, edges, strict=True):
             found[",".join(a for a, other in zip(mesh.axes, differs, strict=True) if other)] += nbytes
     return dict(found)
-
-
-def write_layout(layout: Layout, dtype: str) -> str:
-    """A layout in the notation, cut off where it lists thousands of sizes."""
-    text = format_layout(layout, find_dtype(dtype).name)
-    return text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}…"

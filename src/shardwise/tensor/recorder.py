@@ -17,13 +17,12 @@ from torch import Tensor
 
 from shardwise._torch import is_profiling
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, format_layout, format_rule
+from shardwise.geometry import Layout, shorten_layout
 from shardwise.geometry.dtypes import find_dtype
 from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Transfer
 
-LONGEST_LAYOUT = 160
 OPERATORS, FIRST_MOVES = 0, 1  # tracks of a rank: operators, and as many of moves as run at once
 
 
@@ -162,26 +161,17 @@ def _describe_moves(moves: Sequence[tuple[Transfer, torch.dtype]], figures: Sequ
     }
 
 
-@cache_by_identity
-def _write_rule(layout: Layout) -> str:
-    text = format_layout(layout, None)
-    return text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}…"
+_shorten_layout = cache_by_identity(shorten_layout)
 
 
 def write_tensor(layout: Layout, dtype: torch.dtype) -> str:
     """A tensor's dtype, shape and layout in the notation, cut off where it is long."""
-    return f"{find_dtype(str(dtype)).name}{_write_rule(layout)}"
+    return f"{find_dtype(str(dtype)).name}{_shorten_layout(layout)}"
 
 
 def profiled_move(transfer: Transfer | None, label: str) -> AbstractContextManager[Any]:
     """A range of torch's profiler for a move, named by what it does, where a profiler runs."""
     if not is_profiling():
         return nullcontext()
-    text = "" if transfer is None else f": {_brief_rule(transfer.src)} -> {_brief_rule(transfer.dst)}"
+    text = "" if transfer is None else f": {_shorten_layout(transfer.src)} -> {_shorten_layout(transfer.dst)}"
     return torch.profiler.record_function(f"shardwise.move {label}{text}")
-
-
-@cache_by_identity
-def _brief_rule(layout: Layout) -> str:
-    text = format_rule(layout).removeprefix("on ").removeprefix("as ")
-    return text if len(text) <= LONGEST_LAYOUT else f"{text[:LONGEST_LAYOUT]}…"

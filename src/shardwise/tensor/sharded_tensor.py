@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shardwise._notebook import draw_html
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.geometry import Layout, ShardingSpec
@@ -24,6 +25,7 @@ from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.dispatch import call_operator, engine, on_local_tensors
 from shardwise.tensor.execute import Handle
 from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
+from shardwise.tensor.recorder import write_tensor
 from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shards import (
     Shard,
@@ -425,8 +427,11 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # data is never printed
         grad = ", requires_grad=True" if self.requires_grad else ""
         held = ", ".join(str(tuple(t.shape)) for t in self.local_parts) or "nothing"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"ShardedTensor({dtype}, {self.sharding!r}, rank {self.comm.rank} holds {held}{grad})"
+        return f"ShardedTensor({write_tensor(self.sharding, self.dtype)}, rank {self.comm.rank} holds {held}{grad})"
+
+    def _repr_html_(self) -> str:
+        """A picture of the layout for notebooks; no other rank is asked."""
+        return draw_html("layout_html", self.sharding, str(self.dtype))
 
     def __copy__(self) -> ShardedTensor:
         return pickling.shallow_copy(self)

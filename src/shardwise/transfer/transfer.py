@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise._notebook import draw_html
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_to_json
@@ -282,6 +283,10 @@ class Transfer:
 
     def __str__(self) -> str:
         return format_transfer_table(self)
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks."""
+        return draw_html("transfer_html", self)
 
     def __repr__(self) -> str:
         part = "" if self.rank is None else f", rank={self.rank}"

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwise._notebook import draw_html
 from shardwise.geometry.box import Box, Piece
 from shardwise.geometry.dtypes import find_dtype
 from shardwise.geometry.layout import Layout, ShardingSpec
@@ -62,6 +63,10 @@ class TensorType:
 
     def __str__(self) -> str:
         return format_layout(self.layout, self.dtype)
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks."""
+        return draw_html("layout_html", self.layout, self.dtype)
 
 
 def parse_layout(text: str, like: TensorType | None = None) -> TensorType:

@@ -70,6 +70,25 @@ def format_rule(layout: Layout) -> str:
     return f"as pieces {_format_pieces(layout.pieces)}"
 
 
+LONGEST, MOST_PIECES = 160, 64
+
+
+def shorten_layout(layout: Layout, dtype: str | None = None) -> str:
+    """Write a layout for a table or a message: in the notation, cut off where that is long, else by its spec.
+
+    >>> from shardwise.geometry.mesh import Mesh
+    >>> shorten_layout(MeshSpec(Mesh.of(tp=2), (Shard(0),)).layout((8, 4)), "bf16")
+    'bf16[8,4] on tp=2: S(0)'
+    """
+    name = "" if dtype is None else find_dtype(dtype).name
+    built_in = type(layout.spec) in (MeshSpec, ChunkSpec, GridSpec) or len(layout.table) <= MOST_PIECES
+    try:
+        text = format_layout(layout, None) if built_in else f"[{_join_numbers(layout.shape)}] {layout.spec!r}"
+    except LayoutError:
+        text = f"[{_join_numbers(layout.shape)}] {layout.spec!r}"
+    return name + (text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+
+
 def _find_built_in_spec(layout: Layout) -> ShardingSpec | None:
     """The mesh, chunk or grid spec that means the layout, if its spec is one; a user's subclass may mean another."""
     spec = layout.spec
