@@ -59,7 +59,7 @@ def run(sizes: HostBenchSizes) -> list[Figures]:
     if (reason := why_no_network_hosts()) is not None:
         return [Figures("Moves between two hosts", ["move"], [], [f"Left out: {reason}"])]
     with NetworkHosts(megabits=sizes.megabits) as hosts:
-        with HostsWorld(hosts, ranks_per_host=2) as world:
+        with HostsWorld(hosts, 4) as world:
             rows = [_measure_case(hosts, world, *case, sizes) for case in CASES]
         trained = [_run_example(hosts, sizes.steps)] if sizes.steps else []
     size = sizes.shape[0] * sizes.shape[1] * 4 / 1e6

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from shardwise.comm import LocalWorld
+from tests.ranks.world import start_world
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +16,7 @@ def shared_worlds() -> Iterator[Callable[[int, float], LocalWorld]]:
 
         def find(nprocs: int, timeout: float) -> LocalWorld:
             if (nprocs, timeout) not in worlds:
-                worlds[nprocs, timeout] = stack.enter_context(LocalWorld(nprocs, timeout=timeout))
+                worlds[nprocs, timeout] = stack.enter_context(start_world(nprocs, timeout))
             return worlds[nprocs, timeout]
 
         yield find

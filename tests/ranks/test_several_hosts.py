@@ -36,7 +36,7 @@ def hosts() -> Iterator[NetworkHosts]:
 
 @pytest.fixture(scope="module")
 def world(hosts: NetworkHosts) -> Iterator[Ranks]:
-    with HostsWorld(hosts, ranks_per_host=2, timeout=TIMEOUT) as running:
+    with HostsWorld(hosts, 4, timeout=TIMEOUT) as running:
         yield Ranks(running)
 
 

@@ -7,12 +7,15 @@ world (`shared=True`): starting one costs more than most files.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from shardwise.comm import LocalWorld, Outcome
+from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
 
 LIMIT = 240.0
 
@@ -36,12 +39,23 @@ class Ranks:
         self._world.close()
 
 
+@contextmanager
+def start_world(nprocs: int, timeout: float) -> Iterator[LocalWorld]:
+    """A world of this machine or, with SHARDWISE_TEST_HOSTS (`make test-hosts`), of two network namespaces of it."""
+    if not os.environ.get("SHARDWISE_TEST_HOSTS"):
+        with LocalWorld(nprocs, timeout=timeout) as running:
+            yield running
+        return
+    with NetworkHosts(megabits=10_000) as hosts, HostsWorld(hosts, nprocs, timeout=timeout) as running:
+        yield running
+
+
 def world_fixture(nprocs: int, timeout: float = 60.0, *, shared: bool = False) -> Any:
     """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""
 
     @pytest.fixture(scope="module")
     def world() -> Iterator[Ranks]:
-        with LocalWorld(nprocs, timeout=timeout) as running:
+        with start_world(nprocs, timeout) as running:
             yield Ranks(running)
 
     @pytest.fixture(scope="module", name="world")

@@ -4,7 +4,7 @@ To shardwise, ranks in different network namespaces are on different hosts: they
 all bytes between them pass the link, where they are counted. Nothing is seen from outside of the namespaces, so that
 several of these networks may exist at a time.
 
-    with NetworkHosts(megabits=200) as hosts, HostsWorld(hosts, ranks_per_host=2) as world:
+    with NetworkHosts(megabits=200) as hosts, HostsWorld(hosts, 4) as world:
         world.run(fn)
 """
 
@@ -16,6 +16,7 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,13 +28,14 @@ T = TypeVar("T")
 DEVICE = "eth0"
 _PREFIX = "shardwise"
 _CLONE_NEWNET = 0x40000000
+_numbers = count()
 
 
 class NetworkHosts:
     """Two network namespaces and the link between them; a `with` block makes and removes them."""
 
     def __init__(self, *, megabits: int) -> None:
-        self.names = tuple(f"{_PREFIX}-{os.getpid()}-{i}" for i in range(2))
+        self.names = tuple(f"{_PREFIX}-{os.getpid()}-{next(_numbers)}" for _ in range(2))
         self.addresses = ("10.77.0.1", "10.77.0.2")
         self.bytes_per_second = megabits * 1e6 / 8
         self._rate = f"{megabits}mbit"
@@ -87,23 +89,23 @@ class NetworkHosts:
 
 
 class JoinHost:
-    """What a rank does before it joins the world: it goes to its host."""
+    """What a rank does before it joins the world: it goes to the host with its name."""
 
-    def __init__(self, names: Sequence[str], ranks_per_host: int) -> None:
-        self._names, self._ranks_per_host = tuple(names), ranks_per_host
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
 
     def __call__(self, rank: int) -> None:
-        enter_namespace(self._names[rank // self._ranks_per_host])
+        enter_namespace(self._names[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
 
 
 class HostsWorld(LocalWorld):
-    """A world of spawned gloo ranks, so many on each host; the store is on the first host."""
+    """A world of spawned gloo ranks, half of them on each host; the store is on the first host."""
 
-    def __init__(self, hosts: NetworkHosts, ranks_per_host: int = 2, *, timeout: float = 60.0) -> None:
-        super().__init__(ranks_per_host * len(hosts.names), timeout=timeout)
+    def __init__(self, hosts: NetworkHosts, nprocs: int = 4, *, timeout: float = 60.0) -> None:
+        super().__init__(nprocs, timeout=timeout)
         self._hosts, self._address = hosts, hosts.addresses[0]
-        self._prepare = JoinHost(hosts.names, ranks_per_host)
+        self._prepare = JoinHost([hosts.names[2 * rank // nprocs] for rank in range(nprocs)])
 
     def _open_store(self) -> TCPStore:
         return self._hosts.call(0, lambda: host_store(self._address))
