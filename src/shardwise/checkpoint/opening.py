@@ -142,7 +142,7 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         """The tensors as a table for notebooks; only the index is read."""
         shown = [self[name] for name in self.names()[:SHOWN_TENSORS]]
-        rows = [(t.name, shorten_layout(t.layout, t._entry.dtype), format_bytes(t.nbytes)) for t in shown]
+        rows = [(t.name, shorten_layout(t.layout, t._entry.dtype.name), format_bytes(t.nbytes)) for t in shown]
         count = len(self.names())
         title = f"{self._store.folder}: {count} tensors" + (f", the first {len(rows)}" if count > len(rows) else "")
         return draw_html("table_html", title, ("tensor", "layout", "bytes"), rows)
