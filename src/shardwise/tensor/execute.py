@@ -35,6 +35,7 @@ from shardwise.geometry import Box
 from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
 from shardwise.tensor.recorder import profiled_move, record_moves, recorders
 from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
+from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Move, Step, Transfer
 
 KEPT_BYTES = 256 * 1024 * 1024
@@ -125,10 +126,9 @@ class RunningTransfers:
     `wait()` completes them and returns each tensor's destination tensors.
     """
 
-    def __init__(self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str) -> None:
-        jobs = [job for batch in batches for job in batch] if recorders else ()
-        self._finished = record_moves(comm, [(job.transfer, job.dtype) for job in jobs], label) if recorders else None
-        self.label = label
+    def __init__(self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str, line: str = "") -> None:
+        moves = [(job.transfer, job.dtype) for jobs in batches for job in jobs] if recorders else ()
+        self._finished = record_moves(comm, moves, label, line) if recorders else None
         self._progress = _run_batches(batches, comm, label)
         self._work: Work | None = None
         self._results: list[tuple[Tensor, ...]] | None = None
@@ -172,10 +172,11 @@ def start_transfers(
     if queue is None or sum(job.nbytes for jobs in batches for job in jobs) <= least:
         return RunningTransfers(batches, comm, label)
     prepared = [[job.with_memory(comm.rank) for job in jobs] for jobs in batches]
+    line = user_line() if recorders else ""  # the thread that moves does not run the user's code
 
     def run() -> list[tuple[Tensor, ...]]:
         with torch.no_grad():
-            return RunningTransfers(prepared, comm, label).wait()
+            return RunningTransfers(prepared, comm, label, line).wait()
 
     return queue.submit(run)
 
@@ -448,6 +449,6 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """The result; raises `CommError` if the exchange failed."""
         if self._result is None:
-            with profiled_move(None, self._running.label):
+            with profiled_move(None, "wait"):
                 self._result = (self._finish(self._running.wait()),)
         return self._result[0]

@@ -160,7 +160,7 @@ def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]
     """The destination tensors of all moves of a group, and a token."""
     outputs: list[Tensor] = []
     running = _running.pop((slot, *transfers))
-    with profiled_move(None, running.label):
+    with profiled_move(None, f"{_records[transfers[0]].label}: wait"):
         results = running.wait()
     for number, moved in zip(transfers, results, strict=True):
         for tensor in moved:

@@ -55,14 +55,16 @@ class StepRecorder:
         """Note an operator that ran until now."""
         self.spans.append(RecordedSpan(name, "operator", begin, time.monotonic_ns(), OPERATORS, details))
 
-    def begin_move(self, comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str) -> Callable[[], None]:
+    def begin_move(
+        self, comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str, line: str
+    ) -> Callable[[], None]:
         """Note that moves begin, which share their exchanges; returns what notes their end."""
         number = self._counts.get(comm.ranks, 0)
         self._counts[comm.ranks] = number + 1
         track = next(t for t in range(FIRST_MOVES, len(self._busy) + 2) if t not in self._busy)
         self._busy.add(track)
         figures = [count_move(transfer, self.rank) for transfer, _ in moves]
-        details = _describe_moves(moves, figures) | {"line": self.line or user_line()}
+        details = _describe_moves(moves, figures) | {"line": line or self.line or user_line()}
         sources = tuple(sorted({s for one in figures for s in one.sources}))
         move = f"{hash(comm.ranks)}#{number}"
         begin = time.monotonic_ns()
@@ -126,10 +128,12 @@ def recorded_wait(comm: Comm, label: str) -> Iterator[None]:
         recorder.add_wait(label, begin)
 
 
-def record_moves(comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str) -> Callable[[], None] | None:
+def record_moves(
+    comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str, line: str = ""
+) -> Callable[[], None] | None:
     """Note that moves begin, where this rank is traced; returns what notes their end, or None."""
     recorder = find_recorder(comm)
-    return None if recorder is None else recorder.begin_move(comm, moves, label)
+    return None if recorder is None else recorder.begin_move(comm, moves, label, line)
 
 
 @dataclass(frozen=True, slots=True)
