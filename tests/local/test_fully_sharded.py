@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, run_local, shard_module
+from shardwise.comm import DisagreementError
 from shardwise.nn.plan_files import plan_from_data, plan_to_data
 from shardwise.ops.engine import vary
 from tests.local.dense import numbers
@@ -98,6 +100,29 @@ def test_no_whole_parameter_is_kept_between_forward_and_backward(
             assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_automatic_keeps_the_last_operators_parameters_once_the_order_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.nn.model_plan.LARGE_BYTES", WEIGHT_BYTES)
+    monkeypatch.setattr("shardwise.nn.model_plan.MODEL_BYTES", LAYERS * WEIGHT_BYTES)
+    memory = GatheredMemory(monkeypatch)
+
+    def body(comm: Comm) -> tuple[list[int], list[Any], list[Any]]:
+        model, dense = make_model(replace(make_plan(None), prefetch_bytes=WEIGHT_BYTES)), make_model()
+        alive = []
+        for seed in (0, 1, 2):
+            loss = model(whole_batch(seed).chunk(2)[comm.rank]).square().mean()
+            alive.append(memory.alive(comm.rank))
+            loss.backward()
+            assert memory.alive(comm.rank) == 0
+            dense(whole_batch(seed)).square().mean().backward()
+        gradients = [p.grad.full() for p in model.parameters()]  # type: ignore[union-attr]
+        return alive, gradients, [p.grad for p in dense.parameters()]
+
+    for alive, found, expected in run_local(body, 2, timeout=60.0):
+        assert [size // WEIGHT_BYTES for size in alive] == [0, 1, 1]
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_parameter_that_is_changed_before_backward_is_an_error_on_every_rank() -> None:
     def body(comm: Comm) -> str:
         model = make_model(make_plan(True))
@@ -178,3 +203,44 @@ def test_what_is_resharded_is_decided_by_the_plan() -> None:
         make_plan(["none.*"]).resharded(small)
     for given in (True, ["layers.*.weight"], None):
         assert plan_from_data(plan_to_data(make_plan(given))) == make_plan(given)
+
+
+def test_overlap_and_mixed_precision_are_decided_by_the_plan() -> None:
+    model, plan = make_model(), make_plan(True)
+    for dtypes in (torch.bfloat16, "bfloat16", {"layers.0.*": "float16"}):
+        made = replace(plan, prefetch_bytes=5, gather_dtype=dtypes)  # type: ignore[arg-type]
+        assert plan_from_data(plan_to_data(made)) == made
+        assert len(made.gather_dtypes(model)) == (2 if isinstance(dtypes, dict) else 2 * LAYERS)
+    assert make_plan(True).gather_dtypes(model) == {}
+    with pytest.raises(PlanError, match="gather_dtype is a floating-point dtype"):
+        replace(plan, gather_dtype="int8")
+    with pytest.raises(PlanError, match="prefetch_bytes is a number of bytes, 0 for none, or None; got -1"):
+        replace(plan, prefetch_bytes=-1)
+    with pytest.raises(PlanError, match="matches no parameter"):
+        replace(plan, gather_dtype={"none.*": "bfloat16"}).gather_dtypes(model)
+
+
+def test_ranks_whose_plans_overlap_differently_fail_on_every_rank() -> None:
+    def body(comm: Comm) -> str:
+        with pytest.raises(DisagreementError) as error:
+            shard_module(make_model(), replace(make_plan(True), prefetch_bytes=comm.rank))
+        return str(error.value)
+
+    one, other = run_local(body, 2, timeout=60.0)
+    assert one == other and "prefetch_bytes" in one
+
+
+def test_parameters_are_full_precision_outside_of_their_modules() -> None:
+    def body(comm: Comm) -> tuple[list[torch.dtype], list[torch.dtype], list[torch.dtype]]:
+        model = make_model(replace(make_plan(True), gather_dtype=torch.bfloat16))
+        layer = model.layers[0]
+        seen: list[torch.dtype] = []
+        layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model(whole_batch().chunk(2)[comm.rank]).float().square().mean().backward()
+        with pytest.raises(RuntimeError):
+            model(whole_batch()[:, :3])  # of a wrong shape
+        return seen, [p.dtype for p in model.parameters()], [layer.weight.dtype, layer.weight.grad.dtype]
+
+    for seen, own, after in run_local(body, 2, timeout=60.0):
+        assert seen[:2] == [torch.bfloat16] * 2 and set(own) == set(after) == {torch.float32}
