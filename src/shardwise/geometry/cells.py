@@ -19,7 +19,7 @@ from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.mesh import IntArray, Mesh, freeze_array
 from shardwise.geometry.placements import DimIntervals, Partial, Placement, Replicate, RowOwners, Shard, split_part
 
-_MAX_ARRAY_DIMS = 64  # of NumPy
+MAX_ARRAY_DIMS = 64  # of NumPy
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -164,10 +164,10 @@ def _mesh_owners(
     copied = [a for a, p in enumerate(placements) if isinstance(p, Replicate)]
     spread = {axis: ndim + i for i, axis in enumerate(pending + copied)}
     total = ndim + len(spread)
-    if total + 2 > _MAX_ARRAY_DIMS:
+    if total + 2 > MAX_ARRAY_DIMS:
         raise LayoutError(
             f"a tensor of {ndim} dims on a mesh with {len(spread)} axes that do not shard it; together they may be "
-            f"{_MAX_ARRAY_DIMS - 2} at most"
+            f"{MAX_ARRAY_DIMS - 2} at most"
         )
     index = []
     for axis, size in enumerate(mesh.shape):

@@ -53,6 +53,14 @@ class ShardingSpec(ABC):
         """Where everything is: a product form where there is one, else a table of validated pieces."""
         return build_checked_table(shape, self.pieces(shape))
 
+    def is_arithmetic(self, shape: tuple[int, ...]) -> bool:
+        """Whether the spec fits a shape and `local_shapes` follows by arithmetic: then `resolve` can wait."""
+        return False
+
+    def local_shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a rank's local tensors, where the spec is arithmetic."""
+        raise NotImplementedError
+
     def reduction(self) -> Reduction | None:
         """The reduction that this spec leaves pending."""
         return None
@@ -96,6 +104,8 @@ def _intern(key: _InternKey, made: Layout) -> Layout:
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of ints, or an error."""
+    if type(shape) is tuple and all(type(s) is int and s >= 0 for s in shape):
+        return shape
     checked = to_int_tuple(shape, "a shape")
     if any(s < 0 for s in checked):
         raise LayoutError(f"a shape has no negative lengths, got {checked}")
@@ -151,13 +161,11 @@ class Layout:
 
     shape: tuple[int, ...]
     spec: ShardingSpec
-    cells: Cells | None
 
     def __init__(self, shape: tuple[int, ...], spec: ShardingSpec) -> None:
-        resolved = spec.resolve(shape)
-        own: dict[str, object] = {"shape": shape, "spec": spec, "cells": None}
-        own["cells" if isinstance(resolved, Cells) else "table"] = resolved
-        self.__dict__.update(own)
+        self.__dict__.update(shape=shape, spec=spec, _is_arithmetic=spec.is_arithmetic(shape))
+        if not self.__dict__["_is_arithmetic"]:
+            self.__dict__["_resolved"] = spec.resolve(shape)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Layout is frozen: {name} cannot be set")
@@ -171,10 +179,20 @@ class Layout:
         return math.prod(self.shape)
 
     @cached_property
+    def _resolved(self) -> Cells | PieceTable:
+        return self.spec.resolve(self.shape)
+
+    @cached_property
+    def cells(self) -> Cells | None:
+        """The product form of a regular layout."""
+        return self._resolved if isinstance(self._resolved, Cells) else None
+
+    @cached_property
     def table(self) -> PieceTable:
         """All pieces as NumPy columns."""
-        assert self.cells is not None
-        return table_from_cells(self.cells, getattr(self.spec, "devices", None))
+        if isinstance(self._resolved, PieceTable):
+            return self._resolved
+        return table_from_cells(self._resolved, getattr(self.spec, "devices", None))
 
     @cached_property
     def pending(self) -> Reduction | None:
@@ -246,6 +264,8 @@ class Layout:
         return {}
 
     def _shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        if self.__dict__["_is_arithmetic"]:
+            return self.spec.local_shapes(self.shape, rank)
         own = self.table.take(self.rows_of(rank))
         count = int(own.slots.max()) + 1 if len(own) else 0
         extents = np.zeros((count, self.ndim), np.int64)

@@ -36,10 +36,11 @@ class Mesh:
     True
     """
 
-    __slots__ = ("__weakref__", "_hash", "axes", "ranks")
+    __slots__ = ("__weakref__", "_hash", "_indices", "axes", "ranks")
     axes: tuple[str, ...]
     ranks: IntArray
     _hash: int
+    _indices: dict[int, tuple[int, ...]] | None
 
     def __init__(self, axes: Any = None, ranks: Any = None, **sizes: int) -> None:
         if sizes:
@@ -49,6 +50,7 @@ class Mesh:
         self._set("axes", axes)
         self._set("ranks", freeze_array(ranks))
         self._check()
+        self._set("_indices", None)
         self._set("_hash", hash((self.axes, self.ranks.shape, self.ranks.tobytes())))
 
     def _set(self, name: str, value: object) -> None:
@@ -126,6 +128,14 @@ class Mesh:
         if len(found) == 0:
             raise LayoutError(f"rank {rank} is not in the mesh {self}")
         return dict(zip(self.axes, map(int, found[0]), strict=True))
+
+    def indices(self, rank: int) -> tuple[int, ...] | None:
+        """The coordinates of a rank in order of the axes; None for a rank that is not in the mesh."""
+        if self._indices is None:
+            places = np.stack(np.unravel_index(np.arange(self.size), self.shape), axis=1).tolist()
+            self._set("_indices", dict(zip(self.ranks.reshape(-1).tolist(), map(tuple, places), strict=True)))
+        found: dict[int, tuple[int, ...]] = self._indices  # type: ignore[assignment]  # set above
+        return found.get(rank)
 
     def submesh(self, *keep: str, **fixed: int) -> Mesh:
         """The mesh of the axes in `keep`, the others held at the coordinates in `fixed`."""

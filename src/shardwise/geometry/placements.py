@@ -246,6 +246,8 @@ class Shard(_Questions):
             raise LayoutError(
                 f"Shard takes the number of a tensor's dim, as in Shard(0); got {type(self.dim).__name__}: {self.dim!r}"
             )
+        if self.is_plain:
+            return
         given = [n for n in CUT_RULES if getattr(self, n) is not None]
         if len(given) > 1:
             raise LayoutError(f"Shard({self.dim}) takes one of {', '.join(CUT_RULES)}, got {' and '.join(given)}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.geometry.box import Piece
-from shardwise.geometry.cells import Cells, PieceTable, grid_cells, mesh_cells, table_from_boxes
+from shardwise.geometry.cells import MAX_ARRAY_DIMS, Cells, PieceTable, grid_cells, mesh_cells, table_from_boxes
 from shardwise.geometry.errors import LayoutError, to_int_tuple
 from shardwise.geometry.layout import ShardingSpec, check_piece_table
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array
@@ -201,7 +202,7 @@ class MeshSpec(_ProductSpec):
         rest = [a for a in self.mesh.axes if a not in named]
         return tuple(named + rest) if named else self.mesh.axes
 
-    @property
+    @cached_property
     def splits_in_mesh_order(self) -> bool:
         """Whether the order of splits is the default one, as far as it matters."""
         dims = [p.dim if isinstance(p, Shard) else None for p in self.placements]
@@ -214,12 +215,39 @@ class MeshSpec(_ProductSpec):
                 by_dim.setdefault(dim, []).append(index)
         return all(axes == sorted(axes) for axes in by_dim.values())
 
+    @cached_property
+    def _has_plain_cuts(self) -> bool:
+        """Whether every split is one of `torch.chunk`, of a dim counted from the front; subclasses may mean others."""
+        plain = all(not isinstance(p, Shard) or (p.is_plain and p.dim >= 0) for p in self.placements)
+        return plain and type(self) is MeshSpec
+
+    def is_arithmetic(self, shape: tuple[int, ...]) -> bool:
+        ndim = len(shape)
+        fits = all(not isinstance(p, Shard) or p.dim < ndim for p in self.placements)
+        return self._has_plain_cuts and fits and ndim + self.mesh.ndim < MAX_ARRAY_DIMS - 1
+
+    def local_shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], ...]:
+        place = self.mesh.indices(rank)
+        if place is None:
+            return ()
+        lengths = list(shape)
+        for name in self.order:
+            axis = self.mesh.axes.index(name)
+            placement = self.placements[axis]
+            if isinstance(placement, Shard):
+                length = lengths[placement.dim]
+                step = -(-length // self.mesh.shape[axis])
+                lengths[placement.dim] = max(0, min(step, length - place[axis] * step))
+        return (tuple(lengths),)
+
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         resolved = self.resolved(shape)
         return mesh_cells(shape, self.mesh, resolved.placements, [self.mesh.axis_index(a) for a in self.order])
 
     def resolved(self, shape: Sequence[int]) -> MeshSpec:
         """The same spec with dims counted from the front, checked against a shape."""
+        if self.is_arithmetic(tuple(shape)):
+            return self
         placements = tuple(self._resolve_placement(p, axis, shape) for axis, p in enumerate(self.placements))
         return self if placements == self.placements else MeshSpec(self.mesh, placements, self.order)
 

@@ -271,11 +271,7 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Let torch break a function of ShardedTensors down into operators, each of which comes to `call_operator`."""
-    plain = [
-        v
-        for v in pytree.tree_iter((args, kwargs))
-        if isinstance(v, Tensor) and not isinstance(getattr(v, "sharding", None), Layout)
-    ]
+    plain = list(_plain_leaves(args, kwargs))
     before = _state.keys, _state.plain_passed
     _state.keys, _state.plain_passed = current_dispatch_keys(), any(v.ndim for v in plain)
     try:
@@ -284,6 +280,18 @@ def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             return func(*args, **kwargs)
     finally:
         _state.keys, _state.plain_passed = before
+
+
+def _plain_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among arguments that are not sharded."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if not isinstance(getattr(value, "sharding", None), Layout):
+                yield value
+        elif not isinstance(value, int | float | str | None):
+            for leaf in pytree.tree_iter(value):
+                if isinstance(leaf, Tensor) and not isinstance(getattr(leaf, "sharding", None), Layout):
+                    yield leaf
 
 
 def is_plain_passed() -> bool:

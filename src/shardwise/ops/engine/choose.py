@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Shard
-from shardwise.ops.engine.placement_cost import change_cost, mesh_spec, same_kind
+from shardwise.geometry import Mesh, MeshSpec, Placement, Shard
+from shardwise.ops.engine.placement_cost import change_cost, same_kind
 from shardwise.ops.engine.registry import Strategy
 
 
@@ -39,6 +39,11 @@ def choose_strategies(strategies: Sequence[Strategy], operands: Sequence[Operand
             return None
         chosen.append(best[1])
     return chosen
+
+
+def is_free(chosen: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> bool:
+    """Whether nothing is changed for the strategies chosen: every other one costs something, at all lengths."""
+    return all(_strategy_cost(s, operands, axis, mesh.shape[axis]) == 0.0 for axis, s in enumerate(chosen))
 
 
 def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
@@ -126,15 +131,11 @@ def split_order(operands: Sequence[Operand], mesh: Mesh) -> tuple[str, ...]:
     return max(own, key=lambda o: o.nbytes).spec.order if own else mesh.axes
 
 
-def input_layout(
-    operand: Operand,
-    index: int,
-    chosen: Sequence[Strategy],
-    cuts: Sequence[tuple[Shard, int] | None],
-    order: tuple[str, ...],
-) -> Layout:
-    """The layout in which the strategies want one tensor."""
+def input_placements(
+    operand: Operand, index: int, chosen: Sequence[Strategy], cuts: Sequence[tuple[Shard, int] | None]
+) -> tuple[Placement, ...]:
+    """The placements in which the strategies want one tensor."""
     placements = [cut_like(s.inputs[index], cut, operand.shape) for s, cut in zip(chosen, cuts, strict=True)]
     wanted = tuple(p for p in placements if p is not None)
     assert len(wanted) == len(placements)
-    return mesh_spec(operand.spec.mesh, wanted, order).layout(operand.shape)
+    return wanted

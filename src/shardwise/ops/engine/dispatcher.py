@@ -3,17 +3,14 @@
 1. An operator that has steps is computed by them. One without a rule that torch writes as other operators is broken
    down into those.
 2. Take the call apart; look up what was decided for the same operator, layouts and other arguments.
-3. Nothing known: ask the operator's rule. It returns steps, or strategies: then choose one for each mesh axis, and work
-   out the layouts in which the inputs are wanted and which replicated inputs vary.
+3. Nothing known: decide (`decide.py`), from the answer of the operator's rule.
 4. Move inputs that have another layout, pass varying ones through `vary`, and call the operator on the local tensors.
 5. The outputs' layouts follow from the strategies; the local results are checked against them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,40 +18,21 @@ from torch import Tensor
 
 from shardwise._torch import aten, decompose, is_composite
 from shardwise.comm import Comm
-from shardwise.geometry import (
-    Layout,
-    LayoutError,
-    Mesh,
-    MeshSpec,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    format_placement,
-)
-from shardwise.ops.engine.choose import (
-    Operand,
-    choose_strategies,
-    cut_lengths_differ,
-    cut_like,
-    drop_lengths,
-    input_layout,
-    leading_cuts,
-    split_order,
-)
+from shardwise.geometry import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.choose import cut_like
+from shardwise.ops.engine.decide import Decision, decide, first_positions, written_indices
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry
-from shardwise.ops.engine.fallbacks import fall_back, find_fallback, find_writing_fallback, finish_out
+from shardwise.ops.engine.fallbacks import fall_back, find_fallback, finish_out
 from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
-from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
+from shardwise.ops.engine.placement_cost import mesh_spec
 from shardwise.ops.engine.recording import is_function_recorded, note_entry, note_operator, note_special
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule
-from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, split_call, written_slots
+from shardwise.ops.engine.registry import Steps, find_rule
+from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, split_call
 from shardwise.ops.engine.vary import move_input, vary_along
-from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
@@ -62,22 +40,6 @@ from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_vie
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.user_line import user_line
-
-
-@dataclass(slots=True)
-class Decision:
-    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
-
-    inputs: tuple[Layout, ...]
-    vary: tuple[tuple[int, ...], ...]
-    chosen: tuple[Strategy, ...]
-    cuts: tuple[tuple[Shard, int] | None, ...]
-    order: tuple[str, ...]
-    mesh: Mesh
-    local: Callable[..., Any] | None
-    finish: Callable[[Any], Any] | None
-    outputs: tuple[Layout | None, ...] | None = None
-
 
 _decisions: dict[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = caches.clear_on_change({})
 _MAX_DECISIONS = 16384
@@ -107,7 +69,7 @@ def _compute(op: Any, given: list[ShardedTensor], args: tuple[Any, ...], kwargs:
     if unknown and is_composite(op):
         return finish_out(op, kwargs, decompose(op, args, kwargs))
     call = split_call(op, args, kwargs)
-    written = sorted(_written_indices(call))
+    written = sorted(written_indices(call))
     if any(is_placeholder(call.tensors[i]) for i in written) and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
     tensors = describe_on_one_mesh(convert_plain_tensors(call), written)
@@ -135,7 +97,7 @@ def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return args, kwargs
     call = split_call(op, args, kwargs)
     own = [i for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor)]
-    written = {own.index(i) for i in _written_indices(call) if i in own}
+    written = {own.index(i) for i in written_indices(call) if i in own}
     made = describe_on_one_mesh([t for t in call.tensors if isinstance(t, ShardedTensor)], written)
     return call.fill_slots([made[own.index(i)] if i in own else t for i, t in enumerate(call.tensors)])
 
@@ -149,9 +111,9 @@ def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     """Compute a call by what was decided for it; a call that fails leaves nothing behind."""
     recorded = tuple(map(is_differentiated, tensors))
-    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), _first_positions(tensors), recorded)
+    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), first_positions(tensors), recorded)
     known = _decisions.get(key)
-    decision = _decide(call, tensors) if known is None else known[0]
+    decision = decide(call, tensors) if known is None else known[0]
     if isinstance(decision, Steps):
         result = _run_steps(decision, *call.fill_slots(tensors))
     else:
@@ -161,164 +123,6 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
             _decisions.clear()
         _decisions[key] = decision, tuple(t.sharding for t in tensors)  # keys hold identities: layouts stay alive
     return result
-
-
-def _first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
-    """For each tensor its first place in the call; None where no tensor appears twice."""
-    if len(tensors) == 1:
-        return None
-    numbers = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
-    return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
-
-
-def _decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | Steps:
-    specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
-    mesh = _common_mesh(call, tensors, specs)
-    operands = _make_operands(call, tensors, specs)
-    strategies = _ask_for_strategies(call, tensors, specs)
-    if isinstance(strategies, Steps):
-        return strategies
-    chosen = choose_strategies(strategies, operands, mesh)
-    if chosen is None:
-        if (way := find_writing_fallback(call.op)) is not None:
-            return way
-        raise UnsupportedOpError(
-            f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
-        )
-    if cut_lengths_differ(chosen, operands):
-        _check_shapes(call, tensors)
-    cuts, order = leading_cuts(chosen, operands), split_order(operands, mesh)
-    try:
-        wanted = _wanted_layouts(tensors, operands, chosen, cuts, order)
-    except LayoutError:  # lengths that fit a whole dim, where another axis cuts it first
-        cuts = drop_lengths(cuts)
-        wanted = _wanted_layouts(tensors, operands, chosen, cuts, order)
-    for tensor, layout, operand in zip(tensors, wanted, operands, strict=True):
-        if operand.written and tensor.sharding != layout:
-            if (way := find_writing_fallback(call.op)) is not None:
-                return way
-            raise UnsupportedOpError(
-                f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute "
-                "the others"
-            )
-    vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
-    local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
-    return Decision(wanted, vary, tuple(chosen), tuple(cuts), order, mesh, local, finish)
-
-
-def _wanted_layouts(
-    tensors: Sequence[ShardedTensor],
-    operands: Sequence[Operand],
-    chosen: Sequence[Strategy],
-    cuts: Sequence[tuple[Shard, int] | None],
-    order: tuple[str, ...],
-) -> tuple[Layout, ...]:
-    return tuple(
-        _wanted_layout(t, i, o, chosen, cuts, order) for i, (t, o) in enumerate(zip(tensors, operands, strict=True))
-    )
-
-
-def _wanted_layout(
-    tensor: ShardedTensor,
-    index: int,
-    operand: Operand,
-    chosen: Sequence[Strategy],
-    cuts: Sequence[tuple[Shard, int] | None],
-    order: tuple[str, ...],
-) -> Layout:
-    """The wanted layout; the tensor's own object where it means the same on the same mesh."""
-    wanted = input_layout(operand, index, chosen, cuts, order)
-    own = tensor.sharding
-    return own if own == wanted and isinstance(own.spec, MeshSpec) and own.spec.mesh == operand.spec.mesh else wanted
-
-
-def _check_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> None:
-    """Let the operator itself refuse shapes that do not fit: local parts of them might fit by chance."""
-    values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-    args, kwargs = call.fill_slots(values)
-    with torch.no_grad(), contextlib.suppress(NotImplementedError):
-        call.op(*args, **kwargs)
-
-
-def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
-    meshes = {s.mesh for s in specs}
-    if len(meshes) > 1:
-        raise UnsupportedOpError(
-            f"{_describe_call(call, tensors)}: the tensors are on different meshes: "
-            f"{', '.join(sorted(map(str, meshes)))}; "
-            "redistribute them to one mesh"
-        )
-    return meshes.pop()
-
-
-def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
-    written = _written_indices(call)
-    first = _first_positions(tensors) or range(len(tensors))
-    return [
-        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written, first[i])
-        for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
-    ]
-
-
-def _written_indices(call: OperatorCall) -> set[int]:
-    """The numbers of the tensors that the operator writes to."""
-    names = written_slots(call.op)
-    if not names:
-        return set()
-    schema = call.op._schema  # type: ignore[attr-defined]  # operators have one
-    by_name = dict(zip([a.name for a in schema.arguments], call.args, strict=False)) | dict(call.kwargs)
-    found: set[int] = set()
-    for name in names:
-        value = by_name.get(name)
-        found |= {v.index for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Slot)}
-    return found
-
-
-def _ask_for_strategies(
-    call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]
-) -> list[Strategy] | Steps:
-    rule = find_rule(call.op)
-    metas = [
-        TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements, is_differentiated(t))
-        for t, s in zip(tensors, specs, strict=True)
-    ]
-    if rule is None:
-        strategies = pointwise_rule(call.op, metas, (*call.args, *call.kwargs.values()))
-        if strategies is None and str(call.op).startswith("c10d."):
-            raise UnsupportedOpError(
-                f"{_describe_call(call, tensors)}: the collectives of torch.distributed take plain tensors; pass "
-                "x.local_tensor(), or move the tensor with x.redistribute(...)"
-            )
-        if strategies is None and is_pure(call.op):  # computed whole on every rank
-            return [Strategy((Replicate(),), (Replicate(),) * len(metas))]
-        if strategies is None:
-            raise UnsupportedOpError(
-                f"{_describe_call(call, tensors)}: no rule. Write one with @shardwise.register_sharding({call.op}), "
-                "find one with shardwise.discover_sharding, or compute on local_tensor()"
-            )
-        return strategies
-    assert not isinstance(rule, Steps)
-    return ask_rule(rule, call.fill_slots(metas), (call.args, dict(call.kwargs)), len(tensors))
-
-
-def _find_local(chosen: Sequence[Strategy], wanted: Sequence[Layout]) -> Callable[..., Any] | None:
-    """The function that computes the local results in place of the operator: the same one on every rank."""
-    own = next((s.local for s in chosen if s.local is not None), None)
-    if_empty = next((s.local_if_empty for s in chosen if s.local_if_empty is not None), None)
-    if own is not None or if_empty is None:
-        return own
-    empty = any(0 in p for w in wanted for rank in w.ranks for p in w.local_shapes(rank))
-    return if_empty if empty else None
-
-
-def _find_varying_axes(index: int, chosen: Sequence[Strategy], mesh: Mesh) -> tuple[int, ...]:
-    """The axes of several ranks along which this tensor is replicated while something else is not."""
-    axes = []
-    for axis, strategy in enumerate(chosen):
-        differs = any(isinstance(p, Shard | Partial) for p in (*strategy.inputs, *strategy.outputs))
-        if isinstance(strategy.inputs[index], Replicate) and differs and mesh.shape[axis] > 1:
-            axes.append(axis)
-    return tuple(axes)
 
 
 def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
@@ -350,10 +154,10 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
 def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: Decision, own: bool) -> None:
     """Tell who watches how the operator ran: with its own arguments or by a strategy's function, and on what."""
     given = all(isinstance(t, ShardedTensor) or t.ndim == 0 for t in call.tensors) and not _is_data_dependent(call)
-    turned = torch.Tag.inplace_view in getattr(call.op, "tags", ())  # these change what the wrapper says of itself
+    turned = has_tag(call.op, torch.Tag.inplace_view)  # these change what the wrapper says of itself
     wanted = list(zip(tensors, decision.inputs, strict=True))
     copied = gives_views(call.op) and any(t.sharding is not w for t, w in wanted)  # then the results are marked
-    written = [tensors[i] for i in sorted(_written_indices(call))]
+    written = [tensors[i] for i in sorted(written_indices(call))]
     note_operator(given and own and not turned and not copied, wanted, written, str(call.op))
 
 
@@ -362,13 +166,13 @@ def _is_data_dependent(call: OperatorCall) -> bool:
 
     Torch tags such operators. Indexing is one of them, but only by a mask.
     """
-    if not _DATA_DEPENDENT & set(getattr(call.op, "tags", ())):
+    if not any(has_tag(call.op, tag) for tag in _DATA_DEPENDENT):
         return False
     masks = any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors[1:])
     return masks or call.op is not torch.ops.aten.index.Tensor
 
 
-_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_DATA_DEPENDENT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
@@ -399,7 +203,7 @@ def _wrap_results(
     call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision, result: Any
 ) -> Any:
     """The local results as ShardedTensors; a tensor that was written to is returned itself."""
-    written = _written_indices(call)
+    written = written_indices(call)
     if written:
         for index in written:
             tensors[index].__dict__.pop("_varied", None)
@@ -471,16 +275,3 @@ def _drop_single_group(placement: Placement | None) -> Placement | None:
     """A Shard of one group is a plain one: rules write it to say how long the dim of an output is."""
     one = isinstance(placement, Shard) and placement.groups is not None and len(placement.groups) == 1
     return Shard(placement.dim) if isinstance(placement, Shard) and one else placement
-
-
-def _describe_accepted(strategies: Sequence[Strategy], operands: Sequence[Operand]) -> str:
-    """What to do where no strategy fits."""
-    ways = [", ".join("-" if p is None else format_placement(p) for p in s.inputs) for s in strategies]
-    fix = "Redistribute the tensors first"
-    if any(o.written for o in operands):
-        fix += ", or use the operator that does not write to its argument"
-    return f"{fix}; on each axis the rule accepts {' | '.join(dict.fromkeys(ways)) or 'nothing'}"
-
-
-def _describe_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> str:
-    return f"{call.op} of {', '.join(f'{t.dtype}{format_layout_text(t.sharding)}' for t in tensors)}"

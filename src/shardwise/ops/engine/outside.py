@@ -26,6 +26,7 @@ from shardwise.ops.engine.irregular import is_in_pieces
 from shardwise.ops.engine.mixed import copy_mesh_note
 from shardwise.ops.engine.recording import note_special
 from shardwise.ops.engine.registry import Steps, find_rule
+from shardwise.ops.engine.schema import has_tag
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -104,7 +105,7 @@ class _LeaveMesh(torch.autograd.Function):
 
 def is_outside(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
     """Whether this rank takes part in an operator without data; tensors in pieces are computed by all ranks anyway."""
-    draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and isinstance(find_rule(op), Steps)
+    draws = has_tag(op, torch.Tag.nondeterministic_seeded) and isinstance(find_rule(op), Steps)
     if op in _ASK_ALL_RANKS or draws:
         return False
     return any(map(_leaves_out_this_rank, tensors)) and not any(map(is_in_pieces, tensors))
@@ -119,7 +120,7 @@ def _leaves_out_this_rank(tensor: ShardedTensor) -> bool:
 
 def refuse_unknown_shapes(op: Any, tensors: Sequence[ShardedTensor]) -> None:
     """Raise where shapes depend on values and a tensor's mesh leaves out ranks: those could not know the shapes."""
-    if torch.Tag.dynamic_output_shape not in getattr(op, "tags", ()) or _is_index_without_mask(op, tensors):
+    if not has_tag(op, torch.Tag.dynamic_output_shape) or _is_index_without_mask(op, tensors):
         return
     for tensor in tensors:
         spec = tensor.sharding.spec

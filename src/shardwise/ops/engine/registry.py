@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from shardwise.geometry import Layout, LayoutError, Placement, Replicate, Shard
+from shardwise.geometry import Layout, LayoutError, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import to_native_placement
 from shardwise.ops.engine.schema import Slot
 from shardwise.tensor import caches
@@ -85,11 +85,27 @@ class Steps:
     run: Callable[..., Any]
 
 
+R = TypeVar("R", bound=Callable[..., Any])
 Rule: TypeAlias = Callable[..., Sequence[Any] | Steps]
 OperatorCode: TypeAlias = Rule | Steps
 
 _FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
 _operators: dict[Any, OperatorCode] = {}
+_ignoring_lengths: set[OperatorCode] = set()
+
+
+def ignores_lengths(rule: R) -> R:
+    """Mark a rule that asks about the lengths of dims only whether they are equal, 0 or 1.
+
+    What is chosen of its answer at one shape, if nothing has to be moved, is then chosen at all such shapes.
+    """
+    _ignoring_lengths.add(rule)
+    return rule
+
+
+def rule_ignores_lengths(rule: OperatorCode) -> bool:
+    """Whether a rule is marked so."""
+    return rule in _ignoring_lengths
 
 
 def find_rule(op: Any) -> OperatorCode | None:
@@ -157,6 +173,9 @@ def _flatten_arguments(values: Any) -> Iterator[Any]:
 
 def _line_up_inputs(inputs: Sequence[Any], arguments: Sequence[Any], tensors: int) -> Iterator[Placement | None]:
     """Line placements up with tensors: by argument position, or directly when there is one for each tensor."""
+    if len(inputs) == tensors and all(isinstance(p, Shard | Replicate | Partial) for p in inputs):
+        yield from inputs  # either way
+        return
     flat = list(_flatten_arguments(list(inputs)))
     if not _is_by_argument(inputs, arguments) and len([p for p in flat if p is not None]) == tensors:
         yield from (to_native_placement(p) for p in flat if p is not None)

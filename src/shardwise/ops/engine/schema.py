@@ -93,6 +93,13 @@ def written_slots(op: Any) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+@cache
+def has_tag(op: Any, tag: torch.Tag) -> bool:
+    """Whether torch tags an operator so; remembered, since comparing tags takes long."""
+    return tag in getattr(op, "tags", ())
+
+
+@cache
 def is_pointwise(op: Any) -> bool:
     """Whether torch tags the operator as pointwise and it draws no random numbers.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 
 
@@ -40,16 +40,19 @@ def _shard_of(letter: str, names: str) -> Placement:
 
 
 @register_sharding(aten.mm.default)
+@ignores_lengths
 def mm(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("mk,kn->mn")
 
 
 @register_sharding(aten.bmm.default)
+@ignores_lengths
 def bmm(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("bmk,bkn->bmn")
 
 
 @register_sharding(aten.mv.default)
+@ignores_lengths
 def mv(a: TensorMeta, b: TensorMeta) -> list[Any]:
     return product_strategies("mk,k->m")
 
@@ -75,11 +78,13 @@ def _bias_placement(bias: TensorMeta, result: Placement | None, ndim: int) -> Pl
 
 
 @register_sharding(aten.addmm.default)
+@ignores_lengths
 def addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
     return _bias_strategies(bias, "mk,kn->mn")
 
 
 @register_sharding(aten.baddbmm.default)
+@ignores_lengths
 def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
     return _bias_strategies(bias, "bmk,bkn->bmn")
 
@@ -88,6 +93,7 @@ LETTERS = "abcdefghij"
 
 
 @register_sharding(aten.linear.default)
+@ignores_lengths
 def linear(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None = None) -> list[Any]:
     rows = LETTERS[: x.ndim - 1]
     out = "n" if weight.ndim == 2 else ""
@@ -107,6 +113,7 @@ def _linear_bias_placement(result: Placement | None, bias: TensorMeta, last: int
 
 
 @register_sharding(aten.matmul.default)
+@ignores_lengths
 def matmul(a: TensorMeta, b: TensorMeta) -> list[Any]:
     """Products of the last two dims, the others broadcast: a dim of length 1 is whole wherever the other is cut."""
     batch = LETTERS[: max(a.ndim, b.ndim, 2) - 2]

@@ -16,7 +16,7 @@ from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (
     cutting_axes,
@@ -45,6 +45,7 @@ def _normalised_dims(x: TensorMeta | ShardedTensor, shape: Sequence[int]) -> tup
 
 
 @register_sharding(aten.native_layer_norm.default)
+@ignores_lengths
 def layer_norm(
     x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> list[Strategy] | Steps:
@@ -77,6 +78,7 @@ def _to_wide_dtype(x: Any, name: str) -> ShardedTensor:
 
 
 @register_sharding(aten._fused_rms_norm.default)
+@ignores_lengths
 def fused_rms_norm(x: TensorMeta, normalized_shape: Sequence[int], weight: Any, eps: Any) -> list[Strategy] | Steps:
     if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
         return Steps(_rms_norm_over_ranks)

@@ -17,7 +17,7 @@ from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.local_view import LocalView
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import all_dims, cutting_axes, gather_rank_rows, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
@@ -54,6 +54,7 @@ def reduction_strategies(
 
 
 @register_sharding(aten.sum.default)
+@ignores_lengths
 def sum_rule(x: TensorMeta, *, dtype: Any = None) -> list[Any]:
     return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear_kinds(x, dtype))
 
@@ -64,6 +65,7 @@ def nansum_rule(x: TensorMeta, dim: Dims = None, keepdim: bool = False, *, dtype
 
 
 @register_sharding(aten.sum.dim_IntList)
+@ignores_lengths
 def sum_dims(x: TensorMeta, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> list[Any]:
     return reduction_strategies(x, dim, keepdim, Partial("sum"), keeps=_linear_kinds(x, dtype))
 

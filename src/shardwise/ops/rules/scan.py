@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.geometry import Layout, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, mesh_spec_of, resolve_partial
 from shardwise.ops.engine.vary import vary_along
@@ -107,11 +107,13 @@ def _sum_before(x: ShardedTensor, totals: ShardedTensor, dim: int) -> Tensor:
 
 
 @register_sharding(aten._softmax.default)
+@ignores_lengths
 def softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, _softmax_over_ranks)
 
 
 @register_sharding(aten._log_softmax.default)
+@ignores_lengths
 def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, _log_softmax_over_ranks)
 

@@ -17,7 +17,7 @@ from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.recording import note_special
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_recut import recut_for_view
 from shardwise.ops.engine.view_sharding import NoViewError, view_spec
@@ -45,11 +45,13 @@ def renumber_dims(x: TensorMeta, new_dim: Sequence[int | None], local: Any = Non
 
 
 @register_sharding(aten.t.default)
+@ignores_lengths
 def t(x: TensorMeta) -> list[Any]:
     return renumber_dims(x, list(reversed(range(x.ndim))))
 
 
 @register_sharding([aten.transpose.int])
+@ignores_lengths
 def transpose(x: TensorMeta, one: int, other: int) -> list[Any]:
     new = list(range(x.ndim))
     if new:
@@ -58,6 +60,7 @@ def transpose(x: TensorMeta, one: int, other: int) -> list[Any]:
 
 
 @register_sharding(aten.permute.default)
+@ignores_lengths
 def permute(x: TensorMeta, dims: Sequence[int]) -> list[Any]:
     order = [d % x.ndim for d in dims]
     return renumber_dims(x, [order.index(d) for d in range(x.ndim)])
