@@ -1,6 +1,6 @@
 """How ranks talk: the `Comm` interface, over a torch process group or over the threads of one process."""
 
-from shardwise.comm.agree import agree
+from shardwise.comm.agree import agree, start_agreeing
 from shardwise.comm.current import advise_ranks, current_comm, default_comm, use_comm
 from shardwise.comm.launch import LocalWorld, Outcome, launch
 from shardwise.comm.local import LocalComm
@@ -29,5 +29,6 @@ __all__ = [
     "launch",
     "name_ranks",
     "run_local",
+    "start_agreeing",
     "use_comm",
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from shardwise.comm.protocol import Comm, DisagreementError
 from shardwise.comm.rank_text import fold_texts, fold_values
@@ -37,13 +37,47 @@ def agree(
     ...     print(error)
     'shard': the ranks pass different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; pass the same on every rank
     """
+    text = _write_fields(fields, problem)
+    digests = comm.all_gather_bytes(_digest(text), label=label)
+    if len(set(digests)) > 1 or problem is not None:
+        _raise_difference(comm, text, label, what)
+
+
+def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str, problem: str | None) -> Callable[[], None]:
+    """The same in two halves, where the comm can: between them the next call may be started, but not completed.
+
+    Returns the second half, which raises as `agree` does. The call in between is then withdrawn on every rank.
+    """
+    start = getattr(comm, "start_agreeing", None)
+    text = _write_fields(fields, problem)
+    wait = None if start is None or problem is not None else start(_digest(text), label=label)
+    if wait is None:
+        agree(comm, fields, label=label, problem=problem)
+        return lambda: None
+
+    def finish() -> None:
+        if len(set(wait())) > 1:
+            _raise_difference(comm, text, label, "arguments")
+
+    return finish
+
+
+def _write_fields(fields: Mapping[str, object], problem: str | None) -> bytes:
     texts = {name: _field_text(value) for name, value in fields.items()}
     if problem is not None:
         texts[_PROBLEM] = problem
-    text = json.dumps(texts, sort_keys=True).encode()
-    digests = comm.all_gather_bytes(hashlib.blake2b(text, digest_size=16).digest(), label=label)
-    if len(set(digests)) == 1 and problem is None:
-        return
+    return json.dumps(texts, sort_keys=True).encode()
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def _raise_difference(comm: Comm, text: bytes, label: str, what: str) -> NoReturn:
+    """Gather the texts and say who has which; when this returns, no rank reads memory for a call that was withdrawn."""
+    withdraw = getattr(comm, "withdraw_next_call", None)
+    if withdraw is not None:
+        withdraw()
     everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
     problems = {rank: given[_PROBLEM] for rank, given in by_rank.items() if _PROBLEM in given}

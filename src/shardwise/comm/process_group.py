@@ -38,7 +38,7 @@ from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, Red
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
-from shardwise.comm.transports.same_host import connect_same_host, find_hosts
+from shardwise.comm.transports.same_host import SameHostEngine, connect_same_host, find_hosts
 from shardwise.comm.transports.same_host_device import connect_devices
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
@@ -75,6 +75,7 @@ class ProcessGroupComm:
         self.device = torch.device(device) if device is not None else _default_device(self._backends)
         self.timeout, self._shared_memory = timeout, shared_memory
         self._calls = 0
+        self._agreed_call = 0, 0  # numbers of the last call in which bytes were gathered: the comm's and the engine's
         self._engine: Engine | None = None
         self._topology: Topology | None = None
         self._failure: CommError | None = None
@@ -224,11 +225,50 @@ class ProcessGroupComm:
         """Return every rank's bytes."""
         return self._gather_bytes("all_gather_bytes", data, label)
 
+    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]] | None:
+        """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes.
+
+        None where the engine completes a call before it starts the next one.
+        """
+        engine = self._engine
+        if not isinstance(engine, SameHostEngine):
+            return None
+        call = tensors.describe_call("all_gather_bytes", label)
+        number = self._begin(call)
+        try:
+            finish = engine.start_agreeing(data, call=call)
+        except TransportError as accident:
+            raise self._explain(accident, number, label, call) from accident
+        finally:
+            self._waits.end(number)
+        self._agreed_call = number, engine.calls
+
+        def wait() -> list[bytes]:
+            self._waits.begin(number, call)
+            try:
+                return finish()
+            except TransportError as accident:
+                raise self._explain(accident, number, label, call) from accident
+            finally:
+                self._waits.end(number)
+
+        return wait
+
+    def withdraw_next_call(self) -> None:
+        """After ranks disagreed: take the call back that some of them have started since and others have not."""
+        engine = self._engine
+        if isinstance(engine, SameHostEngine):
+            self._calls = self._agreed_call[0] + 1
+            engine.withdraw_call(self._agreed_call[1] + 1)
+
     def _gather_bytes(self, kind: str, data: bytes, label: str) -> list[bytes]:
         call = tensors.describe_call(kind, label)
         number = self._begin(call)
         try:
-            return self._ready_engine().all_gather_bytes(data, call=call)
+            engine = self._ready_engine()
+            found = engine.all_gather_bytes(data, call=call)
+            self._agreed_call = number, engine.calls if isinstance(engine, SameHostEngine) else 0
+            return found
         except TransportError as accident:
             raise self._explain(accident, number, label, call) from accident
         finally:

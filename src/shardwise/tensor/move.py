@@ -2,7 +2,7 @@
 
 Functions here take anything with a layout, local tensors and a comm, and return new local tensors: the source stays
 as it is. All ranks first agree on the request, in one small exchange, so that a mismatch is an error on every rank
-and not a hang.
+and not a hang. Where the comm can, the data are on their way meanwhile; they are used only if all ranks agree.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dual_level
-from shardwise.comm import Comm, advise_ranks, agree, name_ranks
+from shardwise._torch import is_dispatch_mode_on, is_dual_level
+from shardwise.comm import Comm, advise_ranks, agree, name_ranks, start_agreeing
 from shardwise.geometry import (
     Box,
     EnumerableSpec,
@@ -34,9 +34,9 @@ from shardwise.geometry import (
 from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
 from shardwise.tensor.autograd import LayoutMove, StartedMove, dual_layout, move_locals, move_on_tape, tape_inputs
-from shardwise.tensor.caches import cache_plans
+from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.execute import RunningMoves, TransferJob, resolve_lazy, start_transfers
+from shardwise.tensor.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.reductions import check_reducible
@@ -117,8 +117,9 @@ def single_rank_layout(shape: tuple[int, ...], rank: int) -> Layout:
     return EnumerableSpec([Piece(Box.whole(shape), rank)]).layout(shape)
 
 
+@cache_by_identity
 def format_layout_text(layout: Layout) -> str:
-    """A layout for messages and for comparison between ranks, without a dtype."""
+    """A layout for messages and for comparison between ranks, without a dtype; written once, since every move asks."""
     if len(layout.table) > 64:
         return f"{layout!r} {layout._layout_digest.hex()}"
     return format_layout(layout, None)
@@ -157,15 +158,44 @@ def check_move(
     held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
 ) -> None:
     """Raise on every rank unless all request the same move and it is possible."""
-    problem = problem or _limit_problem((fields or {}).get("max_buffer_bytes")) or move_problem(held, dst)
-    asked = {
-        "from": format_layout_text(held.sharding),
-        "to": format_layout_text(dst),
-        "dtype": held.dtype,
-        **(fields or {}),
-    }
+    asked, problem = _describe_request(held, dst, fields or {}, problem)
     with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
         agree(held.comm, asked, label=label, problem=problem)
+
+
+def check_and_move(
+    held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any], problem: str | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Check a move as `check_move` does, and make it; where the comm can, the data travel while the ranks agree."""
+    limit = fields.get("max_buffer_bytes")
+    if problem is not None or not _travels_early(held, dst):
+        check_move(held, dst, label, fields, problem)
+        return move_to(held, dst, label, limit)
+    asked, problem = _describe_request(held, dst, fields, problem)
+    finish_agreeing = start_agreeing(held.comm, asked, label=label, problem=problem)
+    try:
+        running = start_exchanges([held], [dst], label, limit)
+    finally:
+        with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
+            finish_agreeing()
+    return running.wait()[0], None
+
+
+def _travels_early(held: MovableTensor, dst: Layout) -> bool:
+    """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
+    src = held.sharding
+    plain = held._copied_from is None and not is_move_recorded(held) and not is_dispatch_mode_on()
+    settled = not any(x.depends_on_data or x.pending is not None for x in (src, dst))
+    return plain and settled and not is_dual_level() and src != dst
+
+
+def _describe_request(
+    held: MovableTensor, dst: Layout, fields: dict[str, Any], problem: str | None
+) -> tuple[dict[str, Any], str | None]:
+    """What the ranks compare before a move, and what is wrong with it on this rank."""
+    problem = problem or _limit_problem(fields.get("max_buffer_bytes")) or move_problem(held, dst)
+    asked = {"from": format_layout_text(held.sharding), "to": format_layout_text(dst), "dtype": held.dtype, **fields}
+    return asked, problem
 
 
 def _limit_problem(limit: object) -> str | None:
@@ -229,6 +259,19 @@ def start_moves(
     """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
     if is_dual_level():
         raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
+    return start_transfers(_make_batches(held, dsts, label, max_buffer_bytes), held[0].comm, label)
+
+
+def start_exchanges(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
+) -> RunningTransfers:
+    """The same in this thread: the first exchange is started, and the rest is done by who waits."""
+    return RunningTransfers(_make_batches(held, dsts, label, max_buffer_bytes), held[0].comm, label)
+
+
+def _make_batches(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None
+) -> list[list[TransferJob]]:
     room = 0
     batches: list[list[TransferJob]] = []
     for one, dst in zip(held, dsts, strict=True):
@@ -242,4 +285,4 @@ def start_moves(
             room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
         batches[-1].append(job)
         room -= size
-    return start_transfers(batches, held[0].comm, label)
+    return batches

@@ -24,7 +24,14 @@ from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.dispatch import call_operator, engine, on_local_tensors
 from shardwise.tensor.execute import Handle
-from shardwise.tensor.move import check_move, move_to, replicated_layout, single_rank_layout, start_moves, target_layout
+from shardwise.tensor.move import (
+    check_and_move,
+    check_move,
+    replicated_layout,
+    single_rank_layout,
+    start_moves,
+    target_layout,
+)
 from shardwise.tensor.recorder import write_tensor
 from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shards import (
@@ -262,12 +269,13 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
             dst = target_layout(self.sharding, device_mesh if target is None else target, placements)
         except ValueError as error:
             problem = str(error)
-        check_move(self, dst or self.sharding, label, {"max_buffer_bytes": max_buffer_bytes}, problem)
+        asked = {"max_buffer_bytes": max_buffer_bytes}
+        if not async_op:
+            return self._like(dst or self.sharding, *check_and_move(self, dst or self.sharding, label, asked, problem))
+        check_move(self, dst or self.sharding, label, asked, problem)
         assert dst is not None
-        if async_op:
-            running = start_moves([self], [dst], label, max_buffer_bytes)
-            return Handle(running, lambda results: self._like(dst, results[0]))
-        return self._like(dst, *move_to(self, dst, label, max_buffer_bytes))
+        running = start_moves([self], [dst], label, max_buffer_bytes)
+        return Handle(running, lambda results: self._like(dst, results[0]))
 
     @on_local_tensors
     def full(self, *, max_buffer_bytes: int | None = None) -> Tensor:
@@ -277,8 +285,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         `local_tensor()` returns it without a copy.
         """
         dst = replicated_layout(tuple(self.shape), self.comm.ranks)
-        check_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})
-        whole = move_to(self, dst, "full", max_buffer_bytes)[0][0]
+        whole = check_and_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})[0][0]
         return whole.clone() if self.sharding == dst else whole
 
     @on_local_tensors
@@ -305,8 +312,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         problem = self._gather_problem(dst, out)
         layout = single_rank_layout(tuple(self.shape), dst if problem is None else self.comm.ranks[0])
         asked = {"dst": dst, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
-        check_move(self, layout, "gather", asked, problem)
-        locals_, anchor = move_to(self, layout, "gather", max_buffer_bytes)
+        locals_, anchor = check_and_move(self, layout, "gather", asked, problem)
         if self.comm.rank != dst:
             return anchor
         result = locals_[0] if dtype is None else locals_[0].to(dtype)

@@ -203,6 +203,7 @@ class HostOperation:
         self.expected = set(expected)
         self.sent_to: set[int] = set()
         self._lent: dict[int, Sequence[Tensor]] = {}
+        self.agreeing: CollectOperation | None = None  # what the ranks have yet to agree on, when this was started
 
     def awaited(self) -> set[int]:
         """Return the ranks without which the operation cannot end."""
@@ -224,9 +225,14 @@ class HostOperation:
 class CollectOperation(HostOperation):
     """Keeps the bytes of every rank."""
 
-    def __init__(self, call: str, expected: Iterable[int]) -> None:
+    def __init__(self, call: str, expected: Iterable[int], own: bytes = b"") -> None:
         super().__init__(call, expected)
         self.taken: dict[int, bytearray] = {}
+        self._own = own
+
+    def is_same(self, rank: int) -> bool:
+        """Whether a rank sent the same bytes as this one."""
+        return rank in self.taken and bytes(self.taken[rank]) == self._own
 
     def take(self, frame: Frame) -> list[int]:
         """Keep what came along."""

@@ -30,7 +30,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -202,6 +202,8 @@ class SameHostEngine:
         self._failure: TransportError | None = None
         self._failure_counts_at = float("inf")
         self._gave_up: set[int] = set()
+        self._agreeing: CollectOperation | None = None
+        self._withdrawn: set[int] = set()
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Offer what is sent; take what is received when it is offered."""
@@ -242,6 +244,41 @@ class SameHostEngine:
         taken = self._collect(call, data)
         return [data if rank == self._rank else bytes(taken[rank]) for rank in self._ranks]
 
+    def start_agreeing(self, data: bytes, *, call: str) -> Callable[[], list[bytes]]:
+        """Send bytes to all others; returns what waits for theirs. The next operation may be started before that.
+
+        Its offers are taken from those ranks only that sent the same bytes: what each rank sends, comes in order.
+        """
+        operation = CollectOperation(call, self._others, data)
+        with self._lock:
+            self._send_collected(operation, data)
+            self._agreeing = operation
+            for frame in self._early.pop(operation.number, []):
+                self._dispatch(frame)
+
+        def finish() -> list[bytes]:
+            self._wait(operation)
+            self._agreeing = None
+            return [data if rank == self._rank else bytes(operation.taken[rank]) for rank in self._ranks]
+
+        return finish
+
+    def withdraw_call(self, number: int) -> None:
+        """Take back a call that some ranks have started and others have not; what comes for it is ignored.
+
+        All ranks withdraw it, and none may return to its caller before all have.
+        """
+        with self._lock:
+            self._open.pop(number, None)
+            self._early.pop(number, None)
+            self._withdrawn.add(number)
+            self._started = max(self._started, number)
+
+    @property
+    def calls(self) -> int:
+        """The number of the last call that was started."""
+        return self._started
+
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """Notify all peers that this rank has stopped, and refuse further calls.
 
@@ -266,11 +303,14 @@ class SameHostEngine:
         """Send bytes to all others along with the message, and return theirs."""
         operation = CollectOperation(call, self._others)
         with self._lock:
-            number = self._register(operation)
-            for rank in self._others:
-                self._links.send(rank, FrameKind.DATA, number, call, data)
+            self._send_collected(operation, data)
             self._wait(operation)
         return operation.taken
+
+    def _send_collected(self, operation: CollectOperation, data: bytes) -> None:
+        number = self._register(operation)
+        for rank in self._others:
+            self._links.send(rank, FrameKind.DATA, number, operation.call, data)
 
     def _reduce_small(self, call: str, tensor: Tensor, op: ReduceOp) -> None:
         """Reduce few bytes, which come along with the messages, in rank order: every rank gets the same bits."""
@@ -316,7 +356,7 @@ class SameHostEngine:
         self._raise_failure()
         self._started += 1
         self._open[self._started] = operation
-        operation.number = self._started
+        operation.number, operation.agreeing = self._started, self._agreeing
         return self._started
 
     def _wait(self, operation: HostOperation) -> None:
@@ -370,6 +410,8 @@ class SameHostEngine:
         self._gave_up.add(frame.rank)
 
     def _dispatch(self, frame: Frame) -> None:
+        if frame.number in self._withdrawn:
+            return
         if frame.kind is FrameKind.TAKEN:
             if frame.number in self._open:
                 self._open[frame.number].give_back(frame.rank)
@@ -380,6 +422,8 @@ class SameHostEngine:
 
     def _take(self, frame: Frame) -> None:
         operation = self._open.get(frame.number)
+        if operation is not None and operation.agreeing is not None and not operation.agreeing.is_same(frame.rank):
+            return  # its rank made another request: this operation will be withdrawn
         if operation is None or frame.rank not in operation.expected or frame.label != operation.call:
             here = operation.call if operation is not None else "another call, which has ended"
             raise TransportError(
