@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,6 +106,55 @@ def test_ranks_that_disagree_all_say_so_and_can_go_on(world: Ranks) -> None:
     assert "'shard': the ranks pass different arguments: spec is " in hidden
     assert "'shard': the ranks pass different dtypes: torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in given
     assert "'redistribute_many': the ranks pass different arguments: moves is " in many
+
+
+def deviates_after_identical_calls(shared: bool) -> Any:
+    """All ranks make the same move twice; then rank 2 alone asks for something else, while the others send their data.
+
+    What it asks for sends as much, less, nothing, has been asked for before or is a mistake. Small pieces come along
+    with the messages, large ones are read from the sender's memory.
+    """
+    comm, texts, moved = comm_for(shared), [], []
+    for shape in ((30, 6), (600, 512)):
+        whole = values(shape, torch.float32)
+        tensor = from_local(local_parts(ROWS.layout(shape), comm.rank, whole), ROWS, shape, comm=comm)
+        turned = ChunkSpec(1, (1, 0, 2))
+
+        def move(target: Any = COLUMNS, *, whole: Any = whole, tensor: ShardedTensor = tensor, **options: Any) -> None:
+            moved.append(torch.equal(tensor.redistribute(target, **options).full(), whole))
+
+        deviations: list[Callable[[], Any]] = [
+            partial(move, ChunkSpec(1, (2, 1, 0))),
+            partial(move, turned),
+            partial(move, ROWS),
+            partial(move, 3.5),
+            partial(move, max_buffer_bytes=LIMIT),
+            partial(move, MeshSpec(Mesh.of(tp=3), (Partial("sum"),))),
+            lambda tensor=tensor: tensor.to(torch.float64).redistribute(COLUMNS),  # type: ignore[misc]  # bound to this turn's
+        ]
+        move(), move(), move(turned)
+        for deviate in deviations:
+            with pytest.raises(DisagreementError) as caught:
+                deviate() if comm.rank == 2 else move()
+            texts.append(str(caught.value))
+            move(), move(turned)
+    return texts, moved
+
+
+@pytest.mark.parametrize("shared", (True, False), ids=("same host", "sockets"))
+def test_a_rank_that_deviates_after_identical_calls(world: Ranks, shared: bool) -> None:
+    results = world.run(deviates_after_identical_calls, shared)
+    assert results[0] == results[1] == results[2]
+    texts, moved = results[0]
+    assert moved == [True] * len(moved) and len(moved) == 2 * (3 + 7 * 2)
+    assert all(text.startswith("'redistribute': ") for text in texts)
+    another, known, nothing, mistake, limit, pending, dtype = texts[:7]
+    assert "as chunk(1) over 2,1,0' on rank 2" in another and "as chunk(1) over 1,0,2' on rank 2" in known
+    assert "to is '[30,6] as chunk(1) over 0-2' on ranks 0, 1 and '[30,6] as chunk(0) over 0-2' on rank 2" in nothing
+    assert "rank 2: placements need a mesh" in mistake
+    assert f"max_buffer_bytes is None on ranks 0, 1 and {LIMIT} on rank 2" in limit
+    assert "P(sum)' on rank 2" in pending
+    assert "dtype is torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in dtype
 
 
 def stays_away() -> Any:

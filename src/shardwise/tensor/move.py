@@ -168,7 +168,7 @@ def check_and_move(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Check a move as `check_move` does, and make it; where the comm can, the data travel while the ranks agree."""
     limit = fields.get("max_buffer_bytes")
-    if problem is not None or not _travels_early(held, dst):
+    if problem is not None or not travels_early(held, dst):
         check_move(held, dst, label, fields, problem)
         return move_to(held, dst, label, limit)
     asked, problem = _describe_request(held, dst, fields, problem)
@@ -181,7 +181,7 @@ def check_and_move(
     return running.wait()[0], None
 
 
-def _travels_early(held: MovableTensor, dst: Layout) -> bool:
+def travels_early(held: MovableTensor, dst: Layout) -> bool:
     """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
     src = held.sharding
     plain = held._copied_from is None and not is_move_recorded(held) and not is_dispatch_mode_on()

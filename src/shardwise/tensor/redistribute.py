@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._torch import is_dual_level
-from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, fold_texts, fold_values, name_ranks
+from shardwise.comm import (
+    Comm,
+    DisagreementError,
+    advise_ranks,
+    agree,
+    fold_texts,
+    fold_values,
+    name_ranks,
+    start_agreeing,
+)
 from shardwise.comm.device_meshes import comm_of_device_mesh
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
 from shardwise.geometry.infer import infer_from_parts
@@ -30,7 +41,9 @@ from shardwise.tensor.move import (
     single_rank_layout,
     start_moves,
     target_layout,
+    travels_early,
 )
+from shardwise.tensor.pickling import PLAIN_SPECS
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -127,6 +140,10 @@ def _agree_on_source(
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
     unread = unread or _source_problem(src_rank)
     own: dict[str, Any] = {"src_rank": str(src_rank), "problem": unread, "has": tensor is not None}
+    if isinstance(spec, Layout):
+        own["rule"] = (digest := _digest_spec(spec.spec)) and f"{digest} {spec.shape}"
+    else:
+        own["rule"] = _digest_spec(spec) if isinstance(spec, ShardingSpec) else None
     if unread is not None:
         pass
     elif tensor is not None and not _is_plain_tensor(tensor):
@@ -142,10 +159,22 @@ def _agree_on_source(
     everyone = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="shard")]
     _check_sources(dict(zip(comm.ranks, everyone, strict=True)), src_rank)
     source: dict[str, Any] = everyone[0 if src_rank is None else comm.ranks.index(src_rank)]
-    if not all(given["has"] for given in everyone):
+    rules = {given["rule"] for given in everyone}
+    if not all(given["has"] for given in everyone) and (None in rules or len(rules) > 1):
         laid_out = _check_layout_of(spec, tuple(source["shape"]), comm)
         agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
     return source
+
+
+@lru_cache(maxsize=1024)
+def _digest_spec(spec: ShardingSpec) -> str | None:
+    """A digest of all that a spec says, the same on every rank; None for specs that cannot be written down.
+
+    Ranks whose specs have the same one lay out a shape in the same way, or none of them can.
+    """
+    if type(spec) not in PLAIN_SPECS:
+        return None
+    return hashlib.blake2b(json.dumps(spec.to_json()).encode(), digest_size=16).hexdigest()
 
 
 def _is_plain_tensor(value: object) -> bool:
@@ -344,10 +373,19 @@ def redistribute_many(
         f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}"
         for t, dst in zip(tensors, dsts, strict=False)
     ]
-    agree(tensors[0].comm, {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, label=label, problem=problem)
+    asked, comm = {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, tensors[0].comm
+    early = problem is None and not async_op and all(map(travels_early, tensors, dsts))
+    if early:
+        finish_agreeing = start_agreeing(comm, asked, label=label, problem=problem)
+    else:
+        agree(comm, asked, label=label, problem=problem)
     if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
         return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
-    running = start_moves(tensors, dsts, label, max_buffer_bytes)
+    try:
+        running = start_moves(tensors, dsts, label, max_buffer_bytes)
+    finally:
+        if early:
+            finish_agreeing()
 
     def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
