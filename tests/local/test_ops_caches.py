@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, run_local, sharding_rule
@@ -212,3 +213,50 @@ def test_a_local_tensor_that_was_cut_is_an_error() -> None:
                 torch.relu(x)
 
     run_local(body, 2, timeout=60)
+
+
+SHAPES = ((8, 6), (6, 6), (2, 6), (1, 6), (8, 1), (3, 6), (0, 6), (12, 6))
+AT_SHAPES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "add": lambda x, w, b: x + x.clone(),
+    "broadcast": lambda x, w, b: x * b,
+    "linear": lambda x, w, b: F.linear(x, w, w[:, 0]),
+    "matmul": lambda x, w, b: x @ w.t(),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (x.shape[-1],)),
+    "softmax": lambda x, w, b: torch.softmax(x, -1),
+    "t": lambda x, w, b: x.t(),
+    "sum": lambda x, w, b: x.sum(0),
+}
+
+
+@pytest.mark.parametrize("name", AT_SHAPES)
+@pytest.mark.parametrize("placement", (Shard(0), Shard(1), Replicate()), ids=str)
+def test_a_choice_at_one_shape_is_right_at_others(name: str, placement: Any) -> None:
+    """What is chosen is shared between shapes; lengths of 0 and 1, and pieces that are empty or uneven, are others."""
+    function = AT_SHAPES[name]
+
+    def body(comm: Comm) -> None:
+        for shape in SHAPES:
+            dense = [torch.randn(size, generator=torch.Generator().manual_seed(5)) for size in (shape, (4, shape[1]))]
+            dense.append(torch.randn(shape[1], generator=torch.Generator().manual_seed(6)))
+            held = [lay_out(t, PAIR, (p,)) for t, p in zip(dense, (placement, Replicate(), Replicate()), strict=True)]
+            torch.testing.assert_close(function(*held).full(), function(*dense))
+
+    caches.invalidate_caches()
+    run_local(body, 2, timeout=60)
+
+
+def test_shapes_that_do_not_fit_are_refused_on_every_rank_after_some_that_do() -> None:
+    """The first local parts of 8 and of 7 rows have the same shape."""
+
+    def body(comm: Comm) -> list[str]:
+        x, y, short = (lay_out(torch.ones(n, 6), PAIR, (Shard(0),)) for n in (8, 8, 7))
+        refused = []
+        for function in (lambda a, b: a + b, lambda a, b: torch.maximum(a, b)):
+            assert torch.equal(function(x, y).full(), function(torch.ones(8, 6), torch.ones(8, 6)))
+            with pytest.raises(RuntimeError, match="broadcast") as caught:
+                function(x, short)
+            refused.append(type(caught.value).__name__)
+        return refused
+
+    first, second = run_local(body, 2, timeout=60)
+    assert first == second and len(first) == 2
