@@ -43,16 +43,16 @@ def agree(
         _raise_difference(comm, text, label, what)
 
 
-def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str, problem: str | None) -> Callable[[], None]:
+def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> Callable[[], None]:
     """The same in two halves, where the comm can: between them the next call may be started, but not completed.
 
     Returns the second half, which raises as `agree` does. The call in between is then withdrawn on every rank.
     """
     start = getattr(comm, "start_agreeing", None)
-    text = _write_fields(fields, problem)
-    wait = None if start is None or problem is not None else start(_digest(text), label=label)
+    text = _write_fields(fields, None)
+    wait = None if start is None else start(_digest(text), label=label)
     if wait is None:
-        agree(comm, fields, label=label, problem=problem)
+        agree(comm, fields, label=label)
         return lambda: None
 
     def finish() -> None:

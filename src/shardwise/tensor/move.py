@@ -172,13 +172,22 @@ def check_and_move(
         check_move(held, dst, label, fields, problem)
         return move_to(held, dst, label, limit)
     asked, problem = _describe_request(held, dst, fields, problem)
-    finish_agreeing = start_agreeing(held.comm, asked, label=label, problem=problem)
+    if problem is not None:
+        agree(held.comm, asked, label=label, problem=problem)
+    return start_while_agreeing([held], [dst], asked, label, limit).wait()[0], None
+
+
+def start_while_agreeing(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], asked: dict[str, Any], label: str, limit: int | None
+) -> RunningTransfers:
+    """Start moves that travel early before all ranks have agreed on them; raises if they do not."""
+    comm = held[0].comm
+    finish_agreeing = start_agreeing(comm, asked, label=label)
     try:
-        running = start_exchanges([held], [dst], label, limit)
+        return RunningTransfers(_make_batches(held, dsts, label, limit), comm, label)
     finally:
-        with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
+        with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
             finish_agreeing()
-    return running.wait()[0], None
 
 
 def travels_early(held: MovableTensor, dst: Layout) -> bool:
@@ -260,13 +269,6 @@ def start_moves(
     if is_dual_level():
         raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
     return start_transfers(_make_batches(held, dsts, label, max_buffer_bytes), held[0].comm, label)
-
-
-def start_exchanges(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
-) -> RunningTransfers:
-    """The same in this thread: the first exchange is started, and the rest is done by who waits."""
-    return RunningTransfers(_make_batches(held, dsts, label, max_buffer_bytes), held[0].comm, label)
 
 
 def _make_batches(

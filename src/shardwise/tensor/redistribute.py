@@ -20,7 +20,6 @@ from shardwise.comm import (
     fold_texts,
     fold_values,
     name_ranks,
-    start_agreeing,
 )
 from shardwise.comm.device_meshes import comm_of_device_mesh
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
@@ -40,6 +39,7 @@ from shardwise.tensor.move import (
     replicated_layout,
     single_rank_layout,
     start_moves,
+    start_while_agreeing,
     target_layout,
     travels_early,
 )
@@ -373,23 +373,17 @@ def redistribute_many(
         f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}"
         for t, dst in zip(tensors, dsts, strict=False)
     ]
-    asked, comm = {"moves": moves, "max_buffer_bytes": max_buffer_bytes}, tensors[0].comm
-    early = problem is None and not async_op and all(map(travels_early, tensors, dsts))
-    if early:
-        finish_agreeing = start_agreeing(comm, asked, label=label, problem=problem)
-    else:
-        agree(comm, asked, label=label, problem=problem)
-    if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
-        return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
-    try:
-        running = start_moves(tensors, dsts, label, max_buffer_bytes)
-    finally:
-        if early:
-            finish_agreeing()
+    asked = {"moves": moves, "max_buffer_bytes": max_buffer_bytes}
 
     def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
+    if problem is None and not async_op and all(map(travels_early, tensors, dsts)):
+        return finish(start_while_agreeing(tensors, dsts, asked, label, max_buffer_bytes).wait())
+    agree(tensors[0].comm, asked, label=label, problem=problem)
+    if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
+        return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
+    running = start_moves(tensors, dsts, label, max_buffer_bytes)
     return Handle(running, finish) if async_op else finish(running.wait())
 
 
