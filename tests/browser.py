@@ -118,7 +118,7 @@ class Browser:
         """The value of a script's `return`."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
-    def wait_for(self, condition: str, seconds: float = 15) -> Any:
+    def wait_for(self, condition: str, seconds: float = 60) -> Any:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(find_browser() is None, reason="chromium and chromedriver are not installed: no browser"),
     pytest.mark.timeout(120),
 ]
-SHOWN = "document.getElementById('content').dataset.shown"
+SHOWN = """document.getElementById('content').dataset.shown
+    && [...document.querySelectorAll('canvas')].every((canvas) => canvas.dataset.redrawMs)"""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from shardwise.checkpoint.formats.safetensors import header_bytes
 from shardwise.cli.checkpoints import open_checkpoint
 from shardwise.cli.main import app
 from shardwise.cli.plan import plan_between
-from shardwise.geometry import parse_layout
+from shardwise.geometry import LayoutError, parse_layout
 from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
 from shardwise.page.layout_facts import MOST_OWNERS, layout_facts
 from shardwise.page.move_facts import MATRIX_CELLS, SHOWN_RANKS, MoveQuestion, move_facts
@@ -165,6 +165,13 @@ def test_steps_of_a_reduction_are_shown_one_after_the_other() -> None:
     assert facts["by_rank"]["bound"] is None
 
 
+def test_boxes_that_are_passed_on_within_a_host_are_a_step_of_their_own() -> None:
+    facts = MoveTarget("f32[64,64] on w=16: S(0)", "on w=16: R", topology="4").facts()
+    first, second = facts["lanes"]["steps"]
+    assert first["moves"] and {move[0] // 4 == move[1] // 4 for move in second["moves"]} == {True}
+    assert facts["figures"]["bytes_between_hosts"] == facts["figures"]["lower_bound_between_hosts"] > 0
+
+
 def test_a_move_of_sixteen_thousand_ranks_is_sampled_and_can_be_looked_into() -> None:
     source, target = "bf16[131072,131072] on dp=128,tp=128: S(0), S(1)", "on tp=16384: S(0)"
     facts = move_of(source, target)
@@ -265,8 +272,12 @@ def test_questions_change_notation_hosts_and_buffers() -> None:
     assert target.answer({})["figures"]["rounds"] == 1
     assert target.answer({"buffer": "1kB"})["figures"]["rounds"] > 1
     assert target.answer({"target": "on tp=4: R"})["figures"]["collective"] == "all_gather of 4 ranks"
-    near = target.answer({"ranks_per_host": 8})["figures"]["estimate_seconds"]
-    assert target.answer({"ranks_per_host": 1})["figures"]["estimate_seconds"] > near
+    near = target.answer({"topology": "8"})["figures"]["estimate_seconds"]
+    assert target.answer({"topology": "1"})["figures"]["estimate_seconds"] > near
+    slow = target.answer({"topology": "8:1MB:1MB"})
+    assert slow["figures"]["estimate_seconds"] > 100 * near and slow["topology"]["within"][1] == 1e6
+    with pytest.raises(LayoutError, match="is not a topology"):
+        target.answer({"topology": "eight"})
 
 
 def test_a_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def main(
       shardwise show "f32[8,6] on dp=2,tp=2: S(0), S(1)"
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise model llama/config.json --mesh dp=128,tp=8 --dtype bf16
+      shardwise view runs/step-1000
       shardwise inspect runs/step-1000 --verify
       shardwise diff runs/step-1000 runs/step-2000
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2

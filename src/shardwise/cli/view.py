@@ -87,13 +87,13 @@ def find_target(
         return _open_plans(targets, model, {**settings, "ranks_per_host": ranks_per_host})
     first, *others = targets
     if others:
-        return MoveTarget(first, others[0], ranks_per_host, buffer)
+        return MoveTarget(first, others[0], str(ranks_per_host), buffer)
     if kinds == {"trace"}:
         return StepTarget(first, read_trace(first))
     if kinds == {"checkpoint"}:
         return CheckpointTarget(open_checkpoint(first))
     move = split_move(first)
-    return _check_layout(first, ranks_per_host) if move is None else MoveTarget(*move, ranks_per_host, buffer)
+    return _check_layout(first, ranks_per_host) if move is None else MoveTarget(*move, str(ranks_per_host), buffer)
 
 
 def find_file_kind(target: str) -> str | None:

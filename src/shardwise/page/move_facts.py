@@ -17,8 +17,9 @@ import numpy as np
 from shardwise.geometry import Layout, TensorType
 from shardwise.geometry.mesh import IntArray
 from shardwise.page.layout_facts import layout_facts, shorten
-from shardwise.transfer import Routes, Topology, Transfer
+from shardwise.transfer import Routes, Step, Topology, Transfer
 from shardwise.transfer.steps import PlanOptions, plan_steps
+from shardwise.transfer.totals import StepOutline
 from shardwise.transfer.transfer import edge_bytes
 
 MATRIX_CELLS = 128
@@ -71,6 +72,8 @@ def _figures(transfer: Transfer, topology: Topology) -> dict[str, Any]:
         "moved_bytes": transfer.moved_bytes,
         "lower_bound_bytes": transfer.lower_bound_bytes,
         "copied_bytes": transfer.copied_bytes,
+        "bytes_between_hosts": transfer.bytes_between_hosts,
+        "lower_bound_between_hosts": transfer.lower_bound_between_hosts,
         "rounds": transfer.rounds,
         "max_buffer_bytes": transfer.max_buffer_bytes,
         "collective": None if transfer.collective is None else str(transfer.collective),
@@ -151,7 +154,8 @@ def lane_facts(transfer: Transfer, ranks: Sequence[int], first: int = 0) -> dict
     start = min(max(0, first), max(0, len(ranks) - 1))
     shown = list(ranks[start : start + SHOWN_RANKS])
     steps = []
-    for number, outline in enumerate(transfer.outlines):
+    outlines: Sequence[Step | StepOutline] = transfer.steps if transfer.is_listed else transfer.outlines
+    for number, outline in enumerate(outlines):
         moves, hidden = _moves_between(transfer, number, shown)
         steps.append(
             {

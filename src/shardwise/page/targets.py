@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwise.cli.checkpoints import OpenedCheckpoint
+from shardwise.cli.model import read_topology
 from shardwise.cli.output import parse_bytes
 from shardwise.cli.plan import plan_between
 from shardwise.geometry import parse_layout
@@ -17,7 +18,6 @@ from shardwise.page.checkpoint_facts import checkpoint_facts, tensor_facts
 from shardwise.page.layout_facts import layout_facts
 from shardwise.page.move_facts import MoveQuestion, move_facts
 from shardwise.page.step_facts import step_facts
-from shardwise.transfer import Topology
 
 
 class PageTarget(Protocol):
@@ -46,8 +46,8 @@ class LayoutTarget:
         >>> LayoutTarget("f32[8] on tp=2: S(0)").answer({"notation": "f32[8] on tp=4: S(0)"})["ranks"]["count"]
         4
         """
-        given = LayoutTarget(str(question.get("notation", self.notation)), _host_size(question, self.ranks_per_host))
-        return given.facts()
+        size = int(question.get("ranks_per_host") or self.ranks_per_host)
+        return LayoutTarget(str(question.get("notation", self.notation)), size).facts()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MoveTarget:
 
     source: str
     target: str
-    ranks_per_host: int = 8
+    topology: str = "8"
     buffer: str = ""
 
     def facts(self) -> dict[str, Any]:
@@ -65,16 +65,16 @@ class MoveTarget:
     def _facts(self, question: MoveQuestion) -> dict[str, Any]:
         source = parse_layout(self.source)
         target = parse_layout(self.target, like=source)
-        topology = Topology(self.ranks_per_host)
+        topology = read_topology(self.topology)
         limit = parse_bytes(self.buffer) if self.buffer else None
         return move_facts(source, target, plan_between(source, target, topology, limit), topology, question)
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Another transfer, or other ranks of it: `source`, `target`, `ranks_per_host`, `buffer`, and the windows."""
+        """Another transfer, or other ranks of it: `source`, `target`, `topology`, `buffer`, and the windows."""
         given = MoveTarget(
             str(question.get("source", self.source)),
             str(question.get("target", self.target)),
-            _host_size(question, self.ranks_per_host),
+            str(question.get("topology", self.topology)),
             str(question.get("buffer", self.buffer)),
         )
         senders, receivers = (_read_window(question.get(name)) for name in ("senders", "receivers"))
@@ -118,10 +118,6 @@ def split_move(text: str) -> tuple[str, str] | None:
     """
     before, arrow, after = text.partition("->")
     return (before.strip(), after.strip()) if arrow else None
-
-
-def _host_size(question: Mapping[str, Any], default: int) -> int:
-    return int(question.get("ranks_per_host") or default)
 
 
 def _read_window(value: Any) -> tuple[int, int] | None:

@@ -58,7 +58,7 @@ export function createPlot({ label, height, draw, find, step, name }) {
     if (canvas.clientWidth && canvas.clientWidth !== plot.width) plot.redraw();
   }).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
-  addEventListener("beforeprint", () => plot.redraw());
+  matchMedia("print").addEventListener("change", () => plot.redraw());
   return plot;
 }
 

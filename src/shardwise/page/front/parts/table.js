@@ -21,7 +21,7 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
     return element("th", { class: column.kind, scope: "col", style: column.width ? { width: column.width } : {} }, button);
   });
   const id = uniqueId("table");
-  scroll.append(element("table", { id, "aria-label": label, "aria-rowcount": rows.length }, element("thead", {}, element("tr", {}, ...heads)), body));
+  scroll.append(element("table", { id, "aria-label": label, "aria-rowcount": rows.length, style: { minWidth: `${columns.length * 92}px` } }, element("thead", {}, element("tr", {}, ...heads)), body));
 
   function sortBy(index) {
     const same = state.order && state.order[0] === index;

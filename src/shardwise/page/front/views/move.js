@@ -22,7 +22,7 @@ export function showMove(root, facts, { served, show }) {
     fields: [
       { name: "source", label: "From", value: facts.from.notation, kind: "code" },
       { name: "target", label: "To", value: facts.to.notation, kind: "code" },
-      { name: "ranks_per_host", label: "Ranks per host", value: String(facts.topology.ranks_per_host), kind: "number" },
+      { name: "topology", label: "Ranks per host : bandwidth in : between", value: topologyText(facts.topology), kind: "text" },
       { name: "buffer", label: "Buffer limit", value: facts.figures.max_buffer_bytes ? `${facts.figures.max_buffer_bytes}` : "", kind: "text", placeholder: "none, or 64MB" },
     ],
   });
@@ -37,6 +37,10 @@ export function showMove(root, facts, { served, show }) {
   );
 }
 
+function topologyText({ ranks_per_host: count, within, between }) {
+  return [count, ...[within, between].map(([, bandwidth]) => `${bandwidth / 1e9}GB`)].join(":");
+}
+
 function moveFigures({ figures: numbers, matrix, topology }) {
   const met = numbers.moved_bytes === numbers.lower_bound_bytes;
   const rank = (entry) => (entry ? `rank ${formatNumber(entry[0])}` : "nothing is sent");
@@ -46,6 +50,7 @@ function moveFigures({ figures: numbers, matrix, topology }) {
   return [
     ["Moved", formatBytes(numbers.moved_bytes), met ? "the lower bound: no plan moves less" : `lower bound ${formatBytes(numbers.lower_bound_bytes)}`],
     ["Copied within ranks", formatBytes(numbers.copied_bytes)],
+    ["Between hosts", formatBytes(numbers.bytes_between_hosts), numbers.lower_bound_between_hosts === null ? "not counted for so many ranks" : `lower bound ${formatBytes(numbers.lower_bound_between_hosts)}`],
     ["Estimate", formatSeconds(numbers.estimate_seconds), `${formatBytes(within)}/s in a host, ${formatBytes(between)}/s between`],
     ["Rounds", formatNumber(numbers.rounds), numbers.max_buffer_bytes ? `at most ${formatBytes(numbers.max_buffer_bytes)} in flight` : "no buffer limit"],
     ["Busiest sender", numbers.busiest_sender ? formatBytes(numbers.busiest_sender[1]) : "-", rank(numbers.busiest_sender)],
