@@ -156,35 +156,9 @@ class RunningTransfers:
 class RunningMoves(Protocol):
     """Moves that were started together."""
 
-    @property
-    def label(self) -> str:
-        """What they are for."""
-        ...
-
     def wait(self) -> list[tuple[Tensor, ...]]:
         """The destination tensors of each job, in order."""
         ...
-
-
-class BackgroundTransfers:
-    """Transfers that run in the background of a comm."""
-
-    def __init__(
-        self, batches: Sequence[Sequence[TransferJob]], comm: Comm, label: str, queue: BackgroundQueue
-    ) -> None:
-        prepared = [[job.with_memory(comm.rank) for job in jobs] for jobs in batches]
-        line = user_line() if recorders else ""  # the thread that moves does not run the user's code
-
-        def run() -> list[tuple[Tensor, ...]]:
-            with torch.no_grad():
-                return RunningTransfers(prepared, comm, label, line).wait()
-
-        self.label = label
-        self._call = queue.submit(run)
-
-    def wait(self) -> list[tuple[Tensor, ...]]:
-        """The destination tensors of each job, in order."""
-        return self._call.wait()
 
 
 def start_transfers(
@@ -197,7 +171,14 @@ def start_transfers(
     queue: BackgroundQueue | None = getattr(comm, "background", None)
     if queue is None or sum(job.nbytes for jobs in batches for job in jobs) <= least:
         return RunningTransfers(batches, comm, label)
-    return BackgroundTransfers(batches, comm, label, queue)
+    prepared = [[job.with_memory(comm.rank) for job in jobs] for jobs in batches]
+    line = user_line() if recorders else ""  # the thread that moves does not run the user's code
+
+    def run() -> list[tuple[Tensor, ...]]:
+        with torch.no_grad():
+            return RunningTransfers(prepared, comm, label, line).wait()
+
+    return queue.submit(run)
 
 
 def execute(
