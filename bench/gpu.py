@@ -214,8 +214,8 @@ def _cut(side: int) -> dict[str, list[tuple[slice, slice]]]:
 
 
 def _device_seconds(call: Callable[[], Any], runs: int) -> float:
-    """Median time on the device, with the cache emptied of what is copied."""
-    flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    """Median time on the device; filling other memory first empties the cache, and lets the host run ahead."""
+    flush = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     found = []
     for _ in range(runs + 2):
         flush.zero_()
@@ -280,7 +280,7 @@ def _count_stops(comm: Comm) -> dict[str, int]:
             if counts:
                 torch.cuda.set_sync_debug_mode("default")
             comm.barrier(label="ended")
-        stops = [w for w in caught if "synchroniz" in str(w.message)]
+        stops = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
         found[name] = len(stops)
         for w in stops[:8]:
             print(f"rank {comm.rank}: {name} stops at {w.filename}:{w.lineno}", file=sys.stderr, flush=True)

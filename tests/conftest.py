@@ -7,6 +7,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from hypothesis import settings
 
+if os.environ.get("SHARDWISE_TEST_DEVICE"):
+    import tests.device  # noqa: F401  # torch's default device
+
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

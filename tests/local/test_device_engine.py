@@ -77,10 +77,10 @@ class NoEvents:
     def __init__(self, rank: int, recorded: set[tuple[int, int, int]]) -> None:
         self._rank, self.recorded = rank, recorded
 
-    def record(self, moment: int, number: int) -> None:
+    def record(self, moment: int, number: int, stream: Any) -> None:
         self.recorded.add((self._rank, moment, number))
 
-    def wait(self, rank: int, moment: int, number: int) -> None:
+    def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
         assert (rank, moment, number) in self.recorded, "awaited before it was recorded"
 
 
@@ -175,16 +175,21 @@ def test_one_rank_alone() -> None:
         assert x.tolist() == [1.0, 2.0]
 
 
+def describe(shared: SharedSegments, *tensors: Tensor) -> tuple[bytes, list[Tensor]]:
+    messages, kept = shared.describe({1: tensors})
+    return messages[1], kept[1]
+
+
 def test_memory_that_others_cannot_open_is_copied() -> None:
     device = FakeDevice()
     shared = SharedSegments(device)
     tensor = torch.ones(3)  # in no segment
     with pytest.raises(OSError, match="cannot be opened by other processes"):
-        shared.describe(1, [tensor])
+        describe(shared, tensor)
     tensor.clone = lambda memory_format: on_device(device, torch.ones(3))  # type: ignore[method-assign]  # a device's
-    places, kept = shared.describe(1, [tensor])
+    message, kept = describe(shared, tensor)
     assert kept[0] is not tensor
-    assert torch.equal(OpenedSegments(device).view("me", places[0]), torch.ones(3))
+    assert torch.equal(OpenedSegments(device).read("me", message)[0], torch.ones(3))
 
 
 def test_handle_is_made_and_opened_once_for_each_segment() -> None:
@@ -192,52 +197,64 @@ def test_handle_is_made_and_opened_once_for_each_segment() -> None:
     memory = device.allocate(64)
     shared, opened = SharedSegments(device), OpenedSegments(device)
     for at in (0, 8, 32):
-        places, _ = shared.describe(1, [memory[at : at + 8].view(torch.int64)])
-        opened.view("other", places[0]).fill_(at)
+        message, _ = describe(shared, memory[at : at + 8].view(torch.int64))
+        opened.read("other", message)[0].fill_(at)
     assert device.opened == [b"1"]
     assert memory.view(torch.int64).tolist() == [0, 8, 0, 0, 32, 0, 0, 0]
 
 
-def test_new_segment_at_the_address_of_a_freed_one_is_opened_anew() -> None:
+def test_new_segment_at_the_address_of_a_freed_one_is_opened_again() -> None:
     device = FakeDevice()
     shared, opened = SharedSegments(device), OpenedSegments(device)
     first = device.allocate(64)
-    places, _ = shared.describe(1, [first])
-    opened.view("other", places[0])
+    message, _ = describe(shared, first)
+    opened.read("other", message)
     device.free(first)
     second = device.allocate(64, address=first.data_ptr())
     assert second.data_ptr() == first.data_ptr()
-    later, _ = shared.describe(1, [second])
-    assert later[0][:2] != places[0][:2]
-    opened.view("other", later[0])
+    later, _ = describe(shared, second)
+    assert later != message
+    opened.read("other", later)
     assert device.opened == [b"1", b"2"]
-    assert shared.take_freed(1) == [1]
-    assert shared.take_freed(1) == []
-    opened.drop("other", [1])
     assert device.closed == [first.data_ptr()]
     assert len(opened) == 1
+    again, _ = describe(shared, second)
+    opened.read("other", again)
+    assert (device.opened, len(device.closed)) == ([b"1", b"2"], 1)
+
+
+def test_tensors_of_a_closed_segment_are_forgotten() -> None:
+    device = FakeDevice()
+    shared, opened = SharedSegments(device), OpenedSegments(device)
+    first = device.allocate(8)
+    message, _ = describe(shared, first)
+    assert opened.read("owner", message)[0] is opened.read("owner", message)[0]
+    device.free(first)
+    opened.read("owner", describe(shared, device.allocate(8))[0])
+    assert device.closed == [first.data_ptr()]
+    with pytest.raises(KeyError):  # it would have to be opened, and its handle is gone
+        opened.read("owner", message)
 
 
 def test_same_number_of_another_process_is_another_segment() -> None:
     device, other = FakeDevice(), FakeDevice()
-    places, _ = SharedSegments(device).describe(1, [device.allocate(8)])
-    theirs, _ = SharedSegments(other).describe(1, [other.allocate(8)])
-    assert places[0][0] == theirs[0][0]
+    ours, _ = describe(SharedSegments(device), device.allocate(8))
+    theirs, _ = describe(SharedSegments(other), other.allocate(8))
+    assert ours == theirs
     opened = OpenedSegments(device)
-    opened.view("a", places[0])
-    opened.view("b", theirs[0])
+    assert opened.read("a", ours)[0] is not opened.read("b", theirs)[0]
     assert len(opened) == 2
 
 
 def test_freed_segments_are_noticed_without_new_ones() -> None:
     device = FakeDevice()
-    shared = SharedSegments(device)
+    shared, opened = SharedSegments(device), OpenedSegments(device)
     kept, freed = device.allocate(8), device.allocate(8)
-    shared.describe(1, [kept, freed])
+    opened.read("other", describe(shared, kept, freed)[0])
     device.free(freed)
-    for _ in range(64):
-        shared.describe(1, [kept])
-    assert shared.take_freed(1) == [2]
+    for _ in range(65):
+        opened.read("other", describe(shared, kept)[0])
+    assert device.closed == [freed.data_ptr()]
 
 
 def test_ranks_in_different_calls_are_named() -> None:

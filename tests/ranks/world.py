@@ -16,8 +16,10 @@ import pytest
 
 from shardwise.comm import LocalWorld, Outcome
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
+from tests.device import DEVICE
 
 LIMIT = 240.0
+WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 
 
 class Ranks:
@@ -43,7 +45,7 @@ class Ranks:
 def start_world(nprocs: int, timeout: float) -> Iterator[LocalWorld]:
     """A world of this machine or, with SHARDWISE_TEST_HOSTS (`make test-hosts`), of two network namespaces of it."""
     if not os.environ.get("SHARDWISE_TEST_HOSTS"):
-        with LocalWorld(nprocs, timeout=timeout) as running:
+        with LocalWorld(nprocs, timeout=timeout, device=WORLD_DEVICE) as running:
             yield running
         return
     with NetworkHosts(megabits=10_000) as hosts, HostsWorld(hosts, nprocs, timeout=timeout) as running:

@@ -7,6 +7,7 @@ one element at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,20 +35,36 @@ def copy_box(target: Tensor, source: Tensor) -> None:
     >>> whole[1].tolist()
     [0, 0, 0, 0, 4, 5, 6, 7]
     """
-    if target.dtype == source.dtype and not (target.is_contiguous() and source.is_contiguous()):
-        unit = min(_unit_bytes(target), _unit_bytes(source))
-        if unit > target.itemsize:
-            target, source = target.view(_UNITS[unit]), source.view(_UNITS[unit])
+    if target.dtype == source.dtype:
+        unit = _unit_of(target, source)
+        if unit is not None:
+            target, source = target.view(unit), source.view(unit)
     target.copy_(source)
 
 
-def _unit_bytes(tensor: Tensor) -> int:
-    """The most bytes, of 16 and its divisors, into which the rows of a tensor can be cut."""
-    size = tensor.itemsize
-    if tensor.ndim == 0 or tensor.stride(-1) != 1 or tensor.is_conj() or tensor.is_neg():
-        return size
-    places = [tensor.size(-1), tensor.storage_offset(), *tensor.stride()[:-1]]
-    return next((unit for unit in _UNITS if unit > size and all(n * size % unit == 0 for n in places)), size)
+def _unit_of(target: Tensor, source: Tensor) -> torch.dtype | None:
+    """A wider dtype in which both can be copied; None where one run of memory is copied, or none fits."""
+    before, after = source.stride(), target.stride()
+    width = _unit_bytes(target.shape, after, before, target.itemsize)
+    if width == 0 or any(t.storage_offset() * t.itemsize % width for t in (source, target)):
+        return None
+    return None if source.is_conj() or source.is_neg() else _UNITS[width]
+
+
+@lru_cache(maxsize=4096)
+def _unit_bytes(shape: torch.Size, after: tuple[int, ...], before: tuple[int, ...], size: int) -> int:
+    """The most bytes, of 16 and its divisors, into which the rows of both can be cut; 0 if that is one element."""
+    if not shape or after[-1] != 1 or before[-1] != 1 or after == before == _dense_strides(shape):
+        return 0
+    places = [shape[-1], *after[:-1], *before[:-1]]
+    return next((unit for unit in _UNITS if unit > size and all(n * size % unit == 0 for n in places)), 0)
+
+
+def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return tuple(strides)
 
 
 _COMBINE: dict[ReduceOp, Any] = {

@@ -115,6 +115,8 @@ def results_of(outcomes: list[Outcome]) -> list[Any]:
 class LocalWorld:
     """A world of spawned gloo ranks that stays up between calls; it starts at the first call.
 
+    With `device="cuda"` each rank's comm is for its GPU, which ranks share where there are more of them.
+
     with LocalWorld(4) as world:
         world.run(fn, 1)
         world.run(fn, 2)
@@ -124,10 +126,10 @@ class LocalWorld:
     [8, 8]
     """
 
-    def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT, device: str | None = None) -> None:
         if nprocs < 1:
             raise ValueError(f"a world of {nprocs} processes: pass at least 1")
-        self._size, self._timeout = nprocs, timeout
+        self._size, self._timeout, self._device = nprocs, timeout, device
         self._address = LOOPBACK
         self._prepare: Callable[[int], None] | None = None
         self._store: TCPStore | None = None

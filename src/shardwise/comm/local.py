@@ -11,6 +11,8 @@ How the threads complete a collective together (`Rendezvous`):
 
 On a GPU a job only queues work. So the last rank to post does all of them at once, on its stream, which waits for the
 streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place (`lend`).
+There ranks take turns (`TurnTaking`): Python runs one thread at a time, and each call of torch lets another one in,
+which costs more than the call.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Self
 
 import torch
@@ -31,6 +35,12 @@ from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, Red
 from shardwise.comm.rank_text import fold_texts, name_ranks
 
 RendezvousJob = Callable[[], None]
+
+
+def default_device() -> torch.device:
+    """Return torch's default device if that is a GPU, else the CPU: tensors without data are not moved."""
+    device = torch.empty(0).device
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,13 +57,46 @@ class CollectiveCall:
         return tensors.describe_call(self.kind, self.label, self.detail)
 
 
+_TURN_SECONDS = 0.005
+
+
+class TurnTaking:
+    """A rank runs until it has to wait; then it wakes one that can go on.
+
+    A rank that is not woken, since the others are busy with something else, looks for itself after a while.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Rendezvous, SimpleQueue[None]]] = {}
+
+    def wait(self, rank: int, meeting: Rendezvous, seconds: float) -> None:
+        """Wake another rank, and wait until a meeting may be complete."""
+        woken: SimpleQueue[None] = SimpleQueue()
+        with self._lock:
+            self._waiting[rank] = meeting, woken
+        self.pass_on()
+        with suppress(Empty):
+            woken.get(timeout=min(_TURN_SECONDS, seconds))
+        with self._lock:
+            self._waiting.pop(rank, None)
+
+    def pass_on(self) -> None:
+        """Wake one rank whose meeting is complete."""
+        with self._lock:
+            ready = next((rank for rank, (meeting, _) in self._waiting.items() if meeting.complete), None)
+            if ready is not None:
+                self._waiting.pop(ready)[1].put(None)
+
+
 @dataclass
 class ThreadWorldState:
-    """What all ranks of one world share: the lock, who failed, who has returned."""
+    """What all ranks of one world share: the lock, who failed, who has returned, and whether they take turns."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     failure: tuple[int, BaseException] | None = None
     left: set[int] = field(default_factory=set)
+    turns: TurnTaking | None = None
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure and wake everybody."""
@@ -66,6 +109,8 @@ class ThreadWorldState:
         with self.changed:
             self.left.add(rank)
             self.changed.notify_all()
+        if self.turns is not None:
+            self.turns.pass_on()
 
 
 @dataclass
@@ -123,7 +168,8 @@ class RendezvousHub:
         if call.stream is not None:
             self._queue_jobs(meeting, call.stream)
         meeting.complete = True
-        self.room.changed.notify_all()
+        if self.room.turns is None:
+            self.room.changed.notify_all()
 
     def _queue_jobs(self, meeting: Rendezvous, stream: Any) -> None:
         """Do all jobs on one stream, after what the streams of all ranks have to do."""
@@ -136,19 +182,29 @@ class RendezvousHub:
     def finish(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         """Return when the meeting's jobs are done, doing those that nobody does; raise if it cannot be completed."""
         deadline = time.monotonic() + timeout
+        if self.room.turns is not None:
+            self._wait_for_turn(rank, meeting, deadline, self.room.turns)
         with self.room.changed:
             while not meeting.complete:
                 self._check(rank, meeting)
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
                     absent = self._absent_ranks(meeting)
                     self._give_up(meeting, _absence_error(meeting.calls[rank], absent, f"within {timeout:g} s"))
-        self._run_jobs(meeting)
+        if meeting.jobs or meeting.running:
+            self._run_jobs(meeting)
         with self.room.changed:
             while meeting.running and meeting.error is None:
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
                     self._give_up(meeting, CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s"))
             if meeting.error is not None:
                 raise CommError(str(meeting.error), meeting.error.ranks) from meeting.error.__cause__
+
+    def _wait_for_turn(self, rank: int, meeting: Rendezvous, deadline: float, turns: TurnTaking) -> None:
+        """Return when the meeting is complete or the time is over."""
+        while not meeting.complete and (left := deadline - time.monotonic()) > 0:
+            with self.room.changed:
+                self._check(rank, meeting)
+            turns.wait(rank, meeting, left)
 
     def _give_up(self, meeting: Rendezvous, error: CommError) -> NoReturn:
         """End a meeting for all its ranks: a late one must not read what this rank's program writes from now on."""

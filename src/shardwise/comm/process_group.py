@@ -34,6 +34,7 @@ from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
+from shardwise.comm.local import default_device
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
@@ -51,7 +52,8 @@ _comms_made: Counter[str] = Counter()
 class ProcessGroupComm:
     """The comm of a torch process group, the default one if none is passed; see `Comm` for the methods.
 
-    `device` is where tensors normally live: by default the current GPU for a group with nccl, else the CPU.
+    `device` is where tensors normally live: by default the current GPU for a group with nccl, else torch's default
+    device. Ranks of one host whose comm has a GPU read each other's device memory where it is.
     `shared_memory=False` keeps to the group's own backend even for ranks that share a host.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -85,12 +87,18 @@ class ProcessGroupComm:
         self._queue = BackgroundQueue(partial(_abort_interrupted, weakref.ref(self)))
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> ProcessGroupComm:
-        """Return the comm of a group, the same one each time; the first call sets its time-out."""
+    def of(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> ProcessGroupComm:
+        """Return the comm of a group, the same one each time; the first call sets its device and time-out."""
         resolved = _resolve_group(group)
         known = _comm_by_group.get(group_name(resolved))
         if known is None or known.process_group is not resolved:
-            known = _comm_by_group[group_name(resolved)] = cls(resolved, timeout=timeout)
+            known = _comm_by_group[group_name(resolved)] = cls(resolved, device, timeout)
         return known
 
     def __repr__(self) -> str:
@@ -196,7 +204,7 @@ class ProcessGroupComm:
             )
         return self._subsets[wanted]
 
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         """Make torch's group of these ranks within the time-out: torch asks its store, whose host may hang."""
         made: Future[dist.ProcessGroup] = Future()
 
@@ -205,7 +213,9 @@ class ProcessGroupComm:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # a property of the thread
                 limit = timedelta(seconds=self.timeout)
-                made.set_result(dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True))
+                made.set_result(
+                    dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+                )
             except BaseException as error:
                 made.set_exception(error)
 
@@ -328,11 +338,12 @@ class ProcessGroupComm:
     def _choose_engine(self) -> Engine:
         backend = self._backends.get(self.device.type)
         if backend is not None and backend != "gloo":
-            host = self._gloo_engine() if self._backends.get("cpu") == "gloo" else None
+            group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
+            host = GlooEngine(group, self.rank, self.ranks, self.timeout)
             native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
             self._topology = _topology_of(self.ranks, find_hosts(native, self.ranks))
             return native
-        gloo = self._gloo_engine()
+        gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
         wanted = self._shared_memory
         if self.device.type == "cuda":
             engine = connect_devices(gloo, self.rank, self.ranks, self.device, self.timeout, wanted=wanted)
@@ -341,9 +352,6 @@ class ProcessGroupComm:
         found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted)
         self._topology = _topology_of(self.ranks, found.hosts)
         return compose_engines(self.rank, self.ranks, found, gloo)
-
-    def _gloo_engine(self) -> GlooEngine:
-        return GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
 
 
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:
@@ -399,4 +407,4 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _default_device(by_type: Mapping[str, str]) -> torch.device:
     if by_type.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return default_device()

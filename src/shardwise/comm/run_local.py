@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState
+from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, TurnTaking, default_device
 from shardwise.comm.protocol import Comm, CommError
 
 T = TypeVar("T")
@@ -21,9 +21,12 @@ def run_local(
     world_size: int = 4,
     *args: Any,
     timeout: float = 60.0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> list[T]:
     """Call `fn(comm, *args)` on one thread per rank and return the results in rank order.
+
+    `device` is where tensors normally live, by default torch's default device. On a GPU all ranks share it, and ranks
+    take turns: one runs until it waits for the others.
 
     An exception on one rank ends the others at their next collective and is raised here, with a note that names its
     rank. Each thread computes with one intra-op thread and runs its own backward pass. Torch's global random
@@ -43,7 +46,8 @@ def run_local(
         )
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
-    room = ThreadWorldState()
+    device = default_device() if device is None else torch.device(device)
+    room = ThreadWorldState(turns=TurnTaking() if device.type == "cuda" else None)
     hub = RendezvousHub(tuple(range(world_size)), room)
     results: dict[int, T] = {}
     comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]

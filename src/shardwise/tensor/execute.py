@@ -32,6 +32,7 @@ from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
+from shardwise.tensor.box_slices import slices_by_round
 from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
 from shardwise.tensor.recorder import profiled_move, record_moves, recorders
 from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
@@ -280,6 +281,11 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     first, source = job.transfer.steps[0], job.sources[0]
     assert first.op is not None
     op = cast(ReduceOp, first.op)
+    if kind == "all_reduce" and find_lending(comm) is not None and source.numel() % comm.world_size == 0:
+        target = torch.empty_like(source, memory_format=torch.contiguous_format)
+        run = target.view(comm.world_size, -1)[comm.ranks.index(comm.rank)]
+        comm.reduce_scatter_into(run, source.contiguous(), op, label=label).wait()
+        return target, comm.all_gather_into(target, run, label=label)
     if kind == "all_reduce":
         target = _make_targets(job, (tuple(source.shape),), job.dtype)[0].copy_(source)
         return target, comm.all_reduce(target, op, label=label)
@@ -370,16 +376,17 @@ class _StepRun:
 
     def lent(self, number: int) -> dict[int, list[Tensor]]:
         """The boxes that other ranks read in a round, by peer."""
-        edges = self.part.sends.get(number, {})
-        return {
-            peer: [view_box(self.sources[m.slot], m.box) for message in cut for m in message]
-            for peer, cut in edges.items()
-        }
+        listed = slices_by_round(self.part).sends.get(number, {})
+        return {peer: [self.sources[slot][at] for slot, at, _ in boxes] for peer, boxes in listed.items()}
 
     def take_lent(self, number: int, boxes: Mapping[int, Iterator[Tensor]]) -> None:
         """Read the boxes of other ranks that belong to this round of this tensor."""
-        edges = self.part.receives.get(number, {})
-        self._combine_parts([(m, next(boxes[peer])) for peer, cut in edges.items() for message in cut for m in message])
+        listed = slices_by_round(self.part).receives.get(number, {})
+        found = [(box, next(boxes[peer])) for peer, cut in listed.items() for box in cut]
+        if self.part.reducing:
+            found.sort(key=lambda pair: pair[0][2])
+        pairs = [(self.targets[slot][at], part) for (slot, at, _), part in found]
+        self._combine_pairs(pairs)
 
     def copy_locally(self) -> None:
         """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
@@ -409,7 +416,9 @@ class _StepRun:
 
     def _combine_parts(self, parts: Sequence[tuple[Move, Tensor]]) -> None:
         ordered = sorted(parts, key=lambda pair: pair[0].term)
-        pairs = [(view_box(self.targets[move.slot], move.box), part) for move, part in ordered]
+        self._combine_pairs([(view_box(self.targets[move.slot], move.box), part) for move, part in ordered])
+
+    def _combine_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if not self.part.reducing:
             copy_boxes(pairs)
             return

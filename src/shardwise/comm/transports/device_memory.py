@@ -14,6 +14,7 @@ A handle exists for memory of cudaMalloc alone, not for torch's expandable segme
 from __future__ import annotations
 
 import ctypes
+import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -132,10 +133,6 @@ def _call(name: str, *args: Any) -> None:
         raise OSError(code, f"{name}: {(text.value or b'unknown error').decode()}")
 
 
-TensorPlace = list[Any]
-"""A tensor for another process: segment number, handle, segment size, place in bytes, dtype, shape, strides."""
-
-
 class SharedSegments:
     """What this process shows of its device memory to others, by rank."""
 
@@ -145,46 +142,66 @@ class SharedSegments:
         self._known: dict[int, set[int]] = {}
         self._described = 0
 
-    def describe(self, rank: int, tensors: Sequence[Tensor]) -> tuple[list[TensorPlace], list[Tensor]]:
-        """Return where tensors are, for a rank, and the tensors to keep alive: copies of those it could not open."""
-        places, kept = [], []
-        for tensor in tensors:
-            segment = self._memory.find_segment(tensor.data_ptr())
-            if segment is None:
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
-                segment = self._memory.find_segment(tensor.data_ptr())
-            if segment is None:
-                raise OSError(f"memory of {tensor.device} cannot be opened by other processes")
-            handle = self._handle_of(segment)
-            self._known.setdefault(rank, set()).add(segment.number)
-            place = tensor.data_ptr() - segment.start
-            kind = str(tensor.dtype).removeprefix("torch.")
-            places.append(
-                [segment.number, handle, segment.size, place, kind, list(tensor.shape), list(tensor.stride())]
-            )
-            kept.append(tensor)
+    def describe(self, lent: Mapping[int, Sequence[Tensor]]) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
+        """Return for each rank the message that tells where tensors are, and the tensors to keep until it is read.
+
+        Those that the rank could not open are copied first. The message also names segments that the rank knows and
+        that have been freed since.
+        """
+        seen: list[tuple[Segment, str]] = []  # in this call: a segment may have been freed since the last one
+        messages, kept = {}, {}
+        for rank, tensors in lent.items():
+            placed = [self._place(tensor, seen) for tensor in tensors]
+            kept[rank] = [tensor for tensor, _, _ in placed]
+            segments = {segment.number: text for _, (segment, text), _ in placed}
+            self._known.setdefault(rank, set()).update(segments)
+            places = ",".join([text for _, _, text in placed])
+            freed = self._take_freed(rank)
+            messages[rank] = f"[[{','.join(segments.values())}],[{places}],{freed}]".encode()
         self._described += 1
         if self._described % _LOOK_EVERY == 0:
             self._forget_freed()
-        return places, kept
+        return messages, kept
 
-    def take_freed(self, rank: int) -> list[int]:
-        """Return the segments that a rank knows and that have been freed since; each is named once."""
-        freed = [number for number in self._known.get(rank, ()) if number not in self._handles]
-        self._known.get(rank, set()).difference_update(freed)
+    def _place(self, tensor: Tensor, seen: list[tuple[Segment, str]]) -> tuple[Tensor, tuple[Segment, str], str]:
+        """Return the tensor or a copy of it, its segment, and its place in it as text."""
+        address = tensor.data_ptr()
+        found = next((each for each in seen if each[0].start <= address < each[0].start + each[0].size), None)
+        if found is None:
+            segment = self._memory.find_segment(address)
+            if segment is None:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                address = tensor.data_ptr()
+                segment = self._memory.find_segment(address)
+            if segment is None:
+                raise OSError(f"memory of {tensor.device} cannot be opened by other processes")
+            found = self._share(segment)
+            seen.append(found)
+        dtype = str(tensor.dtype)[len("torch.") :]
+        place = f'[{found[0].number},{address - found[0].start},"{dtype}",{[*tensor.shape]},{[*tensor.stride()]}]'
+        return tensor, found, place
+
+    def _take_freed(self, rank: int) -> list[int]:
+        known = self._known[rank]
+        freed = [number for number in known if number not in self._handles]
+        known.difference_update(freed)
         return freed
 
-    def _handle_of(self, segment: Segment) -> str:
+    def _share(self, segment: Segment) -> tuple[Segment, str]:
         known = self._handles.get(segment.number)
         if known is None:
             self._forget_freed()
-            known = self._handles[segment.number] = segment, self._memory.export(segment).hex()
-        return known[1]
+            text = f'[{segment.number},"{self._memory.export(segment).hex()}",{segment.size}]'
+            known = self._handles[segment.number] = segment, text
+        return known
 
     def _forget_freed(self) -> None:
         for number, (segment, _) in list(self._handles.items()):
             if self._memory.find_segment(segment.start) != segment:
                 del self._handles[number]
+
+
+_KEPT_MESSAGES = 1024
 
 
 class OpenedSegments:
@@ -193,31 +210,40 @@ class OpenedSegments:
     def __init__(self, memory: SegmentMemory) -> None:
         self._memory = memory
         self._opened: dict[tuple[str, int], Tensor] = {}
-        self._typed: dict[tuple[str, int, str], Tensor] = {}
+        self._read: dict[tuple[str, bytes], list[Tensor]] = {}  # programs that go round in steps lend the same again
         self._lock = threading.Lock()
 
-    def view(self, owner: str, place: TensorPlace) -> Tensor:
-        """Return a tensor of another process as one of this process; nothing is copied."""
-        number, handle, size, start, kind, shape, strides = place
-        key = (owner, number, kind)
+    def read(self, owner: str, message: bytes) -> list[Tensor]:
+        """Return the tensors that a message of another process describes, as tensors of this one; nothing is copied."""
+        known = self._read.get((owner, message))
+        if known is not None:
+            return known
+        segments, places, freed = json.loads(message)
         with self._lock:
-            typed = self._typed.get(key)
-            if typed is None:
-                whole = self._opened.get((owner, number))
-                if whole is None:
-                    whole = self._opened[owner, number] = self._memory.open(bytes.fromhex(handle), size)
-                dtype = getattr(torch, kind)
-                typed = self._typed[key] = whole[: size - size % dtype.itemsize].view(dtype)
-        return typed.as_strided(shape, strides, start // typed.itemsize)
+            self._drop(owner, freed)
+            for number, handle, size in segments:
+                if (owner, number) not in self._opened:
+                    self._opened[owner, number] = self._memory.open(bytes.fromhex(handle), size)
+            if len(self._read) >= _KEPT_MESSAGES:
+                self._read.clear()
+            found = [self._view(owner, *place) for place in places]
+            if not freed:
+                self._read[owner, message] = found
+        return found
 
-    def drop(self, owner: str, numbers: Sequence[int]) -> None:
+    def _view(self, owner: str, number: int, start: int, kind: str, shape: list[int], strides: list[int]) -> Tensor:
+        whole, dtype = self._opened[owner, number], getattr(torch, kind)
+        typed = whole[: len(whole) - len(whole) % dtype.itemsize].view(dtype)
+        return typed.as_strided(shape, strides, start // dtype.itemsize)
+
+    def _drop(self, owner: str, numbers: Sequence[int]) -> None:
         """Close segments that their owner has freed."""
-        with self._lock:
-            for number in numbers:
-                self._typed = {key: t for key, t in self._typed.items() if key[:2] != (owner, number)}
-                opened = self._opened.pop((owner, number), None)
-                if opened is not None:
-                    self._memory.close(opened)
+        if numbers:
+            self._read.clear()
+        for number in numbers:
+            opened = self._opened.pop((owner, number), None)
+            if opened is not None:
+                self._memory.close(opened)
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -234,12 +260,12 @@ def opened_segments(device: torch.device) -> OpenedSegments:
 class PeerEvents(Protocol):
     """The order of work on the device between ranks: moments of one rank's stream that the streams of others await."""
 
-    def record(self, moment: int, number: int) -> None:
-        """Mark the end of what this rank's stream has to do so far."""
+    def record(self, moment: int, number: int, stream: Any) -> None:
+        """Mark the end of what a stream of this rank has to do so far."""
         ...
 
-    def wait(self, rank: int, moment: int, number: int) -> None:
-        """Let this rank's stream wait until a rank's stream has reached what it marked."""
+    def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """Let a stream of this rank wait until a rank's stream has reached what it marked."""
         ...
 
 
@@ -272,10 +298,10 @@ class CudaEvents:
                 [_Event.from_ipc_handle(self._device, bytes.fromhex(text)) for text in ring] for ring in rings
             ]
 
-    def record(self, moment: int, number: int) -> None:
-        """Record the event on the current stream."""
-        self._own[moment][number % _RING].record(torch.cuda.current_stream(self._device))
+    def record(self, moment: int, number: int, stream: Any) -> None:
+        """Record the event on the stream."""
+        self._own[moment][number % _RING].record(stream)
 
-    def wait(self, rank: int, moment: int, number: int) -> None:
-        """Let the current stream wait."""
-        self._theirs[rank][moment][number % _RING].wait(torch.cuda.current_stream(self._device))
+    def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """Let the stream wait for the event."""
+        self._theirs[rank][moment][number % _RING].wait(stream)

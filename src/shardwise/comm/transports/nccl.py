@@ -1,13 +1,11 @@
 """Device memory over a group whose backend takes it (nccl): torch's own collectives, on the current stream.
 
-Ranks compare what they call before a collective starts, over the group's host backend (`cpu:gloo,cuda:nccl`). A group
-without one has no room for that: there ranks compare all calls since the last time when they next gather bytes.
+Ranks compare what they call before a collective starts, over a host backend: that of the group (`cpu:gloo,cuda:nccl`),
+or of a gloo group of the same ranks. So nothing that the host has to know goes through the device, which would stop it.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -17,17 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single, reduce_scatter_single
-from shardwise.comm.faults import TransportError, to_transport_error
+from shardwise.comm.faults import to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.rank_text import name_ranks
 from shardwise.comm.transports.gloo import GlooEngine
-
-_HEAD = struct.Struct("<qI")
 
 
 class NativeEngine:
-    """Moves device tensors between the ranks of a group; `host` moves what is on the host, if the group can."""
+    """Moves device tensors between the ranks of a group; `host` moves what is on the host."""
 
     def __init__(
         self,
@@ -35,10 +30,9 @@ class NativeEngine:
         rank: int,
         ranks: tuple[int, ...],
         device: torch.device,
-        host: GlooEngine | None = None,
+        host: GlooEngine,
     ) -> None:
         self._group, self._ranks, self.device, self._host = group, ranks, device, host
-        self._calls = 0  # a checksum of all calls
         self._others = self.awaited = tuple(r for r in ranks if r != rank)
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
@@ -73,18 +67,8 @@ class NativeEngine:
         return self._start(partial(dist.broadcast, view, src, group=self._group, async_op=True))
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
-        """Gather over the host, or on the device the lengths and what was called, then bytes padded to the longest."""
-        if self._host is not None:
-            return self._host.all_gather_bytes(data, call=call)
-        self._calls = check = zlib.crc32(call.encode(), self._calls)
-        heads = [_HEAD.unpack(head) for head in self._gather(_HEAD.pack(len(data), check), call)]
-        other = [rank for rank, (_, theirs) in zip(self._ranks, heads, strict=True) if theirs != check]
-        if other:
-            reason = f"the ranks made different calls: {name_ranks(other)} not in {call}, or not in one before it"
-            raise TransportError(reason, other, exact=True)
-        sizes = [size for size, _ in heads]
-        parts = self._gather(data.ljust(max(sizes), b"\0"), call) if max(sizes) else [b""] * len(sizes)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        """Gather over the host."""
+        return self._host.all_gather_bytes(data, call=call)
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """The notes in the store report it."""
@@ -94,21 +78,11 @@ class NativeEngine:
 
     def _compare(self, call: str) -> None:
         """Fail on every rank if a rank makes another call, before the collective starts."""
-        if self._host is not None:
-            self._host.all_gather_bytes(b"", call=call)
-        else:
-            self._calls = zlib.crc32(call.encode(), self._calls)
+        self._host.all_gather_bytes(b"", call=call)
 
     def _gather_into(self, out: Tensor, tensor: Tensor, call: str) -> Work:
         whole, part = as_bytes(out, label=call), as_bytes(tensor, label=call)
         return self._start(partial(all_gather_single, whole, part, self._group))
-
-    def _gather(self, data: bytes, call: str) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        out = mine.new_empty(len(self._ranks) * len(data))
-        self._gather_into(out, mine, call).wait()
-        whole = out.cpu().numpy().tobytes()
-        return [whole[i * len(data) : (i + 1) * len(data)] for i in range(len(self._ranks))]
 
     def _start(self, call: Callable[[], dist.Work | None]) -> Work:
         work = self._guard(call)

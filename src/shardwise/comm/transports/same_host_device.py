@@ -40,7 +40,6 @@ from shardwise.comm.transports.device_memory import (
     OpenedSegments,
     PeerEvents,
     SharedSegments,
-    TensorPlace,
     is_driver_present,
     opened_segments,
 )
@@ -70,33 +69,37 @@ class LendCall(PeerCall):
         lent: Mapping[int, Sequence[Tensor]],
         expected: Iterable[int],
         take: TakeLent,
-        device: DevicePeers,
+        peers: DevicePeers,
     ) -> None:
         super().__init__(call, expected, lent)
-        self._lent, self._take, self._device = lent, take, device
-        self._readers, self._arrived = tuple(lent), dict[int, Any]()
+        self._lent, self._take, self._peers = lent, take, peers
+        self._readers, self._arrived = tuple(lent), dict[int, bytes]()
         self._stream: Any = None
 
     def take(self, frame: Frame) -> Iterable[int]:
         """Keep where the tensors are; use them after the last message."""
-        self._arrived[frame.rank] = json.loads(frame.body)
+        self._arrived[frame.rank] = bytes(frame.body)
         if self.expected:
             return ()
         self.use()
-        return tuple(self._arrived)
+        return self._arrived
 
     def use(self) -> None:
         """Use the tensors of all ranks, on the current stream."""
-        self._stream = self._device.current_stream()
-        self._take({rank: self._device.open(rank, self.number, told) for rank, told in self._arrived.items()})
+        events, self._stream = self._peers.events, self._peers.current_stream()
+        for rank in self._arrived:
+            events.wait(rank, LENT, self.number, self._stream)
+        self._take({rank: self._peers.read(rank, self._arrived[rank]) for rank in sorted(self._arrived)})
         if self._arrived:
-            self._device.events.record(READ, self.number)
+            events.record(READ, self.number, self._stream)
 
     def settle(self) -> None:
         """Let the current stream wait for what was read and written in this call."""
-        self._device.follow(self._stream)
+        stream = self._peers.current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
         for rank in self._readers:
-            self._device.events.wait(rank, READ, self.number)
+            self._peers.events.wait(rank, READ, self.number, stream)
         self._lent = {}
 
 
@@ -111,40 +114,26 @@ class DevicePeers:
         events: PeerEvents,
         owners: Mapping[int, str],
     ) -> None:
-        self.device, self.shared, self.events = device, shared, events
-        self._opened, self._owners = opened, owners
+        self.device, self.events = device, events
+        self._shared, self._opened, self._owners = shared, opened, owners
 
-    def describe(self, rank: int, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-        """Return the message that lends tensors to a rank, and the tensors to keep until it has read them."""
+    def describe(self, lent: Mapping[int, Sequence[Tensor]]) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
+        """Return the messages that lend tensors to ranks, and the tensors to keep until they have been read."""
         try:
-            places, kept = self.shared.describe(rank, tensors)
+            return self._shared.describe(lent)
         except OSError as error:
-            raise TransportError(f"its memory cannot be lent to rank {rank}: {error}", (rank,)) from error
-        return json.dumps([places, self.shared.take_freed(rank)]).encode(), kept
+            raise TransportError(f"its memory cannot be lent: {error}", tuple(lent)) from error
 
-    def open(self, rank: int, number: int, told: Any) -> list[Tensor]:
-        """Return the tensors that a rank lends, for the current stream to read."""
-        places, freed = told
-        self._opened.drop(self._owners[rank], freed)
-        self.events.wait(rank, LENT, number)
+    def read(self, rank: int, message: bytes) -> list[Tensor]:
+        """Return the tensors that a rank lends."""
         try:
-            return [self._opened.view(self._owners[rank], place) for place in places]
+            return self._opened.read(self._owners[rank], message)
         except OSError as error:
             raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
-
-    def reads_secret(self, rank: int, place: TensorPlace, secret: str) -> bool:
-        """Whether a rank's secret is where it says."""
-        return self._opened.view(self._owners[rank], place).cpu().numpy().tobytes().hex() == secret
 
     def current_stream(self) -> Any:
         """Return the stream on which this thread works; None where the device has none."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    def follow(self, stream: Any) -> None:
-        """Let the current stream wait for another one."""
-        now = self.current_stream()
-        if stream is not None and stream != now:
-            now.wait_stream(stream)
 
 
 class SameHostDeviceEngine:
@@ -168,15 +157,14 @@ class SameHostDeviceEngine:
     ) -> Work:
         """Lend tensors of any strides to ranks; `take` reads what others lend, on this rank's stream."""
         with self._calls.lock:
-            told = {rank: self._peers.describe(rank, tensors) for rank, tensors in sends.items()}
-            lent = {rank: kept for rank, (_, kept) in told.items()}
+            messages, lent = self._peers.describe(sends)
             operation = LendCall(call, lent, receives, take, self._peers)
             number = self._calls.register(operation)
             if lent:
-                self._peers.events.record(LENT, number)
+                self._peers.events.record(LENT, number, self._peers.current_stream())
             if not operation.expected:
                 operation.use()
-            self._calls.start(operation, FrameKind.RANGES, {rank: body for rank, (body, _) in told.items()})
+            self._calls.start(operation, FrameKind.RANGES, messages)
         return PendingWork(partial(self._finish, operation))
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
@@ -313,7 +301,7 @@ def connect_devices(
 def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tuple[Listener | None, dict[str, Any]]:
     """Listen, and write down what the others must know; without a listener if the system does not let us."""
     try:
-        places, _ = shared.describe(-1, [probe])
+        messages, _ = shared.describe({-1: [probe]})
         listener = Listener()
         card = {
             "host": _host_identity(),
@@ -321,7 +309,7 @@ def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tup
             "pid": os.getpid(),
             "listener": listener.name,
             "token": listener.token.hex(),
-            "probe": places[0],
+            "probe": messages[-1].decode(),
             "events": events.handles(),
         }
     except (OSError, RuntimeError) as error:
@@ -346,8 +334,9 @@ def _connect(
         doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
         links = listener.connect(rank, doors, seconds)
         events.open({r: card["events"] for r, card in others.items()})
-        readable = all(peers.reads_secret(r, card["probe"], card["secret"]) for r, card in others.items())
-    except (OSError, RuntimeError) as error:
+        secrets_read = {r: peers.read(r, card["probe"].encode())[0].cpu() for r, card in others.items()}
+        readable = all(t.numpy().tobytes().hex() == others[r]["secret"] for r, t in secrets_read.items())
+    except (OSError, RuntimeError, TransportError) as error:
         readable = False
         _log_slower(error)
     answers = over.all_gather_bytes(b"y" if readable else b"n", call="devices of one host can be read")

@@ -34,6 +34,7 @@ class WorldConfig:
     address: str
     port: int
     timeout: float
+    device: str | None = None
     prepare: Callable[[int], None] | None = None
 
 
@@ -64,7 +65,9 @@ def worker_main(rank: int, world: WorldConfig, pipe: Connection) -> None:
     store = TCPStore(world.address, world.port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=max(world.timeout, _SLOW_START))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
-    with use_comm(ProcessGroupComm.of(timeout=world.timeout)):
+    if world.device is not None and torch.device(world.device).type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    with use_comm(ProcessGroupComm.of(timeout=world.timeout, device=world.device)):
         while _serve(rank, pipe):
             pass
     dist.destroy_process_group()

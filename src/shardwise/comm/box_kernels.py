@@ -1,0 +1,115 @@
+"""Many boxes copied in one launch, by a kernel of Triton where that is installed.
+
+A table on the device has a row for each box: both addresses, rows by two dims, the length of a row, strides. Boxes have
+up to three dims after those that adjoin in memory are joined; a row is cut in units of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+tl: Any = None  # triton.language, once it is needed: importing it takes long
+UNIT = 8  # bytes
+_TILE = 2048  # units, for one program
+_FIELDS = 9
+BoxRow = tuple[int, int, int, int, int, int, int, int, int]
+"""Addresses of target and source, outer and inner rows, units in a row, strides of target and source in units."""
+
+
+def _copy_tile(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads the annotations
+    box = table + tl.program_id(1) * FIELDS
+    target = tl.load(box).to(tl.pointer_type(tl.int64))
+    source = tl.load(box + 1).to(tl.pointer_type(tl.int64))
+    outer, inner, length = tl.load(box + 2), tl.load(box + 3), tl.load(box + 4)
+    across = (length + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0)
+    rows = (tile // across) * ROWS + tl.arange(0, ROWS)
+    columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < outer * inner)[:, None] & (columns < length)[None, :]
+    to = (rows // inner) * tl.load(box + 5) + (rows % inner) * tl.load(box + 6)
+    at = (rows // inner) * tl.load(box + 7) + (rows % inner) * tl.load(box + 8)
+    values = tl.load(source + at[:, None] + columns[None, :], mask=inside)
+    tl.store(target + to[:, None] + columns[None, :], values, mask=inside)
+
+
+@cache
+def find_kernel() -> Any:
+    """The compiled kernel; None where Triton is not installed."""
+    global tl
+    try:
+        import triton
+        import triton.language
+    except ImportError:
+        return None
+    tl = triton.language
+    return triton.jit(_copy_tile)
+
+
+def find_row(target: Tensor, source: Tensor) -> BoxRow | None:
+    """One box as a row of the table; None if it does not fit."""
+    form = _find_form(target.shape, target.stride(), source.stride(), target.itemsize)
+    to, at = target.data_ptr(), source.data_ptr()
+    return None if form is None or (to | at) % UNIT else (to, at, *form)
+
+
+@lru_cache(maxsize=4096)
+def _find_form(
+    shape: torch.Size, after: tuple[int, ...], before: tuple[int, ...], size: int
+) -> tuple[int, int, int, int, int, int, int] | None:
+    """Outer and inner rows, units in a row, and the strides of both sides in units."""
+    dims = [(1, 0, 0), (1, 0, 0), *_joined_dims(shape, after, before)]
+    length, *ends = dims.pop() if len(dims) > 2 else (1, 1, 1)
+    (outer, a0, b0), (inner, a1, b1) = dims[-2:]
+    strides = [s * size for s in (a0, a1, b0, b1)]
+    if len(dims) > 4 or (len(dims) > 2 and dims[-3][0] != 1) or ends != [1, 1]:
+        return None
+    if any(place % UNIT for place in (length * size, *strides)):
+        return None
+    units = length * size // UNIT
+    if outer * inner == 1 and units > _TILE and units % _TILE == 0:  # one run of memory, in rows of a tile
+        return 1, units // _TILE, _TILE, 0, _TILE, 0, _TILE
+    return outer, inner, units, *(s // UNIT for s in strides)  # type: ignore[return-value]  # four of them
+
+
+def _joined_dims(shape: torch.Size, after: tuple[int, ...], before: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The dims as size and both strides, outermost first, those that adjoin in both tensors joined."""
+    dims: list[tuple[int, int, int]] = []
+    for n, a, b in zip(shape, after, before, strict=True):
+        if n == 1:
+            continue
+        if dims and dims[-1][1] == n * a and dims[-1][2] == n * b:
+            dims[-1] = (dims[-1][0] * n, a, b)
+        else:
+            dims.append((n, a, b))
+    return dims
+
+
+def copy_rows(rows: Sequence[BoxRow], device: torch.device) -> None:
+    """Copy boxes in one launch."""
+    shortest = min(row[4] for row in rows)
+    columns = min(_TILE, max(16, 1 << (shortest - 1).bit_length()))
+    height = _TILE // columns
+    tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
+    table = _table(tuple(rows), device)
+    find_kernel()[(tiles, len(rows))](table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
+
+
+_tables: dict[tuple[tuple[BoxRow, ...], Any], Tensor] = {}
+_KEPT_TABLES = 512
+
+
+def _table(rows: tuple[BoxRow, ...], device: torch.device) -> Tensor:
+    """The table on the device; programs that go round in steps use the same memory again and again."""
+    stream = torch.cuda.current_stream(device)
+    known = _tables.get((rows, stream))
+    if known is None:
+        if len(_tables) >= _KEPT_TABLES:
+            _tables.clear()
+        host = torch.tensor(rows, dtype=torch.int64).pin_memory()
+        known = _tables[rows, stream] = host.to(device, non_blocking=True)
+    return known
