@@ -128,7 +128,7 @@ def _measure(index: int, shape: Shape, runs: int, in_a_row: int) -> dict[str, An
                 raise AssertionError(f"{name} gives wrong values for {CASES[index]}")
     ways[ROW] = lambda: [ways[OURS]() for _ in range(in_a_row)][-1]
     contenders = [Contender(name, partial(_run_to_the_end, move)) for name, move in ways.items()]
-    return run_interleaved(contenders, runs, before=dist.barrier)
+    return run_interleaved(contenders, runs, before=partial(_device_comm().barrier, label="start"))
 
 
 def _run_to_the_end(move: Callable[[], Any], prepared: object = None) -> Any:

@@ -6,11 +6,13 @@ Importing this sets torch's default device, in the test process and in the ranks
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
 DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "cpu")
 
 if DEVICE != "cpu":
-    # Not set_default_device: that is a mode of one thread, and ranks may be threads.
-    torch.set_default_tensor_type(torch.cuda.FloatTensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated for set_default_device, a mode of one thread; ranks may be threads
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)

@@ -21,8 +21,9 @@ from torch import Tensor
 from shardwise.comm import Comm, LocalComm, run_local
 from shardwise.comm.faults import TransportError
 from shardwise.comm.transports.device_memory import OpenedSegments, Segment, SharedSegments
+from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import PeerSockets
-from shardwise.comm.transports.same_host_device import DevicePeers, SameHostDeviceEngine
+from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
 from tests.moving import assert_holds, layouts, local_parts, reducible, values
@@ -85,7 +86,9 @@ class NoEvents:
 
 
 @contextmanager
-def engines(world: int, device: FakeDevice, timeout: float = 20.0) -> Iterator[list[SameHostDeviceEngine]]:
+def engines(
+    world: int, device: FakeDevice, timeout: float = 20.0, *, led: bool = False
+) -> Iterator[list[SameHostDeviceEngine]]:
     pairs = {(a, b): socket.socketpair() for a in range(world) for b in range(a)}
     recorded: set[tuple[int, int, int]] = set()
     made = []
@@ -95,7 +98,7 @@ def engines(world: int, device: FakeDevice, timeout: float = 20.0) -> Iterator[l
         links = PeerSockets(sockets, dict.fromkeys(range(world), os.getpid()))
         owners = {r: f"process {r}" for r in range(world)}
         peers = DevicePeers(CPU, SharedSegments(device), OpenedSegments(device), NoEvents(rank, recorded), owners)
-        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout))
+        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout, has_leader=led))
     try:
         yield made
     finally:
@@ -136,9 +139,10 @@ def test_boxes_with_strides_are_read_where_they_are() -> None:
             assert torch.equal(out, torch.stack([held[p][:, 2 * rank : 2 * rank + 2] for p in range(3)]))
 
 
+@pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 300_000])
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
-def test_reductions_gathers_and_broadcasts(op: Any, length: int) -> None:
+def test_reductions_gathers_and_broadcasts(op: Any, length: int, led: bool) -> None:
     device = FakeDevice()
     values = [torch.arange(3 * length, dtype=torch.float64).add(1).roll(rank) for rank in range(3)]
     stacked = torch.stack(values)
@@ -152,7 +156,7 @@ def test_reductions_gathers_and_broadcasts(op: Any, length: int) -> None:
 
     def body(rank: int, engine: SameHostDeviceEngine) -> None:
         mine = on_device(device, values[rank])
-        out, everything = torch.empty(length, dtype=torch.float64), torch.empty(9 * length, dtype=torch.float64)
+        out, everything = (on_device(device, torch.zeros(n * length, dtype=torch.float64)) for n in (1, 9))
         engine.reduce_scatter_into(out, mine, op, call="scatter").wait()
         assert torch.equal(out, whole.view(3, -1)[rank])
         engine.all_gather_into(everything, mine, call="gather").wait()
@@ -164,8 +168,27 @@ def test_reductions_gathers_and_broadcasts(op: Any, length: int) -> None:
         assert torch.equal(mine, values[1])
         assert engine.all_gather_bytes(bytes([rank]), call="bytes") == [b"\0", b"\1", b"\2"]
 
-    with engines(3, device) as made:
+    with engines(3, device, led=led) as made:
         run(made, body)
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_boxes_are_exchanged(led: bool) -> None:
+    device = FakeDevice()
+    held = [on_device(device, torch.arange(24).view(4, 6) + 100 * rank) for rank in range(3)]
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> Tensor:
+        out = on_device(device, torch.full((4, 6), -1))
+        sends = {r: [held[rank][:, 2 * r : 2 * r + 2]] for r in range(3)}
+        works = [engine.exchange_boxes(sends, {r: [out[:, 2 * r : 2 * r + 2]] for r in range(3)}, call="swap")]
+        works.append(engine.exchange_boxes({}, {}, call="nothing"))
+        for work in reversed(works):
+            work.wait()
+        return out
+
+    with engines(3, device, led=led) as made:
+        for rank, out in enumerate(run(made, body)):
+            assert torch.equal(out, torch.cat([held[r][:, 2 * rank : 2 * rank + 2] for r in range(3)], 1))
 
 
 def test_one_rank_alone() -> None:
@@ -280,12 +303,13 @@ def test_rank_that_never_calls_is_named() -> None:
             made[0].all_gather_bytes(b"", call="gather")
 
 
-def test_sizes_that_differ_are_named() -> None:
+@pytest.mark.parametrize("led", [False, True])
+def test_sizes_that_differ_are_named(led: bool) -> None:
     device = FakeDevice()
 
     def body(rank: int, engine: SameHostDeviceEngine) -> str:
         sends = {1: [device.allocate(8)]} if rank == 0 else {}
-        receives = {0: [torch.empty(4, dtype=torch.uint8)]} if rank == 1 else {}
+        receives = {0: [device.allocate(4)]} if rank == 1 else {}
         try:
             engine.exchange(sends, receives, call="move").wait()
         except TransportError as error:
@@ -293,9 +317,9 @@ def test_sizes_that_differ_are_named() -> None:
             return error.reason
         return "no error"
 
-    with engines(2, device) as made:
+    with engines(2, device, led=led) as made:
         for text in run(made, body):
-            assert text.startswith("move: rank 0 sends [8] elements, which do not match the [4] received")
+            assert text.startswith("move: rank 0 sends [8] elements to rank 1, which do not match the [4] received")
 
 
 class LendingLocalComm(LocalComm):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 UNIT = 8  # bytes
-_TILE = 2048  # units, for one program
+_TILE = 1024  # units, for one program
 _FIELDS = 9
 BoxRow = tuple[int, int, int, int, int, int, int, int, int]
 """Addresses of target and source, outer and inner rows, units in a row, strides of target and source in units."""

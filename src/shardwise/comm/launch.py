@@ -174,7 +174,7 @@ class LocalWorld:
 
     def _start(self) -> None:
         self._store = self._open_store()
-        world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._prepare)
+        world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._device, self._prepare)
         context = multiprocessing.get_context("spawn")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         with _hold_interrupts():

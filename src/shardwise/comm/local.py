@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import flat_tensors as tensors
+from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
@@ -317,6 +318,12 @@ class LocalComm:
         """Whether boxes are read where they are: on a GPU, where a copy only has to be queued."""
         return self.device.type == "cuda"
 
+    def exchange_boxes(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """Copy tensors of any strides, all ranks' in one job."""
+        return self._start("exchange", label, "", (sends, receives), partial(_plan_boxes, label=label))
+
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
@@ -412,6 +419,20 @@ def _plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -
                 raise CommError(wrong, (src, dst))
             jobs += [partial(_copy_run, target, source) for target, source in zip(wanted, sent, strict=True)]
     return jobs
+
+
+def _plan_boxes(
+    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]], *, label: str
+) -> list[RendezvousJob]:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for src, (outgoing, _) in payloads.items():
+        for dst, (_, incoming) in payloads.items():
+            sent, wanted = outgoing.get(dst, ()), incoming.get(src, ())
+            if [t.shape for t in sent] != [t.shape for t in wanted]:
+                sizes = ([t.nbytes for t in sent], [t.nbytes for t in wanted])
+                raise CommError(tensors.check_edge(src, dst, *sizes, label=label) or f"{label!r}: shapes", (src, dst))
+            pairs += zip(wanted, sent, strict=True)
+    return [partial(copy_boxes, pairs)]
 
 
 def _plan_lending(

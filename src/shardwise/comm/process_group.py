@@ -141,6 +141,19 @@ class ProcessGroupComm:
         """Whether ranks read each other's tensors where they are: device memory of one host does."""
         return hasattr(self._engine, "lend")
 
+    def exchange_boxes(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """Copy tensors of any strides, those that this rank sends to itself included."""
+        call = tensors.describe_call("exchange", label)
+
+        def start(engine: Engine, stage: Stage) -> Work:
+            lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
+            filled = {rank: [stage.write(t) for t in listed] for rank, listed in receives.items()}
+            return cast(LendingEngine, engine).exchange_boxes(lent, filled, call=call)
+
+        return self._start(label, call, start)
+
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
@@ -148,7 +161,7 @@ class ProcessGroupComm:
         call = tensors.describe_call("exchange", label)
 
         def start(engine: Engine, stage: Stage) -> Work:
-            lent = {rank: [stage.read(t.detach()) for t in listed] for rank, listed in sends.items()}
+            lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
             return cast(LendingEngine, engine).lend(lent, receives, take, call=call)
 
         return self._start(label, call, start)

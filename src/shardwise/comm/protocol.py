@@ -175,7 +175,13 @@ class LendingComm(Comm, Protocol):
 
     @property
     def lends_memory(self) -> bool:
-        """Whether `lend` can be called; the same on every rank."""
+        """Whether `exchange_boxes` and `lend` can be called; the same on every rank."""
+        ...
+
+    def exchange_boxes(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """As `exchange`, for tensors of any strides; the k-th sent and received on an edge have one shape and dtype."""
         ...
 
     def lend(

@@ -258,6 +258,12 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
 def _start_lending(runs: Sequence[_StepRun], number: int, comm: LendingComm, label: str) -> Work:
     """One round in which boxes are read where they are."""
     sends = _merge_edges(run.lent(number) for run in runs)
+    if all(run.step.op is None for run in runs):  # the same on every rank, unlike what a rank's part reduces
+        wanted = _merge_edges(run.places(number) for run in runs)
+        if number == 0:
+            own = [pair for run in runs for pair in run.local_pairs()]
+            sends[comm.rank], wanted[comm.rank] = [source for _, source in own], [target for target, _ in own]
+        return comm.exchange_boxes(sends, wanted, label=label)
     receives = {peer for run in runs for peer in run.part.receives.get(number, {})}
 
     def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
@@ -378,6 +384,20 @@ class _StepRun:
         """The boxes that other ranks read in a round, by peer."""
         listed = slices_by_round(self.part).sends.get(number, {})
         return {peer: [self.sources[slot][at] for slot, at, _ in boxes] for peer, boxes in listed.items()}
+
+    def places(self, number: int) -> dict[int, list[Tensor]]:
+        """Where the boxes of other ranks go in a round, by peer."""
+        listed = _slices_by_round(self.part).receives.get(number, {})
+        return {peer: [self.targets[slot][at] for slot, at, _ in boxes] for peer, boxes in listed.items()}
+
+    def local_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Targets and sources of this rank's own copies, of a step that reduces nothing; fills are made."""
+        for slot, box in self.part.fills:
+            view_box(self.targets[slot], box).fill_(reduction_identity(self.step.op or "sum", self.job.dtype))
+        return [
+            (view_box(self.targets[c.dst_slot], c.dst_box), view_box(self.sources[c.src_slot], c.src_box))
+            for c in self.part.copies
+        ]
 
     def take_lent(self, number: int, boxes: Mapping[int, Iterator[Tensor]]) -> None:
         """Read the boxes of other ranks that belong to this round of this tensor."""

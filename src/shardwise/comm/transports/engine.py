@@ -69,6 +69,12 @@ class Engine(Protocol):
 class LendingEngine(Engine, Protocol):
     """An engine whose ranks can read each other's tensors where they are."""
 
+    def exchange_boxes(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, call: str
+    ) -> Work:
+        """Copy tensors of any strides along edges, those from a rank to itself included."""
+        ...
+
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
     ) -> Work:

@@ -6,8 +6,8 @@
    they were its own: copies them into place, or reduces them. It marks the moment after that and confirms.
 3. The sender lets its stream wait for the receivers' moments. From then on its program may write to what it lent.
 
-No rank waits for a device here: only the messages are waited for, which say what streams will do. Ranks may share a GPU
-or have GPUs with peer access.
+No rank waits for a device here: only the messages are waited for, which say what streams will do. Ranks have GPUs with
+peer access, or share one: then one rank does the work of all (`device_leader`).
 
 The ranks find out together whether all can read each other's device memory (`connect_devices`), as for host memory:
 each sends the others where a secret of its own is, and reads theirs. If one cannot (another container, expandable
@@ -31,18 +31,18 @@ from shardwise.comm.box_copies import copy_boxes, reduce_tensors
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.transports.device_leader import LeaderWork, LedCall, RankBoxes, TensorsByRank
 from shardwise.comm.transports.device_memory import (
     LENT,
     PROCESS_TOKEN,
     READ,
     CudaEvents,
     CudaMemory,
-    OpenedSegments,
-    PeerEvents,
     SharedSegments,
     is_driver_present,
     opened_segments,
 )
+from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
 from shardwise.comm.transports.same_host import _host_identity
@@ -103,45 +103,20 @@ class LendCall(PeerCall):
         self._lent = {}
 
 
-class DevicePeers:
-    """What a rank needs to read the device memory of its peers, and they to read its own."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        shared: SharedSegments,
-        opened: OpenedSegments,
-        events: PeerEvents,
-        owners: Mapping[int, str],
-    ) -> None:
-        self.device, self.events = device, events
-        self._shared, self._opened, self._owners = shared, opened, owners
-
-    def describe(self, lent: Mapping[int, Sequence[Tensor]]) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
-        """Return the messages that lend tensors to ranks, and the tensors to keep until they have been read."""
-        try:
-            return self._shared.describe(lent)
-        except OSError as error:
-            raise TransportError(f"its memory cannot be lent: {error}", tuple(lent)) from error
-
-    def read(self, rank: int, message: bytes) -> list[Tensor]:
-        """Return the tensors that a rank lends."""
-        try:
-            return self._opened.read(self._owners[rank], message)
-        except OSError as error:
-            raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
-
-    def current_stream(self) -> Any:
-        """Return the stream on which this thread works; None where the device has none."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-
 class SameHostDeviceEngine:
     """Moves device tensors between processes of one host."""
 
     def __init__(
-        self, rank: int, ranks: tuple[int, ...], links: PeerSockets, peers: DevicePeers, timeout: float
+        self,
+        rank: int,
+        ranks: tuple[int, ...],
+        links: PeerSockets,
+        peers: DevicePeers,
+        timeout: float,
+        *,
+        has_leader: bool = False,
     ) -> None:
+        self._has_leader = has_leader
         self._rank, self._ranks, self._peers, self.device = rank, ranks, peers, peers.device
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
@@ -169,13 +144,19 @@ class SameHostDeviceEngine:
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Copy what is lent into what is received."""
+        return self.exchange_boxes(sends, receives, call=call)
+
+    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
+        """Copy tensors of any strides, those that this rank sends to itself included."""
+        if self._has_leader:
+            return self._lead(RankBoxes(sends, receives), partial(_copy_all, call), call)
+        own = list(zip(receives.get(self._rank, ()), sends.get(self._rank, ()), strict=True))
 
         def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
-            for rank, tensors in lent.items():
-                _check_sizes(call, rank, [len(t) for t in tensors], [len(t) for t in receives[rank]])
-            copy_boxes([pair for r in lent for pair in zip(receives[r], lent[r], strict=True)])
+            copy_boxes([*own, *(pair for r in lent for pair in _pair_boxes(call, r, self._rank, lent[r], receives[r]))])
 
-        return self.lend(sends, receives, take, call=call)
+        others = {r: tensors for r, tensors in sends.items() if r != self._rank}
+        return self.lend(others, (r for r in receives if r != self._rank), take, call=call)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Every rank reads every other rank's tensor."""
@@ -190,6 +171,9 @@ class SameHostDeviceEngine:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce small tensors on every rank; reduce-scatter and gather large ones, in place."""
+        if self._has_leader:
+            boxes = RankBoxes({}, {self._rank: [tensor]})
+            return self._lead(boxes, partial(_reduce_to_all, call, op), call)
         if tensor.nbytes * len(self._ranks) <= _ONE_SHOT_BYTES:
             total = torch.empty_like(tensor)
             work = self._reduce(total, [tensor] * len(self._ranks), op, call)
@@ -228,20 +212,31 @@ class SameHostDeviceEngine:
 
     def _reduce(self, out: Tensor, runs: Sequence[Tensor], op: ReduceOp, call: str) -> Work:
         """Lend the i-th run to the i-th rank and reduce what all ranks lend and this rank's own run."""
+        if self._has_leader:
+            boxes = RankBoxes({r: [run] for r, run in zip(self._ranks, runs, strict=True)}, {self._rank: [out]})
+            return self._lead(boxes, partial(_reduce_all, call, op), call)
         sends = {r: [run] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank and run.numel()}
         own = runs[self._index]
         expected = self._others if own.numel() else ()
 
         def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
             if own.numel():
+                for rank in lent:
+                    _pair_boxes(call, rank, self._rank, lent[rank], [out])
                 terms = [own if rank == self._rank else lent[rank][0] for rank in self._ranks]
-                for rank, term in zip(self._ranks, terms, strict=True):
-                    _check_sizes(call, rank, [len(term)], [len(out)])
                 reduce_tensors(out, terms, op)
 
         return self.lend(sends, expected, take, call=call)
 
-    def _finish(self, operation: LendCall) -> None:
+    def _lead(self, boxes: RankBoxes, work: LeaderWork, call: str) -> Work:
+        """Let the leader do a call's work for all ranks."""
+        with self._calls.lock:
+            operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers)
+            self._calls.register(operation)
+            self._calls.start(operation, FrameKind.RANGES, operation.describe())
+        return PendingWork(partial(self._finish, operation))
+
+    def _finish(self, operation: LendCall | LedCall) -> None:
         self._wait(operation)
         operation.settle()
 
@@ -261,14 +256,47 @@ def _copy_after(work: Work, target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-def _check_sizes(call: str, rank: int, offered: Sequence[int], wanted: Sequence[int]) -> None:
-    if list(offered) != list(wanted):
+def _pair_boxes(
+    call: str, src: int, dst: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """The k-th tensor that is received and the k-th that is sent; they must match."""
+    theirs, ours = [t.shape for t in sent], [t.shape for t in wanted]
+    if theirs != ours:
         raise TransportError(
-            f"{call}: rank {rank} sends {list(offered)} elements, which do not match the {list(wanted)} received; "
-            "the k-th tensors on both sides must match",
-            (rank,),
+            f"{call}: rank {src} sends {[t.numel() for t in sent]} elements to rank {dst}, which do not match the "
+            f"{[t.numel() for t in wanted]} received; the k-th tensors on both sides must match",
+            (src, dst),
             exact=True,
         )
+    return list(zip(wanted, sent, strict=True))
+
+
+def _copy_all(call: str, boxes: Mapping[int, RankBoxes]) -> None:
+    """Make the copies of all ranks."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for src, mine in boxes.items():
+        for dst, theirs in boxes.items():
+            pairs += _pair_boxes(call, src, dst, mine.sends.get(dst, ()), theirs.receives.get(src, ()))
+    copy_boxes(pairs)
+
+
+def _reduce_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> None:
+    """Make the reductions of all ranks: the i-th rank gets the sum of all ranks' i-th runs."""
+    for dst, mine in boxes.items():
+        out = mine.receives[dst][0]
+        terms = [term for src in boxes for _, term in _pair_boxes(call, src, dst, boxes[src].sends[dst], [out])]
+        if out.numel():
+            reduce_tensors(out, terms, op)
+
+
+def _reduce_to_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> None:
+    """Reduce the tensors of all ranks, in place."""
+    held = [boxes[rank].receives[rank][0] for rank in boxes]
+    for rank, tensor in zip(boxes, held, strict=True):
+        _pair_boxes(call, rank, next(iter(boxes)), [tensor], held[:1])
+    if held[0].numel():
+        reduce_tensors(held[0], held, op)
+        copy_boxes([(other, held[0]) for other in held[1:]])
 
 
 def connect_devices(
@@ -292,7 +320,10 @@ def connect_devices(
         owners = {r: each["process"] for r, each in cards.items()}
         peers = DevicePeers(device, shared, opened_segments(device), events, owners)
         links = _connect(over, listener, rank, cards, peers, events, min(_CONNECT_SECONDS, timeout / 2))
-        return SameHostDeviceEngine(rank, ranks, links, peers, timeout) if links is not None else None
+        if links is None:
+            return None
+        has_leader = len(ranks) > 1 and len({each["gpu"] for each in cards.values()}) == 1
+        return SameHostDeviceEngine(rank, ranks, links, peers, timeout, has_leader=has_leader)
     finally:
         if listener is not None:
             listener.close()
@@ -311,6 +342,7 @@ def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tup
             "token": listener.token.hex(),
             "probe": messages[-1].decode(),
             "events": events.handles(),
+            "gpu": str(torch.cuda.get_device_properties(probe.device).uuid),
         }
     except (OSError, RuntimeError) as error:
         _log_slower(error)

@@ -1,0 +1,123 @@
+"""Ranks that share one GPU: the first of them makes the copies and reductions of all, in one piece.
+
+A GPU runs the work of one process at a time and takes long to turn from one to the next (0.14 ms on an H200). So each
+rank sends the leader where its tensors are: those that others read, and those that others fill. The leader queues the
+work of all ranks on its stream, marks the moment after it, and confirms. The others let their streams wait for that
+moment. A rank whose stream has nothing left to do says so, and the leader's stream does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm.transports.device_memory import LENT, READ
+from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.links import Frame
+from shardwise.comm.transports.peer_calls import PeerCall
+
+TensorsByRank = Mapping[int, Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class RankBoxes:
+    """The tensors of one rank in a call, by the rank that reads or fills them."""
+
+    sends: TensorsByRank
+    receives: TensorsByRank
+
+    def flatten(self) -> list[Tensor]:
+        """All tensors in one list."""
+        return [t for side in (self.sends, self.receives) for tensors in side.values() for t in tensors]
+
+    def header(self, idle: bool) -> bytes:
+        """How the list is to be read, and whether the tensors are ready."""
+        sides = [" ".join([f"{rank} {len(tensors)}" for rank, tensors in side.items()]) for side in self._sides()]
+        return f"{int(idle)}|{sides[0]}|{sides[1]}\n".encode()
+
+    def _sides(self) -> tuple[TensorsByRank, TensorsByRank]:
+        return self.sends, self.receives
+
+
+def read_boxes(header: bytes, tensors: Sequence[Tensor]) -> RankBoxes:
+    """The reverse of `flatten` and `header`."""
+    _, *sides = _read_header(header)
+    rest = iter(tensors)
+    sends, receives = ({rank: [next(rest) for _ in range(count)] for rank, count in side} for side in sides)
+    return RankBoxes(sends, receives)
+
+
+@lru_cache(maxsize=4096)
+def _read_header(header: bytes) -> tuple[Any, ...]:
+    idle, *sides = header.decode().rstrip("\n").split("|")
+    numbers = [[int(text) for text in side.split()] for side in sides]
+    return idle == "1", *(tuple(zip(side[::2], side[1::2], strict=True)) for side in numbers)
+
+
+LeaderWork = Callable[[Mapping[int, RankBoxes]], None]
+
+
+class LedCall(PeerCall):
+    """One call that the leader carries out for all ranks: `work` is called there, with the tensors of all of them."""
+
+    def __init__(
+        self, call: str, rank: int, ranks: Sequence[int], boxes: RankBoxes, work: LeaderWork, peers: DevicePeers
+    ) -> None:
+        self._leader, leads = ranks[0], rank == ranks[0]
+        super().__init__(call, ranks[1:] if leads else (), () if leads else (self._leader,))
+        self._rank, self._ranks, self._boxes, self._work, self._peers = rank, ranks, boxes, work, peers
+        self._arrived: dict[int, bytes] = {}
+        self._kept: list[Tensor] = []
+        self._stream: Any = None
+
+    def describe(self) -> dict[int, bytes]:
+        """Mark the moment at which this rank's tensors are ready; return its message to the leader."""
+        if self._rank == self._leader:
+            return {}
+        stream = self._peers.current_stream()
+        idle = stream is None or stream.query()
+        messages, kept = self._peers.describe({self._leader: self._boxes.flatten()})
+        self._kept = kept[self._leader]
+        if not idle:
+            self._peers.events.record(LENT, self.number, stream)
+        return {self._leader: self._boxes.header(idle) + messages[self._leader]}
+
+    def take(self, frame: Frame) -> Iterable[int]:
+        """Keep what a rank has sent; after the last one, do the work of all."""
+        self._arrived[frame.rank] = bytes(frame.body)
+        if self.expected:
+            return ()
+        self._lead()
+        return self._ranks[1:]
+
+    def _lead(self) -> None:
+        self._stream = self._peers.current_stream()
+        boxes = {self._rank: self._boxes}
+        for rank in self._ranks[1:]:
+            header, _, message = self._arrived[rank].partition(b"\n")
+            if not _read_header(header)[0]:
+                self._peers.events.wait(rank, LENT, self.number, self._stream)
+            boxes[rank] = read_boxes(header, self._peers.read(rank, message))
+        self._work(boxes)
+        self._peers.events.record(READ, self.number, self._stream)
+
+    def settle(self) -> None:
+        """Let the current stream wait for the leader's work."""
+        stream = self._peers.current_stream()
+        if self._rank != self._leader:
+            self._peers.events.wait(self._leader, READ, self.number, stream)
+            self._copy_back()
+        elif self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._boxes, self._kept = RankBoxes({}, {}), []
+
+    def _copy_back(self) -> None:
+        """Copy what the leader wrote to copies of this rank's tensors, which it could not open."""
+        filled = [t for tensors in self._boxes.receives.values() for t in tensors]
+        for target, written in zip(filled, self._kept[len(self._kept) - len(filled) :], strict=True):
+            if written is not target:
+                target.copy_(written)
