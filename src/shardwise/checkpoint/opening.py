@@ -74,7 +74,7 @@ class StoredTensor:
     def read(self, box: Box | None = None) -> Tensor:
         """A box of the tensor, or all of it, in fresh memory."""
         box = box or Box.whole(self._entry.shape)
-        target = torch.empty(box.sizes, dtype=self.dtype)
+        target = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
         zeros = np.zeros((1, box.ndim), np.int64)
         offsets, sizes = (np.array([v], np.int64).reshape(1, box.ndim) for v in (box.offsets, box.sizes))
         reads = plan_box_reads(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)

@@ -315,6 +315,6 @@ def _copy_mapped(store: Store, tensor: TensorEntry, read: BoxRead, local: Tensor
 
 def _stage_on_host(part: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     """A copy of a part in host memory, as a tensor."""
-    buffer = torch.empty(part.shape, dtype=dtype)
+    buffer = torch.empty(part.shape, dtype=dtype, device="cpu")
     np.copyto(as_array(buffer), part)
     return buffer

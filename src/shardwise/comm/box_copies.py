@@ -6,14 +6,14 @@ one element at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_kernels import copy_rows, find_kernel, find_row
+from shardwise.comm.box_kernels import find_kernel, find_row, prepare_rows
 from shardwise.comm.protocol import ReduceOp
 
 BoxPair = tuple[Tensor, Tensor]
@@ -22,16 +22,21 @@ BoxPair = tuple[Tensor, Tensor]
 _UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def copy_boxes(pairs: Sequence[BoxPair]) -> None:
-    """Copy each source into its target; several on one GPU in one launch, where Triton is installed."""
+def copy_boxes(pairs: Sequence[BoxPair]) -> Callable[[], None] | None:
+    """Copy each source into its target; several on one GPU in one launch, where Triton is installed.
+
+    If one launch took them all, what makes it again is returned: it knows addresses alone and keeps no tensor alive.
+    """
+    launch = None
     if len(pairs) > 1 and pairs[0][0].device.type == "cuda" and find_kernel() is not None:
-        pairs = _launch_fitting(pairs)
+        launch, pairs = _launch_fitting(pairs)
     for target, source in pairs:
         copy_box(target, source)
+    return None if pairs else launch
 
 
-def _launch_fitting(pairs: Sequence[BoxPair]) -> list[BoxPair]:
-    """Copy the boxes that one launch can take; return the others."""
+def _launch_fitting(pairs: Sequence[BoxPair]) -> tuple[Callable[[], None] | None, list[BoxPair]]:
+    """Copy the boxes that one launch can take; return the launch, and the others."""
     rows, rest = [], []
     device = pairs[0][0].device
     for pair in pairs:
@@ -42,9 +47,11 @@ def _launch_fitting(pairs: Sequence[BoxPair]) -> list[BoxPair]:
             rest.append(pair)
         else:
             rows.append(row)
-    if rows:
-        copy_rows(rows, device)
-    return rest
+    if not rows:
+        return None, rest
+    launch = prepare_rows(rows, device)
+    launch()
+    return launch, rest
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:

@@ -6,8 +6,8 @@ up to three dims after those that adjoin in memory are joined; a row is cut in u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -89,14 +89,15 @@ def _joined_dims(shape: torch.Size, after: tuple[int, ...], before: tuple[int, .
     return dims
 
 
-def copy_rows(rows: Sequence[BoxRow], device: torch.device) -> None:
-    """Copy boxes in one launch."""
+def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], None]:
+    """Return what copies these boxes in one launch, as often as it is called."""
     shortest = min(row[4] for row in rows)
     columns = min(_TILE, max(16, 1 << (shortest - 1).bit_length()))
     height = _TILE // columns
     tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
     table = _table(tuple(rows), device)
-    find_kernel()[(tiles, len(rows))](table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
+    launch = find_kernel()[(tiles, len(rows))]
+    return partial(launch, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
 
 
 _tables: dict[tuple[tuple[BoxRow, ...], Any], Tensor] = {}
@@ -110,6 +111,6 @@ def _table(rows: tuple[BoxRow, ...], device: torch.device) -> Tensor:
     if known is None:
         if len(_tables) >= _KEPT_TABLES:
             _tables.clear()
-        host = torch.tensor(rows, dtype=torch.int64).pin_memory()
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=True)
         known = _tables[rows, stream] = host.to(device, non_blocking=True)
     return known

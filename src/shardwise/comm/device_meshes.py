@@ -54,7 +54,7 @@ def find_device_mesh(mesh: Mesh, device_type: str, comm: Comm) -> DeviceMesh:
                 "ranks with shardwise.launch or torchrun, or use x.sharding.spec.mesh, which needs none"
             )
         made = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
-        known = made(device_type, torch.tensor(mesh.ranks.tolist()), mesh_dim_names=mesh.axes)
+        known = made(device_type, torch.tensor(mesh.ranks.tolist(), device="cpu"), mesh_dim_names=mesh.axes)
         _meshes[(mesh, device_type)] = known
     found: DeviceMesh = known
     return found

@@ -432,7 +432,11 @@ def _plan_boxes(
                 sizes = ([t.nbytes for t in sent], [t.nbytes for t in wanted])
                 raise CommError(tensors.check_edge(src, dst, *sizes, label=label) or f"{label!r}: shapes", (src, dst))
             pairs += zip(wanted, sent, strict=True)
-    return [partial(copy_boxes, pairs)]
+    return [partial(_copy_pairs, pairs)]
+
+
+def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    copy_boxes(pairs)
 
 
 def _plan_lending(

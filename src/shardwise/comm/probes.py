@@ -92,7 +92,7 @@ def try_sockets() -> tuple[float | None, str]:
 
     def run() -> float:
         other = 1 - comm.rank
-        mine = torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8)
+        mine = torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8, device="cpu")
         theirs = torch.empty_like(mine)
         rate = _measure(lambda: comm.exchange({other: [mine]}, {other: [theirs]}, label="probe").wait())
         return _check_bytes(theirs, other, rate)
@@ -103,7 +103,7 @@ def try_sockets() -> tuple[float | None, str]:
 def try_memory() -> tuple[float | None, str]:
     """Read the other process's memory; run by both ranks."""
     comm = _socket_comm()
-    mine = torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8)
+    mine = torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8, device="cpu")
     cards = comm.all_gather_bytes(json.dumps([os.getpid(), mine.data_ptr()]).encode(), label="probe")
     pid, address = json.loads(cards[1 - comm.rank])
     remote_memory.allow_readers([pid])

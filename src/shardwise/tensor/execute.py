@@ -69,7 +69,7 @@ class StagingPool:
             buffer = free.pop() if free else None
             self._kept -= size if buffer is not None else 0
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[: count * dtype.itemsize].view(dtype)
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
@@ -82,7 +82,9 @@ class StagingPool:
                 if self._kept + size > KEPT_BYTES:
                     continue
                 self._kept += size
-                self._free.setdefault(size, []).append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
+                self._free.setdefault(size, []).append(
+                    buffer.new_empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+                )
 
 
 staging_pool = StagingPool()

@@ -58,18 +58,29 @@ def _read_header(header: bytes) -> tuple[Any, ...]:
     return idle == "1", *(tuple(zip(side[::2], side[1::2], strict=True)) for side in numbers)
 
 
-LeaderWork = Callable[[Mapping[int, RankBoxes]], None]
+LeaderWork = Callable[[Mapping[int, RankBoxes]], Callable[[], None] | None]
+"""Does the work of all ranks; may return what does it again for tensors at the same places."""
+
+_MAX_KNOWN_WORK = 512
 
 
 class LedCall(PeerCall):
     """One call that the leader carries out for all ranks: `work` is called there, with the tensors of all of them."""
 
     def __init__(
-        self, call: str, rank: int, ranks: Sequence[int], boxes: RankBoxes, work: LeaderWork, peers: DevicePeers
+        self,
+        call: str,
+        rank: int,
+        ranks: Sequence[int],
+        boxes: RankBoxes,
+        work: LeaderWork,
+        peers: DevicePeers,
+        known_work: dict[Any, Callable[[], None]],
     ) -> None:
         self._leader, leads = ranks[0], rank == ranks[0]
         super().__init__(call, ranks[1:] if leads else (), () if leads else (self._leader,))
         self._rank, self._ranks, self._boxes, self._work, self._peers = rank, ranks, boxes, work, peers
+        self._known_work = known_work
         self._arrived: dict[int, bytes] = {}
         self._kept: list[Tensor] = []
         self._stream: Any = None
@@ -96,14 +107,29 @@ class LedCall(PeerCall):
 
     def _lead(self) -> None:
         self._stream = self._peers.current_stream()
-        boxes = {self._rank: self._boxes}
-        for rank in self._ranks[1:]:
-            header, _, message = self._arrived[rank].partition(b"\n")
+        arrived = [self._arrived[rank].partition(b"\n") for rank in self._ranks[1:]]
+        for rank, (header, _, _) in zip(self._ranks[1:], arrived, strict=True):
             if not _read_header(header)[0]:
                 self._peers.events.wait(rank, LENT, self.number, self._stream)
-            boxes[rank] = read_boxes(header, self._peers.read(rank, message))
-        self._work(boxes)
+        own = tuple([(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self._boxes.flatten()])
+        places = self.call, self._stream, self._boxes.header(True), own, *(m[0][1:] + m[2] for m in arrived)
+        key = self._peers.closings(), places
+        again = self._known_work.get(key)
+        if again is not None:
+            again()
+        else:
+            self._do_work(arrived, places)
         self._peers.events.record(READ, self.number, self._stream)
+
+    def _do_work(self, arrived: Sequence[tuple[bytes, bytes, bytes]], places: Any) -> None:
+        boxes = {self._rank: self._boxes}
+        for rank, (header, _, message) in zip(self._ranks[1:], arrived, strict=True):
+            boxes[rank] = read_boxes(header, self._peers.read(rank, message))
+        again = self._work(boxes)
+        if again is not None:
+            if len(self._known_work) >= _MAX_KNOWN_WORK:
+                self._known_work.clear()
+            self._known_work[self._peers.closings(), places] = again
 
     def settle(self) -> None:
         """Let the current stream wait for the leader's work."""

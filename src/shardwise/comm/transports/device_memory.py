@@ -19,7 +19,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -177,9 +177,7 @@ class SharedSegments:
                 raise OSError(f"memory of {tensor.device} cannot be opened by other processes")
             found = self._share(segment)
             seen.append(found)
-        dtype = str(tensor.dtype)[len("torch.") :]
-        place = f'[{found[0].number},{address - found[0].start},"{dtype}",{[*tensor.shape]},{[*tensor.stride()]}]'
-        return tensor, found, place
+        return tensor, found, _place_text(found[0], address, tensor.dtype, tensor.shape, tensor.stride())
 
     def _take_freed(self, rank: int) -> list[int]:
         known = self._known[rank]
@@ -201,6 +199,12 @@ class SharedSegments:
                 del self._handles[number]
 
 
+@lru_cache(maxsize=4096)
+def _place_text(segment: Segment, address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return f'[{segment.number},{address - segment.start},"{kind}",{[*shape]},{[*strides]}]'
+
+
 _KEPT_MESSAGES = 1024
 
 
@@ -210,6 +214,7 @@ class OpenedSegments:
     def __init__(self, memory: SegmentMemory) -> None:
         self._memory = memory
         self._opened: dict[tuple[str, int], Tensor] = {}
+        self.changes = 0  # how often something was closed
         self._read: dict[tuple[str, bytes], list[Tensor]] = {}  # programs that go round in steps lend the same again
         self._lock = threading.Lock()
 
@@ -240,6 +245,7 @@ class OpenedSegments:
         """Close segments that their owner has freed."""
         if numbers:
             self._read.clear()
+            self.changes += 1
         for number in numbers:
             opened = self._opened.pop((owner, number), None)
             if opened is not None:

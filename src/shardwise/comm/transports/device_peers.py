@@ -40,6 +40,10 @@ class DevicePeers:
         except OSError as error:
             raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
 
+    def closings(self) -> int:
+        """Return how often memory of other ranks was closed: what was known of it before may be wrong."""
+        return self._opened.changes
+
     def current_stream(self) -> Any:
         """Return the stream on which this thread works; None where the device has none."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None

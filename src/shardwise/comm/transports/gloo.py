@@ -141,7 +141,7 @@ class GlooEngine:
         gets more bytes than it expects.
         """
         data = as_bytes(tensor, label=call)
-        slot = torch.zeros(_SLOT, dtype=torch.uint8)
+        slot = torch.zeros(_SLOT, dtype=torch.uint8, device="cpu")
         slot[: _SLOT_HEADER.size] = torch.frombuffer(bytearray(_SLOT_HEADER.pack(0, tag)), dtype=torch.uint8)
         fitting = data[: _SLOT - _HEAD_BYTES]
         slot[_HEAD_BYTES : _HEAD_BYTES + len(fitting)] = fitting
@@ -172,7 +172,7 @@ class GlooEngine:
 
     def _gather_slots(self, data: bytes, size: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-        out = torch.empty(size * len(self._ranks), dtype=torch.uint8)
+        out = torch.empty(size * len(self._ranks), dtype=torch.uint8, device="cpu")
         self._native(all_gather_single(out, mine, self._group))
         whole = out.numpy().tobytes()
         return [whole[i * size : (i + 1) * size] for i in range(len(self._ranks))]
@@ -210,7 +210,7 @@ class GlooEngine:
         others = len(self._others)
         memory, self._kept = self._kept, None
         if memory is None or len(memory) < 2 * others * size:
-            memory = torch.empty(2 * others * size, dtype=torch.uint8)
+            memory = torch.empty(2 * others * size, dtype=torch.uint8, device="cpu")
         rows = [memory[i * size : (i + 1) * size].view(longest.dtype) for i in range(2 * others)]
         return memory, [rows[:others], rows[others:]]
 

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -116,7 +116,7 @@ class SameHostDeviceEngine:
         *,
         has_leader: bool = False,
     ) -> None:
-        self._has_leader = has_leader
+        self._has_leader, self._known_work = has_leader, dict[Any, Callable[[], None]]()
         self._rank, self._ranks, self._peers, self.device = rank, ranks, peers, peers.device
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
@@ -231,7 +231,7 @@ class SameHostDeviceEngine:
     def _lead(self, boxes: RankBoxes, work: LeaderWork, call: str) -> Work:
         """Let the leader do a call's work for all ranks."""
         with self._calls.lock:
-            operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers)
+            operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers, self._known_work)
             self._calls.register(operation)
             self._calls.start(operation, FrameKind.RANGES, operation.describe())
         return PendingWork(partial(self._finish, operation))
@@ -271,13 +271,13 @@ def _pair_boxes(
     return list(zip(wanted, sent, strict=True))
 
 
-def _copy_all(call: str, boxes: Mapping[int, RankBoxes]) -> None:
+def _copy_all(call: str, boxes: Mapping[int, RankBoxes]) -> Callable[[], None] | None:
     """Make the copies of all ranks."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for src, mine in boxes.items():
         for dst, theirs in boxes.items():
             pairs += _pair_boxes(call, src, dst, mine.sends.get(dst, ()), theirs.receives.get(src, ()))
-    copy_boxes(pairs)
+    return copy_boxes(pairs)
 
 
 def _reduce_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> None:

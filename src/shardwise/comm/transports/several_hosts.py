@@ -236,7 +236,7 @@ class SeveralHostsEngine:
         """Scratch memory of so many bytes, kept memory if there is enough: fresh memory is slow to touch."""
         del self._kept[_WINDOWS_AT_ONCE:]
         found = next((i for i, kept in enumerate(self._kept) if len(kept) >= size), None)
-        return self._kept.pop(found) if found is not None else torch.empty(size, dtype=torch.uint8)
+        return self._kept.pop(found) if found is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _cut_windows(run: Tensor, runs: int = 1) -> Iterator[slice]:

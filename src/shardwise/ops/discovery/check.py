@@ -214,7 +214,7 @@ def _make_case(call: OperatorCall, trial: Trial) -> StrategyCase:
 def _draw_weight(result: Tensor, generator: torch.Generator) -> Tensor | None:
     if not (result.is_floating_point() or result.is_complex()):
         return None
-    return torch.randn(result.shape, dtype=torch.float64, generator=generator).to(result.dtype)
+    return torch.randn(result.shape, dtype=torch.float64, generator=generator, device="cpu").to(result)
 
 
 def _add_gradients(case: StrategyCase, leaves: Sequence[Tensor], compute: Callable[[], list[Any]]) -> StrategyCase:

@@ -66,11 +66,11 @@ def draw_sample(template: Tensor, source: SampleSource, trial: int, generator: t
     if not (source.random_floats if number else source.random_integers):
         return template.detach().to(dtype).clone()
     if number:
-        values = torch.randn(template.shape, dtype=torch.float64, generator=generator)
+        values = torch.randn(template.shape, dtype=torch.float64, generator=generator, device="cpu")
         return (values if trial % 2 == 0 else values.abs() + 0.1).to(template.device, dtype)
     if template.dtype == torch.bool:
         density = (0.5, 0.1, 0.9, 0.02, 0.98)[trial % 5]
-        return (torch.rand(template.shape, generator=generator) < density).to(template.device)
+        return (torch.rand(template.shape, generator=generator, device="cpu") < density).to(template.device)
     if template.numel() == 0:
         return template.clone()
     chosen = torch.randint(template.numel(), (template.numel(),), generator=generator).to(template.device)
@@ -124,7 +124,9 @@ def draw_addends(value: Tensor, op: str, parts: int, generator: torch.Generator)
     >>> torch.stack(made).amax(0).tolist()
     [3.0, -1.0]
     """
-    noise = [torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5 for _ in range(parts)]
+    noise = [
+        torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5 for _ in range(parts)
+    ]
     if not (value.is_floating_point() or value.is_complex()):
         noise = [(n * 4).round() for n in noise]
     other = [n.to(value.device, value.dtype) for n in noise]

@@ -118,7 +118,7 @@ def truncated_normal(mean: float, std: float, low: float, high: float, dtype: to
     mirrored = low + high > 2 * mean  # towards the lower tail, where small probabilities keep their digits
     a, b = ((mean - high, mean - low) if mirrored else (low - mean, high - mean)) if std > 0 else (0.0, 0.0)
     bounds = [0.5 * math.erfc(-x / (std * math.sqrt(2))) if std > 0 else 0.5 for x in (a, b)]
-    inside = torch.tensor([low, high], dtype=real).tolist()
+    inside = torch.tensor([low, high], dtype=real, device="cpu").tolist()
 
     def compute(numbers: Tensor, scratch: Tensor) -> Tensor:
         torch.special.ndtri(numbers.mul_(bounds[1] - bounds[0]).add_(bounds[0]), out=scratch[0])
@@ -178,12 +178,12 @@ def _numbers_for(real: torch.dtype) -> RawNumbers:
 
 def _largest_below(value: float, dtype: torch.dtype) -> float:
     """The largest number of a dtype below a value."""
-    nearest = torch.tensor(value, dtype=dtype)
+    nearest = torch.tensor(value, dtype=dtype, device="cpu")
     if nearest.item() < value:
         return float(nearest.item())
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     step = -1 if nearest.item() > 0 else 1
-    down = nearest.view(bits).add(step) if nearest.item() != 0 else torch.tensor(1, dtype=bits)
+    down = nearest.view(bits).add(step) if nearest.item() != 0 else torch.tensor(1, dtype=bits, device="cpu")
     return float(down.view(dtype).item()) * (-1 if nearest.item() == 0 else 1)
 
 

@@ -211,7 +211,7 @@ def _fill_staged(target: Tensor, shape: Sequence[int], box: Box, stream: Stream,
     for start in range(0, box.sizes[0], step):
         rows = min(step, box.sizes[0] - start)
         part = Box((box.offsets[0] + start, *box.offsets[1:]), (rows, *box.sizes[1:]))
-        staged = torch.empty(part.sizes, dtype=target.dtype)
+        staged = torch.empty(part.sizes, dtype=target.dtype, device="cpu")
         fill_box(staged, shape, part, stream, values)
         target[start : start + rows].copy_(staged)
 
