@@ -20,10 +20,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Self
 
 import torch
@@ -34,6 +32,7 @@ from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
+from shardwise.comm.turns import TurnTaking
 
 RendezvousJob = Callable[[], None]
 
@@ -56,38 +55,6 @@ class CollectiveCall:
 
     def __str__(self) -> str:
         return tensors.describe_call(self.kind, self.label, self.detail)
-
-
-_TURN_SECONDS = 0.005
-
-
-class TurnTaking:
-    """A rank runs until it has to wait; then it wakes one that can go on.
-
-    A rank that is not woken, since the others are busy with something else, looks for itself after a while.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Rendezvous, SimpleQueue[None]]] = {}
-
-    def wait(self, rank: int, meeting: Rendezvous, seconds: float) -> None:
-        """Wake another rank, and wait until a meeting may be complete."""
-        woken: SimpleQueue[None] = SimpleQueue()
-        with self._lock:
-            self._waiting[rank] = meeting, woken
-        self.pass_on()
-        with suppress(Empty):
-            woken.get(timeout=min(_TURN_SECONDS, seconds))
-        with self._lock:
-            self._waiting.pop(rank, None)
-
-    def pass_on(self) -> None:
-        """Wake one rank whose meeting is complete."""
-        with self._lock:
-            ready = next((rank for rank, (meeting, _) in self._waiting.items() if meeting.complete), None)
-            if ready is not None:
-                self._waiting.pop(ready)[1].put(None)
 
 
 @dataclass

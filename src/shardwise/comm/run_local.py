@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, TurnTaking, default_device
+from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, default_device
 from shardwise.comm.protocol import Comm, CommError
+from shardwise.comm.turns import TurnTaking
 
 T = TypeVar("T")
 

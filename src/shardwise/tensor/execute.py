@@ -389,7 +389,7 @@ class _StepRun:
 
     def places(self, number: int) -> dict[int, list[Tensor]]:
         """Where the boxes of other ranks go in a round, by peer."""
-        listed = _slices_by_round(self.part).receives.get(number, {})
+        listed = slices_by_round(self.part).receives.get(number, {})
         return {peer: [self.targets[slot][at] for slot, at, _ in boxes] for peer, boxes in listed.items()}
 
     def local_pairs(self) -> list[tuple[Tensor, Tensor]]:
