@@ -35,7 +35,6 @@ from shardwise.tensor.staging_pool import staging_pool
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Move, Step, Transfer
 
-
 BACKGROUND_BYTES = 1 << 16  # fewer are moved in less time than another thread takes to begin
 
 
