@@ -23,7 +23,8 @@ from typing import Any
 
 FRONT = "front"
 ENTRANCE = "main.js"
-_IMPORT = re.compile(r'^import \{ ([^}]+) \} from "([^"]+)";\n', re.MULTILINE)
+STYLES = ("theme", "page", "pictures", "tables", "media")  # a later one may override an earlier one
+_IMPORT = re.compile(r'^import \{\s*([^}]+?),?\s*\} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
 
 
@@ -82,7 +83,8 @@ def _wrap(path: str, source: str) -> str:
 @cache
 def _assets() -> tuple[str, str, str]:
     """Template, styles and script, read once."""
-    return read_front_file("index.html"), read_front_file("style.css"), bundle()
+    styles = "".join(read_front_file(f"styles/{name}.css") for name in STYLES)
+    return read_front_file("index.html"), styles, bundle()
 
 
 def content_policy(served: bool) -> str:

@@ -8,7 +8,14 @@ import { showMove } from "./views/move.js";
 import { showPlan } from "./views/plan.js";
 import { showStep } from "./views/step.js";
 
-const VIEWS = { layout: showLayout, move: showMove, checkpoint: showCheckpoint, plan: showPlan, plans: showPlan, step: showStep };
+const VIEWS = {
+  layout: showLayout,
+  move: showMove,
+  checkpoint: showCheckpoint,
+  plan: showPlan,
+  plans: showPlan,
+  step: showStep,
+};
 
 function show(facts, served) {
   const begin = performance.now();
@@ -19,7 +26,14 @@ function show(facts, served) {
   document.getElementById("title").textContent = facts.title;
   document.title = `${facts.title} · shardwise`;
   const view = VIEWS[facts.kind];
-  if (view) view(root, facts, { served, show: (answer) => { show(answer, served); announce("The page shows the new numbers."); } });
+  if (view)
+    view(root, facts, {
+      served,
+      show: (answer) => {
+        show(answer, served);
+        announce("The page shows the new numbers.");
+      },
+    });
   else root.append(element("p", { class: "empty" }, `This page cannot show a ${facts.kind}.`));
   root.dataset.shown = facts.kind;
   root.dataset.showMs = (performance.now() - begin).toFixed(1);

@@ -12,9 +12,21 @@ const BOTTOM = 24;
 
 // `series` are {title, values, colour}; `bound` is a value for each rank, drawn as a mark.
 // `stacked` puts the series of a rank on top of each other; `limit` is a line across all ranks.
-export function createBars({ label, numbers, series, bound = null, height = 170, name, format = formatBytes, stacked = false, limit = 0 }) {
+export function createBars({
+  label,
+  numbers,
+  series,
+  bound = null,
+  height = 170,
+  name,
+  format = formatBytes,
+  stacked = false,
+  limit = 0,
+}) {
   const count = series[0].values.length;
-  const tops = stacked ? [largest(series[0].values.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0)))] : series.map((one) => largest(one.values));
+  const tops = stacked
+    ? [largest(series[0].values.map((_, i) => series.reduce((sum, one) => sum + (one.values[i] || 0), 0)))]
+    : series.map((one) => largest(one.values));
   const most = niceTop(Math.max(1, limit, ...tops, bound ? largest(bound) : 0));
   let cursor = 0;
   const rankAt = (index) => (numbers ? numbers[index] : index);
@@ -44,7 +56,12 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
       context.fillStyle = one.colour;
       one.values.forEach((value, i) => {
         const tall = ((value || 0) / most) * room.height;
-        context.fillRect(room.x + i * slot + gap / 2 + turn * wide, room.y + room.height - tall, Math.max(0.7, wide - 0.5), tall);
+        context.fillRect(
+          room.x + i * slot + gap / 2 + turn * wide,
+          room.y + room.height - tall,
+          Math.max(0.7, wide - 0.5),
+          tall,
+        );
       });
     });
     if (!bound) return;
@@ -95,7 +112,11 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
     series.forEach((one, turn) => {
       context.fillStyle = one.colour;
       for (let x = 0; x < columns; x += 1) {
-        const [low, high, mean] = summary(one.values, Math.floor((x * count) / columns), Math.max(Math.floor(((x + 1) * count) / columns), Math.floor((x * count) / columns) + 1));
+        const [low, high, mean] = summary(
+          one.values,
+          Math.floor((x * count) / columns),
+          Math.max(Math.floor(((x + 1) * count) / columns), Math.floor((x * count) / columns) + 1),
+        );
         const at = (value) => room.y + room.height * (1 - value / most);
         if (turn === 0) {
           context.globalAlpha = 0.35;
@@ -114,7 +135,8 @@ export function createBars({ label, numbers, series, bound = null, height = 170,
     context.textBaseline = "top";
     context.textAlign = "center";
     const every = Math.max(1, niceStep(Math.ceil(44 / slot)));
-    for (let i = 0; i < count; i += every) context.fillText(formatNumber(rankAt(i)), room.x + (i + 0.5) * slot, room.y + room.height + 6);
+    for (let i = 0; i < count; i += every)
+      context.fillText(formatNumber(rankAt(i)), room.x + (i + 0.5) * slot, room.y + room.height + 6);
     context.textAlign = "right";
     context.fillText("rank", room.x - 8, room.y + room.height + 6);
   }

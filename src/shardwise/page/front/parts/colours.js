@@ -3,8 +3,24 @@
 // swallow), ordered by lightness as well.
 
 const NAMED = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c"];
-const RAMP = [[71, 45, 123], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [109, 205, 89], [180, 222, 44], [253, 231, 37]];
-export const PARTS = { parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", activations: "#cc79a7", other: "#8c8c8c" };
+const RAMP = [
+  [71, 45, 123],
+  [62, 74, 137],
+  [49, 104, 142],
+  [38, 130, 142],
+  [31, 158, 137],
+  [53, 183, 121],
+  [109, 205, 89],
+  [180, 222, 44],
+  [253, 231, 37],
+];
+export const PARTS = {
+  parameters: "#0072b2",
+  gradients: "#e69f00",
+  optimizer: "#009e73",
+  activations: "#cc79a7",
+  other: "#8c8c8c",
+};
 
 export function colourOf(index, count) {
   if (count <= NAMED.length) return NAMED[index % NAMED.length];
@@ -24,7 +40,10 @@ export function rampImage() {
 
 export function channels(colour) {
   if (colour.startsWith("#")) return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return colour.match(/[\d.]+/g).slice(0, 3).map(Number);
+  return colour
+    .match(/[\d.]+/g)
+    .slice(0, 3)
+    .map(Number);
 }
 
 // Black or white, whichever is easier to read on a colour.

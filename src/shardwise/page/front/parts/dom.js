@@ -34,7 +34,13 @@ export function card(title, note, properties, ...children) {
 // The row of large numbers at the top: entries of [label, value, remark, class].
 export function figures(entries) {
   const items = entries.map(([label, value, remark, kind]) =>
-    element("div", {}, element("dt", {}, label), element("dd", { class: kind }, value, remark ? element("span", { class: "more" }, remark) : null)));
+    element(
+      "div",
+      {},
+      element("dt", {}, label),
+      element("dd", { class: kind }, value, remark ? element("span", { class: "more" }, remark) : null),
+    ),
+  );
   return element("dl", { class: "figures" }, ...items);
 }
 
@@ -46,10 +52,14 @@ export function choice(label, options, chosen, onchange) {
 }
 
 export function legend(entries) {
-  const items = entries.map(([swatch, text]) => element("li", {}, swatch, text));
+  const items = entries.map(([sign, text]) => element("li", {}, sign, text));
   return element("ul", { class: "legend" }, ...items);
 }
 
 export function swatch(colour, kind = "") {
-  return element("span", { class: `swatch ${kind}`, style: colour ? { background: colour } : {}, "aria-hidden": "true" });
+  return element("span", {
+    class: `swatch ${kind}`,
+    style: colour ? { background: colour } : {},
+    "aria-hidden": "true",
+  });
 }

@@ -11,7 +11,16 @@ export function createForm({ fields, button, onanswer, extra, label }) {
   const small = element("div", { class: "row" });
   for (const field of fields) {
     const id = uniqueId("field");
-    const input = element("input", { id, type: field.kind === "number" ? "number" : "text", class: field.kind === "code" ? "code" : "", value: field.value, min: field.kind === "number" ? "1" : null, spellcheck: "false", placeholder: field.placeholder, "data-name": field.name });
+    const input = element("input", {
+      id,
+      type: field.kind === "number" ? "number" : "text",
+      class: field.kind === "code" ? "code" : "",
+      value: field.value,
+      min: field.kind === "number" ? "1" : null,
+      spellcheck: "false",
+      placeholder: field.placeholder,
+      "data-name": field.name,
+    });
     inputs.set(field.name, input);
     if (field.kind === "code") rows.push(element("label", { for: id }, field.label), input);
     else small.append(element("label", { class: "field", for: id }, field.label, input));

@@ -21,7 +21,7 @@ export function formatSeconds(seconds) {
 }
 
 export function formatCount(count, what) {
-  return `${formatNumber(count)} ${what}${count === 1 ? "" : "s"}`;
+  return `${formatNumber(count)} ${what}${count === 1 ? "" : what.endsWith("x") ? "es" : "s"}`;
 }
 
 export function formatNumber(count) {

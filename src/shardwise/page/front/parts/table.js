@@ -14,14 +14,40 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
   const state = { order: sorted, search: "", shown: rows, chosen: null };
   const body = element("tbody");
   const count = element("output", { class: "note" });
-  const search = element("input", { type: "search", placeholder: `Search ${formatCount(rows.length, what)}`, "aria-label": `Search ${what}s`, oninput: () => { state.search = search.value; refresh(); } });
-  const scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label, style: { maxHeight: `${height}px` }, onscroll: () => paint() });
+  const search = element("input", {
+    type: "search",
+    placeholder: `Search ${formatCount(rows.length, what)}`,
+    "aria-label": `Search ${what}s`,
+    oninput: () => {
+      state.search = search.value;
+      refresh();
+    },
+  });
+  const scroll = element("div", {
+    class: "scroll",
+    tabindex: "0",
+    role: "region",
+    "aria-label": label,
+    style: { maxHeight: `${height}px` },
+    onscroll: () => paint(),
+  });
   const heads = columns.map((column, index) => {
     const button = element("button", { type: "button", onclick: () => sortBy(index) }, column.title);
-    return element("th", { class: column.kind, scope: "col", style: column.width ? { width: column.width } : {} }, button);
+    return element(
+      "th",
+      { class: column.kind, scope: "col", style: column.width ? { width: column.width } : {} },
+      button,
+    );
   });
   const id = uniqueId("table");
-  scroll.append(element("table", { id, "aria-label": label, "aria-rowcount": rows.length, style: { minWidth: `${columns.length * 92}px` } }, element("thead", {}, element("tr", {}, ...heads)), body));
+  scroll.append(
+    element(
+      "table",
+      { id, "aria-label": label, "aria-rowcount": rows.length, style: { minWidth: `${columns.length * 92}px` } },
+      element("thead", {}, element("tr", {}, ...heads)),
+      body,
+    ),
+  );
 
   function sortBy(index) {
     const same = state.order && state.order[0] === index;
@@ -32,7 +58,12 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
 
   function refresh() {
     const words = state.search.toLowerCase().split(/\s+/).filter(Boolean);
-    state.shown = words.length ? rows.filter((row) => { const text = searchText(row); return words.every((word) => text.includes(word)); }) : rows.slice();
+    state.shown = words.length
+      ? rows.filter((row) => {
+          const text = searchText(row);
+          return words.every((word) => text.includes(word));
+        })
+      : rows.slice();
     if (state.order) {
       const [index, descending] = state.order;
       const value = columns[index].value;
@@ -42,13 +73,19 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
       const mine = state.order && state.order[0] === index;
       head.setAttribute("aria-sort", mine ? (state.order[1] ? "descending" : "ascending") : "none");
     });
-    count.textContent = state.shown.length === rows.length ? "" : `${formatCount(state.shown.length, what)} of ${rows.length.toLocaleString("en-US")}`;
+    count.textContent =
+      state.shown.length === rows.length
+        ? ""
+        : `${formatCount(state.shown.length, what)} of ${rows.length.toLocaleString("en-US")}`;
     scroll.scrollTop = 0;
     paint();
   }
 
   function searchText(row) {
-    return columns.map((column) => (column.search || column.text)(row)).join(" ").toLowerCase();
+    return columns
+      .map((column) => (column.search || column.text)(row))
+      .join(" ")
+      .toLowerCase();
   }
 
   function paint(all = false) {
@@ -59,23 +96,48 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
     let last = Math.min(total, Math.ceil((scroll.scrollTop + room) / ROW_HEIGHT) + BEYOND);
     if (all) [first, last] = [0, Math.min(total, PRINTED)];
     const lines = state.shown.slice(first, last).map((row, i) => line(row, first + i));
-    const empty = total ? [] : [element("tr", {}, element("td", { colspan: columns.length, class: "note" }, rows.length ? "Nothing matches." : `No ${what}s.`))];
+    const empty = total
+      ? []
+      : [
+          element(
+            "tr",
+            {},
+            element(
+              "td",
+              { colspan: columns.length, class: "note" },
+              rows.length ? "Nothing matches." : `No ${what}s.`,
+            ),
+          ),
+        ];
     body.replaceChildren(gap(first), ...lines, ...empty, gap(all ? 0 : total - last));
     scroll.dataset.redrawMs = (performance.now() - begin).toFixed(2);
   }
 
-  function gap(count) {
-    const cell = element("td", { colspan: columns.length, style: { height: `${count * ROW_HEIGHT}px` } });
-    return element("tr", { class: "gap", "aria-hidden": "true", hidden: count === 0 }, cell);
+  function gap(lines) {
+    const cell = element("td", { colspan: columns.length, style: { height: `${lines * ROW_HEIGHT}px` } });
+    return element("tr", { class: "gap", "aria-hidden": "true", hidden: lines === 0 }, cell);
   }
 
   function line(row, index) {
     const cells = columns.map((column) => {
       const text = column.text(row);
-      return element("td", { class: [column.kind, column.code ? "code" : ""].join(" "), title: text.length > 18 ? text : null }, text);
+      return element(
+        "td",
+        { class: [column.kind, column.code ? "code" : ""].join(" "), title: text.length > 18 ? text : null },
+        text,
+      );
     });
     const chosen = onchoose && row === state.chosen;
-    return element("tr", { class: `row ${chosen ? "chosen" : ""}`, "aria-rowindex": index + 2, "aria-selected": onchoose ? String(chosen) : null, onclick: onchoose ? () => choose(row) : null }, ...cells);
+    return element(
+      "tr",
+      {
+        class: `row ${chosen ? "chosen" : ""}`,
+        "aria-rowindex": index + 2,
+        "aria-selected": onchoose ? String(chosen) : null,
+        onclick: onchoose ? () => choose(row) : null,
+      },
+      ...cells,
+    );
   }
 
   function choose(row) {
@@ -90,15 +152,25 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
     const at = state.shown.indexOf(state.chosen);
     const next = Math.min(state.shown.length - 1, Math.max(0, at + (event.key === "ArrowDown" ? 1 : -1)));
     const top = next * ROW_HEIGHT;
-    if (top < scroll.scrollTop || top > scroll.scrollTop + scroll.clientHeight - 3 * ROW_HEIGHT) scroll.scrollTop = Math.max(0, top - 2 * ROW_HEIGHT);
+    if (top < scroll.scrollTop || top > scroll.scrollTop + scroll.clientHeight - 3 * ROW_HEIGHT)
+      scroll.scrollTop = Math.max(0, top - 2 * ROW_HEIGHT);
     if (state.shown[next]) choose(state.shown[next]);
   });
   addEventListener("beforeprint", () => paint(true));
   addEventListener("afterprint", () => paint());
   new ResizeObserver(() => paint()).observe(scroll);
   refresh();
-  const setSearch = (text) => { search.value = text; state.search = text; refresh(); };
-  return { search: setSearch, node: element("div", {}, element("div", { class: "controls" }, search, count), scroll), choose, state };
+  const setSearch = (text) => {
+    search.value = text;
+    state.search = text;
+    refresh();
+  };
+  return {
+    search: setSearch,
+    node: element("div", {}, element("div", { class: "controls" }, search, count), scroll),
+    choose,
+    state,
+  };
 }
 
 function compare(a, b) {

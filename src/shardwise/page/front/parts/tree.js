@@ -9,9 +9,30 @@ export function createTree(root, { label, onchoose, opened = 1 }) {
   function addItem(node, parent, depth) {
     const inner = node.children.length ? element("ul", { role: "group", hidden: true }) : null;
     const twist = element("span", { class: "twist", "aria-hidden": "true" }, inner ? "▸" : "");
-    const meter = element("span", { class: "meter", "aria-hidden": "true" }, element("i", { style: { width: `${100 * node.share}%` } }));
-    const line = element("div", { class: "node", style: { paddingLeft: `${8 + depth * 16}px` } }, element("span", { class: "name", title: node.name }, twist, node.name), meter, element("span", { class: "bytes" }, node.text));
-    const item = element("li", { role: "treeitem", tabindex: "-1", "aria-level": depth + 1, "aria-label": `${node.name}, ${node.text}`, "aria-expanded": inner ? "false" : null }, line, inner);
+    const meter = element(
+      "span",
+      { class: "meter", "aria-hidden": "true" },
+      element("i", { style: { width: `${100 * node.share}%` } }),
+    );
+    const line = element(
+      "div",
+      { class: "node", style: { paddingLeft: `${8 + depth * 16}px` } },
+      element("span", { class: "name", title: node.name }, twist, node.name),
+      meter,
+      element("span", { class: "bytes" }, node.text),
+    );
+    const item = element(
+      "li",
+      {
+        role: "treeitem",
+        tabindex: "-1",
+        "aria-level": depth + 1,
+        "aria-label": `${node.name}, ${node.text}`,
+        "aria-expanded": inner ? "false" : null,
+      },
+      line,
+      inner,
+    );
     let filled = false;
     item.toggle = (open) => {
       if (!inner) return;

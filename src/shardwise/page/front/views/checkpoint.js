@@ -10,7 +10,16 @@ import { announce } from "../parts/tooltip.js";
 import { axisChips, createLayoutPanel } from "./layout_panel.js";
 
 export function showCheckpoint(root, facts, { served }) {
-  const tensors = facts.tensors.map(([name, dtype, shape, layout, bytes, files, picture], number) => ({ name, dtype, shape, layout, bytes, files, picture, number }));
+  const tensors = facts.tensors.map(([name, dtype, shape, layout, bytes, files, picture], number) => ({
+    name,
+    dtype,
+    shape,
+    layout,
+    bytes,
+    files,
+    picture,
+    number,
+  }));
   const detail = element("div", {}, element("p", { class: "empty" }, "Choose a tensor to see who holds what."));
   const table = createTable({
     what: "tensor",
@@ -37,10 +46,22 @@ function tensorColumns(facts) {
   return [
     { title: "tensor", value: (t) => t.name, text: (t) => t.name, code: true, width: "37%" },
     { title: "dtype", value: (t) => t.dtype, text: (t) => t.dtype, width: "9%" },
-    { title: "shape", value: (t) => t.shape.reduce((a, b) => a * b, 1), text: (t) => formatShape(t.shape), width: "13%" },
+    {
+      title: "shape",
+      value: (t) => t.shape.reduce((a, b) => a * b, 1),
+      text: (t) => formatShape(t.shape),
+      width: "13%",
+    },
     { title: "layout", value: (t) => t.layout || "", text: (t) => t.layout || "whole", code: true, width: "22%" },
     { title: "bytes", kind: "number", value: (t) => t.bytes, text: (t) => formatBytes(t.bytes), width: "11%" },
-    { title: "files", kind: "number", value: (t) => t.files.length, text: (t) => String(t.files.length), search: fileNames, width: "8%" },
+    {
+      title: "files",
+      kind: "number",
+      value: (t) => t.files.length,
+      text: (t) => String(t.files.length),
+      search: fileNames,
+      width: "8%",
+    },
   ];
 }
 
@@ -54,14 +75,36 @@ function checkpointFigures(facts, tensors) {
     ["Tensors", formatNumber(tensors.length), formatBytes(facts.bytes)],
     ["Files", formatNumber(facts.files.length), formatBytes(facts.files.reduce((sum, file) => sum + file[1], 0))],
     ["Largest tensor", largest ? formatBytes(largest.bytes) : "-", largest ? largest.name : ""],
-    ["Fullest rank", held.length ? formatBytes(worst) : "-", held.length ? `${(worst / (mean || 1)).toFixed(2)} times the mean of ${formatCount(held.length, "rank")}` : "the format does not record it"],
-    ["Values", formatNumber(facts.values.length + facts.opaque.length), facts.opaque.length ? `${facts.opaque.length} not read` : ""],
+    [
+      "Fullest rank",
+      held.length ? formatBytes(worst) : "-",
+      held.length
+        ? `${(worst / (mean || 1)).toFixed(2)} times the mean of ${formatCount(held.length, "rank")}`
+        : "the format does not record it",
+    ],
+    [
+      "Values",
+      formatNumber(facts.values.length + facts.opaque.length),
+      facts.opaque.length ? `${facts.opaque.length} not read` : "",
+    ],
   ];
 }
 
 async function showTensor(detail, tensor, facts, served) {
-  const head = element("p", { class: "note" }, element("strong", {}, tensor.name), ` ${tensor.dtype}, ${formatShape(tensor.shape)}, ${formatBytes(tensor.bytes)}`);
-  const files = element("p", { class: "note" }, `in ${tensor.files.slice(0, 3).map((n) => facts.files[n][0]).join(", ")}${tensor.files.length > 3 ? ` and ${tensor.files.length - 3} more files` : ""}`);
+  const head = element(
+    "p",
+    { class: "note" },
+    element("strong", {}, tensor.name),
+    ` ${tensor.dtype}, ${formatShape(tensor.shape)}, ${formatBytes(tensor.bytes)}`,
+  );
+  const files = element(
+    "p",
+    { class: "note" },
+    `in ${tensor.files
+      .slice(0, 3)
+      .map((n) => facts.files[n][0])
+      .join(", ")}${tensor.files.length > 3 ? ` and ${tensor.files.length - 3} more files` : ""}`,
+  );
   let picture = tensor.picture === null ? null : facts.pictures[tensor.picture];
   if (!picture && tensor.layout && served) {
     try {
@@ -70,19 +113,50 @@ async function showTensor(detail, tensor, facts, served) {
       announce(problem.message);
     }
   }
-  const itemsize = tensor.bytes / Math.max(1, tensor.shape.reduce((a, b) => a * b, 1));
-  const missing = tensor.layout ? "Its layout is not part of this file; serve the page to see it." : "It is stored whole.";
-  const shown = picture ? [axisChips(picture), createLayoutPanel({ ...picture, itemsize }, { tallest: 300, name: "tensor", compact: true }).node] : [element("p", { class: "empty" }, missing)];
+  const itemsize =
+    tensor.bytes /
+    Math.max(
+      1,
+      tensor.shape.reduce((a, b) => a * b, 1),
+    );
+  const missing = tensor.layout
+    ? "Its layout is not part of this file; serve the page to see it."
+    : "It is stored whole.";
+  const shown = picture
+    ? [
+        axisChips(picture),
+        createLayoutPanel({ ...picture, itemsize }, { tallest: 300, name: "tensor", compact: true }).node,
+      ]
+    : [element("p", { class: "empty" }, missing)];
   detail.replaceChildren(head, files, ...shown.filter(Boolean));
 }
 
 function balanceCard(facts) {
   const ranks = facts.ranks;
-  if (!ranks.length) return card("Balance over ranks", "", {}, element("p", { class: "empty" }, "This format does not record which rank had what."));
+  if (!ranks.length)
+    return card(
+      "Balance over ranks",
+      "",
+      {},
+      element("p", { class: "empty" }, "This format does not record which rank had what."),
+    );
   const colours = ["#0072b2", "#e69f00"];
-  const series = [["held", 1], ["written", 2]].filter(([, at]) => ranks.some((row) => row[at] !== null)).map(([title, at], i) => ({ title, values: ranks.map((row) => row[at] ?? 0), colour: colours[i] }));
-  const bars = createBars({ label: `Bytes that each of ${formatCount(ranks.length, "rank")} held and wrote`, name: "balance", numbers: ranks.map((row) => row[0]), series });
-  const entries = series.map((one) => [swatch(one.colour), one.title === "held" ? "held in memory, copies included" : "written to files"]);
+  const series = [
+    ["held", 1],
+    ["written", 2],
+  ]
+    .filter(([, at]) => ranks.some((row) => row[at] !== null))
+    .map(([title, at], i) => ({ title, values: ranks.map((row) => row[at] ?? 0), colour: colours[i] }));
+  const bars = createBars({
+    label: `Bytes that each of ${formatCount(ranks.length, "rank")} held and wrote`,
+    name: "balance",
+    numbers: ranks.map((row) => row[0]),
+    series,
+  });
+  const entries = series.map((one) => [
+    swatch(one.colour),
+    one.title === "held" ? "held in memory, copies included" : "written to files",
+  ]);
   return card("Balance over ranks", "", { "data-card": "balance" }, bars.node, legend(entries));
 }
 
@@ -92,11 +166,28 @@ function typesCard(tensors) {
     const [count, bytes] = totals.get(tensor.dtype) || [0, 0];
     totals.set(tensor.dtype, [count + 1, bytes + tensor.bytes]);
   }
-  const rows = [...totals].map(([dtype, [count, bytes]]) => ({ dtype, count, bytes })).sort((a, b) => b.bytes - a.bytes);
+  const rows = [...totals]
+    .map(([dtype, [count, bytes]]) => ({ dtype, count, bytes }))
+    .sort((a, b) => b.bytes - a.bytes);
   const all = rows.reduce((sum, row) => sum + row.bytes, 0) || 1;
-  const track = element("div", { class: "track", "aria-hidden": "true" }, ...rows.map((row, i) => element("span", { style: { width: `${(100 * row.bytes) / all}%`, background: colourOf(i, rows.length) } })));
-  const entries = rows.map((row, i) => [swatch(colourOf(i, rows.length)), `${row.dtype}: ${formatBytes(row.bytes)} in ${formatCount(row.count, "tensor")}`]);
-  return card("Element types", "", { "data-card": "types" }, element("div", { class: "stack" }, track), legend(entries));
+  const track = element(
+    "div",
+    { class: "track", "aria-hidden": "true" },
+    ...rows.map((row, i) =>
+      element("span", { style: { width: `${(100 * row.bytes) / all}%`, background: colourOf(i, rows.length) } }),
+    ),
+  );
+  const entries = rows.map((row, i) => [
+    swatch(colourOf(i, rows.length)),
+    `${row.dtype}: ${formatBytes(row.bytes)} in ${formatCount(row.count, "tensor")}`,
+  ]);
+  return card(
+    "Element types",
+    "",
+    { "data-card": "types" },
+    element("div", { class: "stack" }, track),
+    legend(entries),
+  );
 }
 
 function filesCard(facts) {

@@ -31,7 +31,10 @@ export function createLanes(lanes, itemsize) {
 
   function panel(place, right, size) {
     const [column, row] = [place % columns, Math.floor(place / columns)];
-    return [(right ? size.side + size.middle : 0) + column * (size.wide + GAP), 22 + row * (size.tall + LABEL + GAP) + LABEL];
+    return [
+      (right ? size.side + size.middle : 0) + column * (size.wide + GAP),
+      22 + row * (size.tall + LABEL + GAP) + LABEL,
+    ];
   }
 
   // Where a box of the tensor is within a panel.
@@ -120,7 +123,15 @@ export function createLanes(lanes, itemsize) {
     const held = (right ? step.after : step.before)[place];
     const mine = step.moves.filter((move) => move[right ? 1 : 0] === rank && move[2] >= 0);
     const bytes = mine.reduce((sum, move) => sum + volume(move) * itemsize, 0);
-    const lines = [`rank ${rank}, ${right ? "after" : "before"}`, held.length ? `holds ${held.slice(0, 3).map(([s, e]) => formatBox(s, e)).join(" ")}${held.length > 3 ? " …" : ""}` : "holds nothing"];
+    const lines = [
+      `rank ${rank}, ${right ? "after" : "before"}`,
+      held.length
+        ? `holds ${held
+            .slice(0, 3)
+            .map(([s, e]) => formatBox(s, e))
+            .join(" ")}${held.length > 3 ? " …" : ""}`
+        : "holds nothing",
+    ];
     lines.push(`${right ? "receives" : "sends"} ${formatBytes(bytes)} in ${mine.length} boxes, among the ranks shown`);
     return { key: `${place}${right}`, place, right, lines, at: [corner[0] + size.wide / 2, corner[1] + size.tall / 2] };
   }
@@ -129,7 +140,10 @@ export function createLanes(lanes, itemsize) {
   const plot = createPlot({
     label: `The move of ${formatCount(lanes.ranks.length, "rank")} in ${formatCount(phases.length, "round")}: before on the left, after on the right.`,
     name: "lanes",
-    height: (width) => { const size = geometry(width); return 24 + rows * (size.tall + LABEL + GAP); },
+    height: (width) => {
+      const size = geometry(width);
+      return 24 + rows * (size.tall + LABEL + GAP);
+    },
     draw,
     find: (x, y) => {
       const size = geometry(plot.width);
@@ -143,19 +157,37 @@ export function createLanes(lanes, itemsize) {
     },
     step: (key) => {
       const by = { ArrowUp: -1, ArrowDown: 1, Home: -100, End: 100 }[key] || 0;
-      cursor = [Math.min(lanes.ranks.length - 1, Math.max(0, cursor[0] + by)), key === "ArrowRight" ? true : key === "ArrowLeft" ? false : cursor[1]];
+      cursor = [
+        Math.min(lanes.ranks.length - 1, Math.max(0, cursor[0] + by)),
+        key === "ArrowRight" ? true : key === "ArrowLeft" ? false : cursor[1],
+      ];
       return describe(...cursor);
     },
   });
   const whole = bounds.every(([low, high], dim) => low === 0 && high === lanes.shape[dim]);
-  const seen = lanes.shape.length > 2 ? element("p", { class: "note" }, `Drawn are dim ${dims[0]} down and dim ${dims[1]} across; the other dims are seen through.`) : null;
-  const region = whole ? null : element("p", { class: "note" }, `Each picture is the region ${formatBox(...[0, 1].map((at) => bounds.map((pair) => pair[at])))} of the tensor.`);
+  const seen =
+    lanes.shape.length > 2
+      ? element(
+          "p",
+          { class: "note" },
+          `Drawn are dim ${dims[0]} down and dim ${dims[1]} across; the other dims are seen through.`,
+        )
+      : null;
+  const region = whole
+    ? null
+    : element(
+        "p",
+        { class: "note" },
+        `Each picture is the region ${formatBox(...[0, 1].map((at) => bounds.map((pair) => pair[at])))} of the tensor.`,
+      );
   return { node: element("div", {}, createControls(state, phases, plot), plot.node, seen, region), plot, state };
 }
 
 // Each round of each step is a phase; a step without rounds has one, for its local copies.
 function listPhases(steps) {
-  return steps.flatMap((step, number) => Array.from({ length: Math.max(1, step.rounds) }, (_, round) => ({ step: number, round })));
+  return steps.flatMap((step, number) =>
+    Array.from({ length: Math.max(1, step.rounds) }, (_, round) => ({ step: number, round })),
+  );
 }
 
 // The part of the tensor in which the ranks that are shown hold something, before or after.
@@ -176,12 +208,27 @@ function volume([, , , start, end]) {
 function chooseDims(lanes) {
   const dims = lanes.shape.map((_, dim) => dim);
   if (dims.length < 2) return [null, dims[0] ?? null];
-  const kinds = dims.map((dim) => new Set(lanes.steps.flatMap((step) => [...step.before, ...step.after].flat().map(([start]) => start[dim]))).size);
-  return dims.sort((a, b) => kinds[b] - kinds[a] || b - a).slice(0, 2).sort((a, b) => a - b);
+  const kinds = dims.map(
+    (dim) =>
+      new Set(lanes.steps.flatMap((step) => [...step.before, ...step.after].flat().map(([start]) => start[dim]))).size,
+  );
+  return dims
+    .sort((a, b) => kinds[b] - kinds[a] || b - a)
+    .slice(0, 2)
+    .sort((a, b) => a - b);
 }
 
 function createControls(state, phases, plot) {
-  const slider = element("input", { type: "range", min: "0", max: String(phases.length), step: "0.01", value: "0", "aria-label": "Time", "data-name": "time", style: { flex: "1" } });
+  const slider = element("input", {
+    type: "range",
+    min: "0",
+    max: String(phases.length),
+    step: "0.01",
+    value: "0",
+    "aria-label": "Time",
+    "data-name": "time",
+    style: { flex: "1" },
+  });
   const text = element("output", { class: "note" });
   const play = element("button", { type: "button", class: "act main" }, "Play");
   const show = () => {
@@ -193,7 +240,10 @@ function createControls(state, phases, plot) {
     slider.value = String(state.time);
     if (plot.width) plot.redraw();
   };
-  slider.addEventListener("input", () => { state.time = Number(slider.value); show(); });
+  slider.addEventListener("input", () => {
+    state.time = Number(slider.value);
+    show();
+  });
   let last = null;
   const tick = (moment) => {
     if (!state.playing) return;
@@ -204,7 +254,10 @@ function createControls(state, phases, plot) {
     if (state.time >= phases.length) stop();
     else requestAnimationFrame(tick);
   };
-  const stop = () => { state.playing = false; play.textContent = "Play"; };
+  const stop = () => {
+    state.playing = false;
+    play.textContent = "Play";
+  };
   play.addEventListener("click", () => {
     if (state.playing) return stop();
     if (state.time >= phases.length) state.time = 0;

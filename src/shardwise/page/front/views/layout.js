@@ -23,7 +23,12 @@ export function showLayout(root, facts, { served, show }) {
     ...(served ? [form.node] : []),
     figures(layoutFigures(facts, bytes)),
     card("Who holds what", shownNote(facts), { class: "wide", "data-card": "picture" }, axisChips(facts), panel.node),
-    card("Bytes per rank", balanceNote(bytes), { class: "narrow", "data-card": "ranks" }, ...rankParts(facts, bytes, panel)),
+    card(
+      "Bytes per rank",
+      balanceNote(bytes),
+      { class: "narrow", "data-card": "ranks" },
+      ...rankParts(facts, bytes, panel),
+    ),
   );
 }
 
@@ -32,17 +37,35 @@ function layoutFigures(facts, bytes) {
   const copies = facts.bytes ? held / facts.bytes : 0;
   return [
     ["Tensor", formatBytes(facts.bytes), `${facts.dtype}, ${formatShape(facts.shape)}`],
-    ["Ranks", formatNumber(facts.ranks.count), formatCount(Math.ceil(facts.ranks.count / facts.ranks_per_host), "host")],
-    ["Held in all", formatBytes(held), copies > 1 ? `${copies.toFixed(copies < 10 ? 1 : 0)} times the tensor` : "every element once"],
-    ["Largest rank", formatBytes(largest(bytes)), facts.bytes ? `${((100 * largest(bytes)) / facts.bytes).toPrecision(3)} % of the tensor` : ""],
-    ["Pending", facts.pending || "nothing", facts.pending ? "values are incomplete until it is reduced" : "values are complete", "words"],
+    [
+      "Ranks",
+      formatNumber(facts.ranks.count),
+      formatCount(Math.ceil(facts.ranks.count / facts.ranks_per_host), "host"),
+    ],
+    [
+      "Held in all",
+      formatBytes(held),
+      copies > 1 ? `${copies.toFixed(copies < 10 ? 1 : 0)} times the tensor` : "every element once",
+    ],
+    [
+      "Largest rank",
+      formatBytes(largest(bytes)),
+      facts.bytes ? `${((100 * largest(bytes)) / facts.bytes).toPrecision(3)} % of the tensor` : "",
+    ],
+    [
+      "Pending",
+      facts.pending || "nothing",
+      facts.pending ? "values are incomplete until it is reduced" : "values are complete",
+      "words",
+    ],
   ];
 }
 
 function shownNote(facts) {
   const merged = facts.regular && facts.regular.merged.some((step) => step > 1);
   if (merged) return "Neighbouring boxes are merged where they are too many to draw.";
-  if (facts.boxes && facts.boxes.hidden) return `${formatCount(facts.boxes.hidden, "more box").replace(/boxs$/, "boxes")} are not drawn.`;
+  if (facts.boxes && facts.boxes.hidden)
+    return `${formatCount(facts.boxes.hidden, "more box")} are not drawn.`;
   return "Each dim is to scale.";
 }
 
@@ -56,7 +79,12 @@ function rankParts(facts, bytes, panel) {
   if (!bytes.length) return [element("p", { class: "empty" }, "No rank holds a piece of this tensor.")];
   const { numbers, elements } = facts.ranks;
   const rows = elements.map((count, i) => ({ rank: numbers ? numbers[i] : i, elements: count, bytes: bytes[i] }));
-  const bars = createBars({ label: `Bytes on each of ${formatCount(bytes.length, "rank")}`, numbers, name: "rank-bytes", series: [{ title: "holds", values: bytes, colour: "#0072b2" }] });
+  const bars = createBars({
+    label: `Bytes on each of ${formatCount(bytes.length, "rank")}`,
+    numbers,
+    name: "rank-bytes",
+    series: [{ title: "holds", values: bytes, colour: "#0072b2" }],
+  });
   const table = createTable({
     what: "rank",
     label: "Bytes of each rank",
@@ -64,7 +92,12 @@ function rankParts(facts, bytes, panel) {
     rows,
     columns: [
       { title: "rank", kind: "number", value: (row) => row.rank, text: (row) => String(row.rank) },
-      { title: "host", kind: "number", value: (row) => row.rank, text: (row) => String(Math.floor(row.rank / facts.ranks_per_host)) },
+      {
+        title: "host",
+        kind: "number",
+        value: (row) => row.rank,
+        text: (row) => String(Math.floor(row.rank / facts.ranks_per_host)),
+      },
       { title: "elements", kind: "number", value: (row) => row.elements, text: (row) => formatNumber(row.elements) },
       { title: "bytes", kind: "number", value: (row) => row.bytes, text: (row) => formatBytes(row.bytes) },
     ],

@@ -30,7 +30,9 @@ function createRegularModel(layout) {
 
   function tileOf(cells) {
     let index = 0;
-    cells.forEach((cell, dim) => { index = index * counts[dim] + cell; });
+    cells.forEach((cell, dim) => {
+      index = index * counts[dim] + cell;
+    });
     const first = index * addends * replicas;
     return {
       key: index,
@@ -66,7 +68,9 @@ function createRegularModel(layout) {
       return range(view.rows, ...window.rows).length * range(view.columns, ...window.columns).length;
     },
     tilesIn(view, window) {
-      const fixed = layout.shape.map((_, dim) => (dim === view.rows || dim === view.columns ? 0 : cellAt(dim, view.at[dim])));
+      const fixed = layout.shape.map((_, dim) =>
+        dim === view.rows || dim === view.columns ? 0 : cellAt(dim, view.at[dim]),
+      );
       if (fixed.includes(-1)) return [];
       const [down, across] = [range(view.rows, ...window.rows), range(view.columns, ...window.columns)];
       const tiles = [];
@@ -83,7 +87,10 @@ function createRegularModel(layout) {
     // The first owner at each of many rows and columns, for pictures with more cells than pixels.
     ownersAt(view, rows, columns) {
       const strides = counts.map((_, d) => counts.slice(d + 1).reduce((a, b) => a * b, 1));
-      const base = layout.shape.reduce((sum, _, d) => sum + (d === view.rows || d === view.columns ? 0 : cellAt(d, view.at[d]) * strides[d]), 0);
+      const base = layout.shape.reduce(
+        (sum, _, d) => sum + (d === view.rows || d === view.columns ? 0 : cellAt(d, view.at[d]) * strides[d]),
+        0,
+      );
       const place = (dim, position) => (dim === null ? 0 : cellAt(dim, position) * strides[dim]);
       const across = columns.map((position) => place(view.columns, position));
       return rows.map((position) => {
@@ -96,14 +103,29 @@ function createRegularModel(layout) {
 
 function createBoxModel(layout) {
   const { starts, ends, holders } = layout.boxes;
-  const tiles = starts.map((start, i) => ({ key: i, starts: start, ends: ends[i], holders: holders[i], copies: holders[i].flat().length }));
+  const tiles = starts.map((start, i) => ({
+    key: i,
+    starts: start,
+    ends: ends[i],
+    holders: holders[i],
+    copies: holders[i].flat().length,
+  }));
   const cuts = layout.shape.map((_, dim) => [...new Set(starts.map((start) => start[dim]))].sort((a, b) => a - b));
-  const inSlice = (tile, view) => layout.shape.every((_, dim) => dim === view.rows || dim === view.columns || (tile.starts[dim] <= view.at[dim] && view.at[dim] < tile.ends[dim]));
+  const inSlice = (tile, view) =>
+    layout.shape.every(
+      (_, dim) =>
+        dim === view.rows ||
+        dim === view.columns ||
+        (tile.starts[dim] <= view.at[dim] && view.at[dim] < tile.ends[dim]),
+    );
   return {
     merged: 1,
     count: tiles.length,
     cutsOf: (dim) => cuts[dim],
-    at: (view, position) => tiles.find((tile) => tile.starts.every((start, dim) => start <= position[dim] && position[dim] < tile.ends[dim])) || null,
+    at: (view, position) =>
+      tiles.find((tile) =>
+        tile.starts.every((start, dim) => start <= position[dim] && position[dim] < tile.ends[dim]),
+      ) || null,
     countIn: () => 0,
     tilesIn: (view) => tiles.filter((tile) => inSlice(tile, view)),
   };

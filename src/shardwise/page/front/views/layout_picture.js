@@ -42,7 +42,12 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     const shown = windowNow();
     const across = area.wide / (shown.columns[1] - shown.columns[0]);
     const down = area.tall / (shown.rows[1] - shown.rows[0]);
-    return { area, shown, toX: (v) => area.x + (v - shown.columns[0]) * across, toY: (v) => area.y + (v - shown.rows[0]) * down };
+    return {
+      area,
+      shown,
+      toX: (v) => area.x + (v - shown.columns[0]) * across,
+      toY: (v) => area.y + (v - shown.rows[0]) * down,
+    };
   }
 
   function rectangle(tile, { toX, toY, area }) {
@@ -62,8 +67,11 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     context.fillRect(now.area.x, now.area.y, now.area.wide, now.area.tall);
     const colours = classColours(state.classes);
     if (!state.layout.shape.includes(0)) {
-      if (state.model.countIn(state.view, now.shown) > MOST_TILES && state.model.ownersAt) drawPixels(context, now, colours);
-      else for (const tile of state.model.tilesIn(state.view, now.shown)) drawTile(context, tile, rectangle(tile, now), colours);
+      if (state.model.countIn(state.view, now.shown) > MOST_TILES && state.model.ownersAt)
+        drawPixels(context, now, colours);
+      else
+        for (const tile of state.model.tilesIn(state.view, now.shown))
+          drawTile(context, tile, rectangle(tile, now), colours);
     }
     drawGroups(context, now);
     drawCuts(context, now);
@@ -127,7 +135,8 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
   }
 
   function paintPixels({ shown }, colours, wide, tall) {
-    const positions = (count, [low, high]) => Array.from({ length: count }, (_, i) => low + ((i + 0.5) * (high - low)) / count);
+    const positions = (count, [low, high]) =>
+      Array.from({ length: count }, (_, i) => low + ((i + 0.5) * (high - low)) / count);
     const owners = state.model.ownersAt(state.view, positions(tall, shown.rows), positions(wide, shown.columns));
     const palette = colours.map(channels);
     const image = new ImageData(wide, tall);
@@ -187,7 +196,9 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     };
     context.textAlign = "center";
     context.textBaseline = "bottom";
-    mark(state.view.columns, now.shown.columns, now.toX, 52, (text, x) => context.fillText(text, Math.min(Math.max(x, LEFT), plot.width - 22), TOP - 6));
+    mark(state.view.columns, now.shown.columns, now.toX, 52, (text, x) =>
+      context.fillText(text, Math.min(Math.max(x, LEFT), plot.width - 22), TOP - 6),
+    );
     context.textAlign = "right";
     context.textBaseline = "middle";
     mark(state.view.rows, now.shown.rows, now.toY, 18, (text, y) => context.fillText(text, LEFT - 7, y));
@@ -197,11 +208,26 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     const elements = tile.starts.reduce((product, start, dim) => product * (tile.ends[dim] - start), 1);
     const holders = tile.holders;
     const lines = [formatBox(tile.starts, tile.ends)];
-    lines.push(`sizes ${tile.starts.map((start, d) => formatNumber(tile.ends[d] - start)).join(" x ") || "scalar"}, ${formatNumber(elements)} elements`);
+    lines.push(
+      `sizes ${tile.starts.map((start, d) => formatNumber(tile.ends[d] - start)).join(" x ") || "scalar"}, ${formatNumber(elements)} elements`,
+    );
     if (state.layout.itemsize) lines.push(`${formatBytes(elements * state.layout.itemsize)} on each holder`);
-    if (holders.length > 1) lines.push(`pending ${state.layout.pending}: addends on ranks ${formatHolders(holders, 8).replaceAll("+", " + ")}`);
-    else lines.push(`${holders[0].length > 1 ? `${formatNumber(holders[0].length)} replicas, ranks` : "rank"} ${formatRanks(holders[0])}`);
-    const hosts = [...new Set(holders.flat().slice(0, 4096).map((rank) => Math.floor(rank / state.layout.ranks_per_host)))];
+    if (holders.length > 1)
+      lines.push(
+        `pending ${state.layout.pending}: addends on ranks ${formatHolders(holders, 8).replaceAll("+", " + ")}`,
+      );
+    else
+      lines.push(
+        `${holders[0].length > 1 ? `${formatNumber(holders[0].length)} replicas, ranks` : "rank"} ${formatRanks(holders[0])}`,
+      );
+    const hosts = [
+      ...new Set(
+        holders
+          .flat()
+          .slice(0, 4096)
+          .map((rank) => Math.floor(rank / state.layout.ranks_per_host)),
+      ),
+    ];
     lines.push(`${hosts.length > 1 ? "hosts" : "host"} ${formatRanks(hosts)}`);
     if (state.model.merged > 1) lines.push(`stands for up to ${formatNumber(state.model.merged)} neighbouring boxes`);
     return lines;
@@ -218,7 +244,8 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     const [across, down] = [(x - area.x) / area.wide, (y - area.y) / area.tall];
     if (across < 0 || across >= 1 || down < 0 || down >= 1) return null;
     const position = state.view.at.slice();
-    if (state.view.columns !== null) position[state.view.columns] = shown.columns[0] + across * (shown.columns[1] - shown.columns[0]);
+    if (state.view.columns !== null)
+      position[state.view.columns] = shown.columns[0] + across * (shown.columns[1] - shown.columns[0]);
     if (state.view.rows !== null) position[state.view.rows] = shown.rows[0] + down * (shown.rows[1] - shown.rows[0]);
     return state.model.at(state.view, position);
   }
@@ -226,7 +253,12 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
   // The keyboard goes from tile to tile: to the one beyond an edge of the present one.
   function stepTo(key) {
     const position = cursor ? cursor.starts.slice() : state.view.at.slice();
-    const moves = { ArrowLeft: [state.view.columns, -1], ArrowRight: [state.view.columns, 1], ArrowUp: [state.view.rows, -1], ArrowDown: [state.view.rows, 1] };
+    const moves = {
+      ArrowLeft: [state.view.columns, -1],
+      ArrowRight: [state.view.columns, 1],
+      ArrowUp: [state.view.rows, -1],
+      ArrowDown: [state.view.rows, 1],
+    };
     const [dim, by] = moves[key] || [null, 0];
     if (cursor && dim !== null) position[dim] = by > 0 ? cursor.ends[dim] : cursor.starts[dim] - 1;
     if (key === "Home") position.fill(0);
@@ -240,7 +272,11 @@ export function createPicture(state, { label, tallest = 460, name = "layout" }) 
     name,
     height: (width) => geometry(width).tall + TOP + 12,
     draw,
-    find: (x, y) => { const tile = tileNear(x, y); cursor = tile || cursor; return foundTile(tile); },
+    find: (x, y) => {
+      const tile = tileNear(x, y);
+      cursor = tile || cursor;
+      return foundTile(tile);
+    },
     step: stepTo,
   });
   plot.zoomAt = (factor, x = 0.5, y = 0.5) => {
@@ -269,7 +305,10 @@ function hatch(context, x, y, wide, tall) {
   context.rect(x, y, wide, tall);
   context.clip();
   context.lineWidth = 1.3;
-  for (const [colour, shift] of [["rgb(255 255 255 / 60%)", 0], ["rgb(0 0 0 / 40%)", 1.3]]) {
+  for (const [colour, shift] of [
+    ["rgb(255 255 255 / 60%)", 0],
+    ["rgb(0 0 0 / 40%)", 1.3],
+  ]) {
     context.strokeStyle = colour;
     context.beginPath();
     for (let at = -tall; at < wide; at += 10) {

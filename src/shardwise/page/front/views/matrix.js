@@ -31,18 +31,20 @@ export function createMatrix(matrix, numbers, onzoom) {
     context.fillRect(LEFT, TOP, size, size);
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const gap = wide > 8 ? 1 : 0;
-    values.forEach((row, y) => row.forEach((value, x) => {
-      if (!value) return;
-      const share = value / most;
-      context.fillStyle = mix(cold, hot, 0.12 + 0.88 * share);
-      context.fillRect(LEFT + x * wide, TOP + y * tall, wide - gap, tall - gap);
-      if (wide > 58 && tall > 18) {
-        context.fillStyle = share > 0.45 ? themeColour("card") : themeColour("ink");
-        context.textAlign = "center";
-        context.textBaseline = "middle";
-        context.fillText(formatBytes(value), LEFT + (x + 0.5) * wide, TOP + (y + 0.5) * tall);
-      }
-    }));
+    values.forEach((row, y) =>
+      row.forEach((value, x) => {
+        if (!value) return;
+        const share = value / most;
+        context.fillStyle = mix(cold, hot, 0.12 + 0.88 * share);
+        context.fillRect(LEFT + x * wide, TOP + y * tall, wide - gap, tall - gap);
+        if (wide > 58 && tall > 18) {
+          context.fillStyle = share > 0.45 ? themeColour("card") : themeColour("ink");
+          context.textAlign = "center";
+          context.textBaseline = "middle";
+          context.fillText(formatBytes(value), LEFT + (x + 0.5) * wide, TOP + (y + 0.5) * tall);
+        }
+      }),
+    );
     drawNumbers(context, wide, tall);
     if (plot.found) {
       context.strokeStyle = themeColour("ink");
@@ -56,10 +58,12 @@ export function createMatrix(matrix, numbers, onzoom) {
     const every = (step, room) => 2 ** Math.max(0, Math.ceil(Math.log2(room / step)));
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (let y = 0; y < height; y += every(tall, 16)) context.fillText(formatNumber(rankAt(groupOf(matrix.rows, y).from)), LEFT - 7, TOP + (y + 0.5) * tall);
+    for (let y = 0; y < height; y += every(tall, 16))
+      context.fillText(formatNumber(rankAt(groupOf(matrix.rows, y).from)), LEFT - 7, TOP + (y + 0.5) * tall);
     context.textAlign = "center";
     context.textBaseline = "bottom";
-    for (let x = 0; x < width; x += every(wide, 44)) context.fillText(formatNumber(rankAt(groupOf(matrix.columns, x).from)), LEFT + (x + 0.5) * wide, TOP - 5);
+    for (let x = 0; x < width; x += every(wide, 44))
+      context.fillText(formatNumber(rankAt(groupOf(matrix.columns, x).from)), LEFT + (x + 0.5) * wide, TOP - 5);
   }
 
   function describe(x, y) {
@@ -68,7 +72,13 @@ export function createMatrix(matrix, numbers, onzoom) {
     const sender = matrix.sampled ? `rank ${rankAt(from.from)}` : from.text;
     const lines = [`${sender} → ${to.text}`, values[y][x] ? formatBytes(values[y][x]) : "nothing is sent"];
     if (matrix.sampled) lines.push(`the row is one sender of ${from.text}`);
-    return { key: y * width + x, x, y, lines, at: [LEFT + ((x + 0.5) * size) / width, TOP + ((y + 0.5) * size) / height] };
+    return {
+      key: y * width + x,
+      x,
+      y,
+      lines,
+      at: [LEFT + ((x + 0.5) * size) / width, TOP + ((y + 0.5) * size) / height],
+    };
   }
 
   const plot = createPlot({
@@ -85,7 +95,14 @@ export function createMatrix(matrix, numbers, onzoom) {
     },
     step: (key, shift) => {
       const by = shift ? 8 : 1;
-      const moves = { ArrowLeft: [-by, 0], ArrowRight: [by, 0], ArrowUp: [0, -by], ArrowDown: [0, by], Home: [-width, -height], End: [width, height] };
+      const moves = {
+        ArrowLeft: [-by, 0],
+        ArrowRight: [by, 0],
+        ArrowUp: [0, -by],
+        ArrowDown: [0, by],
+        Home: [-width, -height],
+        End: [width, height],
+      };
       const [dx, dy] = moves[key];
       cursor[0] = Math.min(width - 1, Math.max(0, cursor[0] + dx));
       cursor[1] = Math.min(height - 1, Math.max(0, cursor[1] + dy));
@@ -95,11 +112,21 @@ export function createMatrix(matrix, numbers, onzoom) {
   const zoomed = matrix.rows[2] > 1 || matrix.columns[2] > 1;
   if (onzoom && zoomed) {
     const zoom = (x, y) => onzoom({ senders: around(matrix.rows, y), receivers: around(matrix.columns, x) });
-    plot.canvas.addEventListener("click", () => { if (plot.found) zoom(plot.found.x, plot.found.y); });
-    plot.canvas.addEventListener("keydown", (event) => { if (event.key === "Enter") zoom(...cursor); });
+    plot.canvas.addEventListener("click", () => {
+      if (plot.found) zoom(plot.found.x, plot.found.y);
+    });
+    plot.canvas.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") zoom(...cursor);
+    });
   }
-  const ramp = element("span", { class: "ramp", style: { background: "linear-gradient(90deg, var(--heat-0), var(--heat-1))" } });
-  const key = legend([[ramp, `0 B to ${formatBytes(most)}`], [element("span"), "senders down, receivers across"]]);
+  const ramp = element("span", {
+    class: "ramp",
+    style: { background: "linear-gradient(90deg, var(--heat-0), var(--heat-1))" },
+  });
+  const key = legend([
+    [ramp, `0 B to ${formatBytes(most)}`],
+    [element("span"), "senders down, receivers across"],
+  ]);
   return { node: element("div", {}, plot.node, key), plot, zoomed };
 }
 

@@ -22,8 +22,19 @@ export function showMove(root, facts, { served, show }) {
     fields: [
       { name: "source", label: "From", value: facts.from.notation, kind: "code" },
       { name: "target", label: "To", value: facts.to.notation, kind: "code" },
-      { name: "topology", label: "Ranks per host : bandwidth in : between", value: topologyText(facts.topology), kind: "text" },
-      { name: "buffer", label: "Buffer limit", value: facts.figures.max_buffer_bytes ? `${facts.figures.max_buffer_bytes}` : "", kind: "text", placeholder: "none, or 64MB" },
+      {
+        name: "topology",
+        label: "Ranks per host : bandwidth in : between",
+        value: topologyText(facts.topology),
+        kind: "text",
+      },
+      {
+        name: "buffer",
+        label: "Buffer limit",
+        value: facts.figures.max_buffer_bytes ? `${facts.figures.max_buffer_bytes}` : "",
+        kind: "text",
+        placeholder: "none, or 64MB",
+      },
     ],
   });
   root.append(
@@ -48,13 +59,41 @@ function moveFigures({ figures: numbers, matrix, topology }) {
   const [, within] = topology.within;
   const [, between] = topology.between;
   return [
-    ["Moved", formatBytes(numbers.moved_bytes), met ? "the lower bound: no plan moves less" : `lower bound ${formatBytes(numbers.lower_bound_bytes)}`],
+    [
+      "Moved",
+      formatBytes(numbers.moved_bytes),
+      met ? "the lower bound: no plan moves less" : `lower bound ${formatBytes(numbers.lower_bound_bytes)}`,
+    ],
     ["Copied within ranks", formatBytes(numbers.copied_bytes)],
-    ["Between hosts", formatBytes(numbers.bytes_between_hosts), numbers.lower_bound_between_hosts === null ? "not counted for so many ranks" : `lower bound ${formatBytes(numbers.lower_bound_between_hosts)}`],
-    ["Estimate", formatSeconds(numbers.estimate_seconds), `${formatBytes(within)}/s in a host, ${formatBytes(between)}/s between`],
-    ["Rounds", formatNumber(numbers.rounds), numbers.max_buffer_bytes ? `at most ${formatBytes(numbers.max_buffer_bytes)} in flight` : "no buffer limit"],
-    ["Busiest sender", numbers.busiest_sender ? formatBytes(numbers.busiest_sender[1]) : "-", rank(numbers.busiest_sender)],
-    ["Busiest link", link ? formatBytes(link[2]) : "-", link ? `rank ${formatNumber(link[0])} to ${formatNumber(link[1])}${matrix.sampled ? ", of those shown" : ""}` : "nothing is sent"],
+    [
+      "Between hosts",
+      formatBytes(numbers.bytes_between_hosts),
+      numbers.lower_bound_between_hosts === null
+        ? "not counted for so many ranks"
+        : `lower bound ${formatBytes(numbers.lower_bound_between_hosts)}`,
+    ],
+    [
+      "Estimate",
+      formatSeconds(numbers.estimate_seconds),
+      `${formatBytes(within)}/s in a host, ${formatBytes(between)}/s between`,
+    ],
+    [
+      "Rounds",
+      formatNumber(numbers.rounds),
+      numbers.max_buffer_bytes ? `at most ${formatBytes(numbers.max_buffer_bytes)} in flight` : "no buffer limit",
+    ],
+    [
+      "Busiest sender",
+      numbers.busiest_sender ? formatBytes(numbers.busiest_sender[1]) : "-",
+      rank(numbers.busiest_sender),
+    ],
+    [
+      "Busiest link",
+      link ? formatBytes(link[2]) : "-",
+      link
+        ? `rank ${formatNumber(link[0])} to ${formatNumber(link[1])}${matrix.sampled ? ", of those shown" : ""}`
+        : "nothing is sent",
+    ],
     ["Collective", numbers.collective || "plain exchange", null, "words"],
   ];
 }
@@ -70,25 +109,37 @@ function lanesCard(facts, served, form) {
   const put = (shown) => holder.replaceChildren(createLanes(shown, facts.from.itemsize).node);
   put(lanes);
   const all = lanes.ranks.length === lanes.count;
-  const note = all ? "Boxes leave their sender, in its colour, and fill their receiver." : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
+  const note = all
+    ? "Boxes leave their sender, in its colour, and fill their receiver."
+    : `${lanes.ranks.length} of ${formatNumber(lanes.count)} ranks are shown, and the boxes between them.`;
   const more = all || !served ? null : firstRankField(facts, form, (answer) => put(answer.lanes));
   return card("The move, round by round", note, { "data-card": "lanes" }, more, holder);
 }
 
 function firstRankField(facts, form, onanswer) {
-  const input = element("input", { type: "number", min: "0", max: String(facts.lanes.count - 1), value: String(facts.lanes.first), onchange: async () => {
-    try {
-      onanswer(await ask({ ...form.read(), animated: Number(input.value) }));
-    } catch (problem) {
-      announce(problem.message);
-    }
-  } });
+  const input = element("input", {
+    type: "number",
+    min: "0",
+    max: String(facts.lanes.count - 1),
+    value: String(facts.lanes.first),
+    onchange: async () => {
+      try {
+        onanswer(await ask({ ...form.read(), animated: Number(input.value) }));
+      } catch (problem) {
+        announce(problem.message);
+      }
+    },
+  });
   return element("div", { class: "controls" }, element("label", {}, "Ranks from number", input));
 }
 
 function matrixCard(facts, served, form) {
   const holder = element("div");
-  const back = element("button", { type: "button", class: "act", hidden: true, onclick: () => put(facts.matrix) }, "Show all ranks");
+  const back = element(
+    "button",
+    { type: "button", class: "act", hidden: true, onclick: () => put(facts.matrix) },
+    "Show all ranks",
+  );
   const numbers = facts.by_rank.numbers;
   const put = (matrix) => {
     back.hidden = matrix === facts.matrix;
@@ -104,29 +155,64 @@ function matrixCard(facts, served, form) {
   put(facts.matrix);
   const { rows, count, sampled } = facts.matrix;
   let note = "Bytes from rank to rank.";
-  if (rows[2] > 1) note = `${formatNumber(count)} ranks, ${formatNumber(rows[2])} in a cell${sampled ? "; a row is one of its senders" : ""}.${served ? " Click to look closer." : ""}`;
+  if (rows[2] > 1)
+    note = `${formatNumber(count)} ranks, ${formatNumber(rows[2])} in a cell${sampled ? "; a row is one of its senders" : ""}.${served ? " Click to look closer." : ""}`;
   return card("Who sends to whom", note, { class: "half", "data-card": "matrix" }, holder, back);
 }
 
 function ranksCard(facts) {
   const { sent, received, bound, numbers } = facts.by_rank;
-  if (!facts.figures.moved_bytes) return card("Bytes per rank", "", {}, element("p", { class: "empty" }, "Nothing is sent: every rank has what it needs."));
+  if (!facts.figures.moved_bytes)
+    return card(
+      "Bytes per rank",
+      "",
+      {},
+      element("p", { class: "empty" }, "Nothing is sent: every rank has what it needs."),
+    );
   const bars = createBars({
     label: `Bytes that each of ${formatCount(sent.length, "rank")} sends and receives`,
     name: "move-bytes",
     numbers,
     bound,
-    series: [{ title: "receives", values: received, colour: RECEIVED }, { title: "sends", values: sent, colour: SENT }],
+    series: [
+      { title: "receives", values: received, colour: RECEIVED },
+      { title: "sends", values: sent, colour: SENT },
+    ],
   });
-  const entries = [[swatch(RECEIVED), "received"], [swatch(SENT), "sent"]];
+  const entries = [
+    [swatch(RECEIVED), "received"],
+    [swatch(SENT), "sent"],
+  ];
   if (bound) entries.push([swatch(null, "bound"), "lower bound of what it must receive: needed and not held"]);
-  return card("Bytes per rank", `In all ${formatBytes(facts.figures.moved_bytes)}, lower bound ${formatBytes(facts.figures.lower_bound_bytes)}.`, { "data-card": "ranks" }, bars.node, legend(entries), element("details", {}, element("summary", {}, "As a table"), ranksTable(facts.by_rank).node));
+  return card(
+    "Bytes per rank",
+    `In all ${formatBytes(facts.figures.moved_bytes)}, lower bound ${formatBytes(facts.figures.lower_bound_bytes)}.`,
+    { "data-card": "ranks" },
+    bars.node,
+    legend(entries),
+    element("details", {}, element("summary", {}, "As a table"), ranksTable(facts.by_rank).node),
+  );
 }
 
 function ranksTable({ sent, received, bound, numbers }) {
-  const rows = sent.map((_, i) => ({ rank: numbers ? numbers[i] : i, sent: sent[i], received: received[i], bound: bound ? bound[i] : null }));
-  const bytes = (title) => ({ title, kind: "number", value: (row) => row[title], text: (row) => formatBytes(row[title]) });
-  const columns = [{ title: "rank", kind: "number", value: (row) => row.rank, text: (row) => String(row.rank) }, bytes("received"), bytes("sent"), ...(bound ? [bytes("bound")] : [])];
+  const rows = sent.map((_, i) => ({
+    rank: numbers ? numbers[i] : i,
+    sent: sent[i],
+    received: received[i],
+    bound: bound ? bound[i] : null,
+  }));
+  const bytes = (title) => ({
+    title,
+    kind: "number",
+    value: (row) => row[title],
+    text: (row) => formatBytes(row[title]),
+  });
+  const columns = [
+    { title: "rank", kind: "number", value: (row) => row.rank, text: (row) => String(row.rank) },
+    bytes("received"),
+    bytes("sent"),
+    ...(bound ? [bytes("bound")] : []),
+  ];
   return createTable({ what: "rank", label: "Bytes of each rank", height: 240, rows, columns });
 }
 

@@ -10,7 +10,12 @@ import { createTree } from "../parts/tree.js";
 import { createPlanEditor } from "./plan_editor.js";
 import { moduleTree, readRows, ruleOf } from "./plan_model.js";
 
-const MEMORY = [["parameters", "parameter_bytes"], ["gradients", "gradient_bytes"], ["optimizer", "optimizer_bytes"], ["activations", "activation_bytes"]];
+const MEMORY = [
+  ["parameters", "parameter_bytes"],
+  ["gradients", "gradient_bytes"],
+  ["optimizer", "optimizer_bytes"],
+  ["activations", "activation_bytes"],
+];
 const LEAST_SHARE = 0.06;
 
 export function showPlan(root, facts, { served, show }) {
@@ -23,7 +28,12 @@ export function showPlan(root, facts, { served, show }) {
     trafficCard(facts),
     ...unevenCards(facts),
     treeCard(rows, table),
-    card("Parameters", `${formatCount(rows.length, "parameter")} of ${facts.model}, bytes on one rank.`, { class: "wide", "data-card": "parameters" }, table.node),
+    card(
+      "Parameters",
+      `${formatCount(rows.length, "parameter")} of ${facts.model}, bytes on one rank.`,
+      { class: "wide", "data-card": "parameters" },
+      table.node,
+    ),
     movesCard(facts),
   );
 }
@@ -35,9 +45,22 @@ function planFigures(facts) {
   return [
     ["Model", shortCount(facts.elements), `parameters, ${facts.model}`],
     ["Ranks", formatNumber(plan.ranks), plan.mesh],
-    ["Peak of memory", formatBytes(plan.peak_bytes), room >= 0 ? `fits: ${formatBytes(room)} of ${device} free` : `${formatBytes(-room)} more than ${device} has`, room >= 0 ? "good" : "warn"],
-    ["Step", formatSeconds(plan.step_seconds), `${formatSeconds(plan.compute_seconds)} computing, ${formatSeconds(plan.communication_seconds)} moving`],
-    ["Tokens per second", plan.step_seconds ? formatNumber(Math.round(plan.tokens / plan.step_seconds)) : "-", `${formatNumber(plan.tokens)} in a step`],
+    [
+      "Peak of memory",
+      formatBytes(plan.peak_bytes),
+      room >= 0 ? `fits: ${formatBytes(room)} of ${device} free` : `${formatBytes(-room)} more than ${device} has`,
+      room >= 0 ? "good" : "warn",
+    ],
+    [
+      "Step",
+      formatSeconds(plan.step_seconds),
+      `${formatSeconds(plan.compute_seconds)} computing, ${formatSeconds(plan.communication_seconds)} moving`,
+    ],
+    [
+      "Tokens per second",
+      plan.step_seconds ? formatNumber(Math.round(plan.tokens / plan.step_seconds)) : "-",
+      `${formatNumber(plan.tokens)} in a step`,
+    ],
     ["Received in a step", formatBytes(sumOf(plan.traffic)), "by one rank"],
   ];
 }
@@ -59,7 +82,11 @@ function compareCard(facts) {
     ["mesh", (plan) => plan.mesh, null],
     ["ranks", (plan) => formatNumber(plan.ranks), null],
     ["peak of memory", (plan) => formatBytes(plan.peak_bytes), (plan) => -plan.peak_bytes],
-    ["fits", (plan) => (plan.fits ? `yes, in ${plan.device[0]}` : `no, ${plan.device[0]} has ${formatBytes(plan.device[1])}`), (plan) => Number(plan.fits)],
+    [
+      "fits",
+      (plan) => (plan.fits ? `yes, in ${plan.device[0]}` : `no, ${plan.device[0]} has ${formatBytes(plan.device[1])}`),
+      (plan) => Number(plan.fits),
+    ],
     ["received in a step", (plan) => formatBytes(sumOf(plan.traffic)), (plan) => -sumOf(plan.traffic)],
     ["step", (plan) => formatSeconds(plan.step_seconds), (plan) => -plan.step_seconds],
     ["of which moving", (plan) => formatSeconds(plan.communication_seconds), (plan) => -plan.communication_seconds],
@@ -67,65 +94,138 @@ function compareCard(facts) {
   ];
   const cells = ([title, text, score]) => {
     const better = score && score(a) !== score(b) ? (score(a) > score(b) ? a : b) : null;
-    return element("tr", {}, element("th", { scope: "row" }, title), ...[a, b].map((plan) => element("td", { class: plan === better ? "better" : "" }, text(plan), plan === better ? element("span", { class: "unseen" }, " (better)") : null)));
+    return element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, title),
+      ...[a, b].map((plan) =>
+        element(
+          "td",
+          { class: plan === better ? "better" : "" },
+          text(plan),
+          plan === better ? element("span", { class: "unseen" }, " (better)") : null,
+        ),
+      ),
+    );
   };
-  const head = element("tr", {}, element("th", {}), ...[a, b].map((plan) => element("th", { scope: "col" }, plan.name)));
-  const table = element("table", { class: "compare" }, element("thead", {}, head), element("tbody", {}, ...lines.map(cells)));
+  const head = element(
+    "tr",
+    {},
+    element("th", {}),
+    ...[a, b].map((plan) => element("th", { scope: "col" }, plan.name)),
+  );
+  const table = element(
+    "table",
+    { class: "compare" },
+    element("thead", {}, head),
+    element("tbody", {}, ...lines.map(cells)),
+  );
   const note = `${facts.model}, ${shortCount(facts.elements)} parameters. The better of two figures is marked.`;
   return card("Two plans", note, { "data-card": "compare" }, table, movingText(facts));
 }
 
 function movingText(facts) {
   const names = facts.plans.map((plan) => plan.name);
-  const text = (cost, from, to) => (cost ? `${from} → ${to}: ${formatBytes(cost.bytes)} between ranks, about ${formatSeconds(cost.seconds)}` : `${from} → ${to}: the plans are not for the same parameters`);
+  const text = (cost, from, to) =>
+    cost
+      ? `${from} → ${to}: ${formatBytes(cost.bytes)} between ranks, about ${formatSeconds(cost.seconds)}`
+      : `${from} → ${to}: the plans are not for the same parameters`;
   const [forth, back] = facts.resharding;
-  return element("p", { class: "moving", "data-name": "moving" }, element("strong", {}, "Moving the parameters "), text(forth, names[0], names[1]), element("br"), text(back, names[1], names[0]));
+  return element(
+    "p",
+    { class: "moving", "data-name": "moving" },
+    element("strong", {}, "Moving the parameters "),
+    text(forth, names[0], names[1]),
+    element("br"),
+    text(back, names[1], names[0]),
+  );
 }
 
 function memoryCard(facts) {
-  const used = Math.max(1, ...facts.plans.flatMap((plan) => [plan.peak_bytes, MEMORY.reduce((sum, [, key]) => sum + (plan[key] || 0), 0)]));
+  const used = Math.max(
+    1,
+    ...facts.plans.flatMap((plan) => [plan.peak_bytes, MEMORY.reduce((sum, [, key]) => sum + (plan[key] || 0), 0)]),
+  );
   const device = Math.max(...facts.plans.map((plan) => plan.device[1]));
   const far = used < LEAST_SHARE * device; // a bar to the scale of the device would not be seen
   const top = 1.04 * (far ? used : Math.max(device, used));
-  const stacks = facts.plans.map((plan) => createStack({
-    title: `${plan.name} on ${plan.mesh}`,
-    parts: MEMORY.map(([name, key]) => [name, plan[key] || 0, PARTS[name]]),
-    limit: [`memory of ${plan.device[0]}`, plan.device[1]],
-    mark: ["peak", plan.peak_bytes],
-    top,
-    over: !plan.fits,
-    remark: plan.fits ? `peak ${formatBytes(plan.peak_bytes)} of ${formatBytes(plan.device[1])}` : `peak ${formatBytes(plan.peak_bytes)}: ${formatBytes(plan.peak_bytes - plan.device[1])} too much`,
-  }));
+  const stacks = facts.plans.map((plan) =>
+    createStack({
+      title: `${plan.name} on ${plan.mesh}`,
+      parts: MEMORY.map(([name, key]) => [name, plan[key] || 0, PARTS[name]]),
+      limit: [`memory of ${plan.device[0]}`, plan.device[1]],
+      mark: ["peak", plan.peak_bytes],
+      top,
+      over: !plan.fits,
+      remark: plan.fits
+        ? `peak ${formatBytes(plan.peak_bytes)} of ${formatBytes(plan.device[1])}`
+        : `peak ${formatBytes(plan.peak_bytes)}: ${formatBytes(plan.peak_bytes - plan.device[1])} too much`,
+    }),
+  );
   const entries = MEMORY.map(([name]) => [swatch(PARTS[name]), name === "optimizer" ? "optimizer state" : name]);
   entries.push(...(far ? [] : [[swatch(null, "bound"), "memory of the device"]]), [swatch(null, "dashed"), "peak"]);
   const unknown = facts.plans.some((plan) => plan.activation_bytes === null);
-  const note = unknown ? "On the fullest rank; activations are not known from shapes alone." : "On the fullest rank. Gradients and activations are not all held at once: the peak may be below their sum.";
-  return card("Memory of a rank", note, { class: "wide", "data-card": "memory" }, element("div", { class: "stack" }, ...stacks), legend(entries));
+  const note = unknown
+    ? "On the fullest rank; activations are not known from shapes alone."
+    : "On the fullest rank. Gradients and activations are not all held at once: the peak may be below their sum.";
+  return card(
+    "Memory of a rank",
+    note,
+    { class: "wide", "data-card": "memory" },
+    element("div", { class: "stack" }, ...stacks),
+    legend(entries),
+  );
 }
 
 function trafficCard(facts) {
   const axes = [...new Set(facts.plans.flatMap((plan) => Object.keys(plan.traffic)))];
   const top = 1.02 * Math.max(1, ...facts.plans.map((plan) => sumOf(plan.traffic)));
-  const stacks = facts.plans.map((plan) => createStack({
-    title: plan.name,
-    parts: axes.map((axis, i) => [axis, plan.traffic[axis] || 0, colourOf(i, axes.length)]),
-    top,
-    narrow: true,
-    remark: formatBytes(sumOf(plan.traffic)),
-  }));
-  const entries = axes.map((axis, i) => [swatch(colourOf(i, axes.length)), axis.includes(",") ? `across ${axis.replace(",", " and ")}` : `along ${axis}`]);
-  const body = axes.length ? [element("div", { class: "stack" }, ...stacks), legend(entries)] : [element("p", { class: "empty" }, "A step moves nothing between ranks.")];
-  return card("Traffic of a step", "Received by one rank, by axis.", { class: "narrow", "data-card": "traffic" }, ...body);
+  const stacks = facts.plans.map((plan) =>
+    createStack({
+      title: plan.name,
+      parts: axes.map((axis, i) => [axis, plan.traffic[axis] || 0, colourOf(i, axes.length)]),
+      top,
+      narrow: true,
+      remark: formatBytes(sumOf(plan.traffic)),
+    }),
+  );
+  const entries = axes.map((axis, i) => [
+    swatch(colourOf(i, axes.length)),
+    axis.includes(",") ? `across ${axis.replace(",", " and ")}` : `along ${axis}`,
+  ]);
+  const body = axes.length
+    ? [element("div", { class: "stack" }, ...stacks), legend(entries)]
+    : [element("p", { class: "empty" }, "A step moves nothing between ranks.")];
+  return card(
+    "Traffic of a step",
+    "Received by one rank, by axis.",
+    { class: "narrow", "data-card": "traffic" },
+    ...body,
+  );
 }
 
 // Ranks that hold different amounts get a bar each; mostly they do not, and a sentence is enough.
 function unevenCards(facts) {
-  return facts.plans.filter((plan) => plan.by_rank && !plan.by_rank.equal && plan.by_rank.count).map((plan) => {
-    const names = ["parameters", "gradients", "optimizer"];
-    const series = names.map((name, i) => ({ title: name, values: plan.by_rank.values[i], colour: PARTS[name] }));
-    const bars = createBars({ label: `Bytes of parameters, gradients and optimizer state on ${formatCount(plan.by_rank.count, "rank")}`, name: "plan-ranks", numbers: plan.by_rank.numbers, series, stacked: true });
-    return card(`Held by each rank, ${plan.name}`, "Ranks hold different amounts.", { "data-card": "uneven" }, bars.node, legend(series.map((one) => [swatch(one.colour), one.title])));
-  });
+  return facts.plans
+    .filter((plan) => plan.by_rank && !plan.by_rank.equal && plan.by_rank.count)
+    .map((plan) => {
+      const names = ["parameters", "gradients", "optimizer"];
+      const series = names.map((name, i) => ({ title: name, values: plan.by_rank.values[i], colour: PARTS[name] }));
+      const bars = createBars({
+        label: `Bytes of parameters, gradients and optimizer state on ${formatCount(plan.by_rank.count, "rank")}`,
+        name: "plan-ranks",
+        numbers: plan.by_rank.numbers,
+        series,
+        stacked: true,
+      });
+      return card(
+        `Held by each rank, ${plan.name}`,
+        "Ranks hold different amounts.",
+        { "data-card": "uneven" },
+        bars.node,
+        legend(series.map((one) => [swatch(one.colour), one.title])),
+      );
+    });
 }
 
 function treeCard(rows, table) {
@@ -138,18 +238,63 @@ function parameterTable(facts, rows) {
   const other = (read) => (row) => (row.other ? read(row.other) : null);
   const columns = [
     { title: "parameter", value: (r) => r.name, text: (r) => r.name, code: true, width: two ? "25%" : "32%" },
-    { title: "shape", value: (r) => r.shape.reduce((a, b) => a * b, 1), text: (r) => formatShape(r.shape), width: two ? "14%" : "17%" },
-    { title: two ? "first layout" : "layout", value: (r) => ruleOf(r.layout), text: (r) => ruleOf(r.layout), code: true, width: two ? "13%" : "15%" },
-    ...(two ? [{ title: "second layout", value: other((r) => ruleOf(r.layout)), text: (r) => (r.other ? ruleOf(r.other.layout) : "-"), code: true, width: "13%" }] : []),
+    {
+      title: "shape",
+      value: (r) => r.shape.reduce((a, b) => a * b, 1),
+      text: (r) => formatShape(r.shape),
+      width: two ? "14%" : "17%",
+    },
+    {
+      title: two ? "first layout" : "layout",
+      value: (r) => ruleOf(r.layout),
+      text: (r) => ruleOf(r.layout),
+      code: true,
+      width: two ? "13%" : "15%",
+    },
+    ...(two
+      ? [
+          {
+            title: "second layout",
+            value: other((r) => ruleOf(r.layout)),
+            text: (r) => (r.other ? ruleOf(r.other.layout) : "-"),
+            code: true,
+            width: "13%",
+          },
+        ]
+      : []),
     { title: two ? "first" : "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
-    ...(two ? [{ title: "second", kind: "number", value: other((r) => r.parameters + r.gradients + r.optimizer), text: (r) => (r.other ? formatBytes(r.other.parameters + r.other.gradients + r.other.optimizer) : "-") }, { title: "to move", kind: "number", value: (r) => r.moved, text: (r) => formatBytes(r.moved) }] : [{ title: "weights", kind: "number", value: (r) => r.parameters, text: (r) => formatBytes(r.parameters) }]),
-    ...(two ? [] : [{ title: "traffic", kind: "number", value: (r) => r.traffic, text: (r) => (r.traffic ? formatBytes(r.traffic) : "-") }]),
+    ...(two
+      ? [
+          {
+            title: "second",
+            kind: "number",
+            value: other((r) => r.parameters + r.gradients + r.optimizer),
+            text: (r) => (r.other ? formatBytes(r.other.parameters + r.other.gradients + r.other.optimizer) : "-"),
+          },
+          { title: "to move", kind: "number", value: (r) => r.moved, text: (r) => formatBytes(r.moved) },
+        ]
+      : [{ title: "weights", kind: "number", value: (r) => r.parameters, text: (r) => formatBytes(r.parameters) }]),
+    ...(two
+      ? []
+      : [
+          {
+            title: "traffic",
+            kind: "number",
+            value: (r) => r.traffic,
+            text: (r) => (r.traffic ? formatBytes(r.traffic) : "-"),
+          },
+        ]),
   ];
   return createTable({ what: "parameter", label: "Parameters", rows, columns });
 }
 
 function movesCard(facts) {
-  const rows = facts.plans.flatMap((plan) => plan.moves.map((move) => ({ ...Object.fromEntries(facts.move_columns.map((name, i) => [name, move[i]])), plan: plan.name })));
+  const rows = facts.plans.flatMap((plan) =>
+    plan.moves.map((move) => ({
+      ...Object.fromEntries(facts.move_columns.map((name, i) => [name, move[i]])),
+      plan: plan.name,
+    })),
+  );
   const two = facts.plans.length > 1;
   const table = createTable({
     what: "move",
@@ -159,15 +304,31 @@ function movesCard(facts) {
     sorted: [two ? 5 : 4, true],
     columns: [
       ...(two ? [{ title: "plan", value: (m) => m.plan, text: (m) => m.plan, width: "10%" }] : []),
-      { title: "asked for by", value: (m) => m.label, text: (m) => `${m.label}${m.backward ? ", backward" : ""}`, width: "20%" },
+      {
+        title: "asked for by",
+        value: (m) => m.label,
+        text: (m) => `${m.label}${m.backward ? ", backward" : ""}`,
+        width: "20%",
+      },
       { title: "times", kind: "number", value: (m) => m.count, text: (m) => formatNumber(m.count), width: "6%" },
       { title: "from", value: (m) => m.from, text: (m) => m.from, code: true, width: two ? "26%" : "32%" },
       { title: "to", value: (m) => m.to, text: (m) => ruleOf(m.to), code: true, width: "13%" },
-      { title: "received", kind: "number", value: (m) => m.received, text: (m) => formatBytes(m.received), width: "9%" },
+      {
+        title: "received",
+        kind: "number",
+        value: (m) => m.received,
+        text: (m) => formatBytes(m.received),
+        width: "9%",
+      },
       { title: "axes", value: (m) => m.axes.join(" "), text: (m) => m.axes.join(" "), width: "9%" },
       { title: "time", kind: "number", value: (m) => m.seconds, text: (m) => formatSeconds(m.seconds), width: "8%" },
     ],
   });
   const hidden = facts.plans.reduce((sum, plan) => sum + plan.hidden_moves, 0);
-  return card("Moves of a step", hidden ? `${formatNumber(hidden)} more are not listed.` : "What operators ask for, most bytes first.", { "data-card": "moves" }, table.node);
+  return card(
+    "Moves of a step",
+    hidden ? `${formatNumber(hidden)} more are not listed.` : "What operators ask for, most bytes first.",
+    { "data-card": "moves" },
+    table.node,
+  );
 }

@@ -9,7 +9,13 @@ export function createPlanEditor(facts, onanswer) {
   const settings = settingFields(facts);
   const error = element("pre", { class: "error", role: "alert", hidden: true });
   const submit = element("button", { type: "submit", class: "main" }, "Estimate");
-  const form = element("form", { "aria-label": "The plan" }, element("div", { class: "pair" }, ...editors.map((editor) => editor.node)), element("div", { class: "controls settings" }, ...settings.nodes, submit), error);
+  const form = element(
+    "form",
+    { "aria-label": "The plan" },
+    element("div", { class: "pair" }, ...editors.map((editor) => editor.node)),
+    element("div", { class: "controls settings" }, ...settings.nodes, submit),
+    error,
+  );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     submit.disabled = true;
@@ -39,15 +45,60 @@ function planFields(plan) {
   const list = element("div", { class: "patterns" });
   const rows = new Set();
   const add = (pattern, text) => {
-    const row = { pattern: element("input", { type: "text", class: "code", value: pattern, "aria-label": "Pattern", spellcheck: "false", "data-name": "pattern" }), text: element("input", { type: "text", class: "code", value: text, "aria-label": `Placements of ${pattern || "the pattern"}`, spellcheck: "false", "data-name": "placements" }) };
-    const remove = element("button", { type: "button", "aria-label": `Remove ${pattern || "the pattern"}`, onclick: () => { rows.delete(row); row.node.remove(); } }, "×");
+    const row = {
+      pattern: element("input", {
+        type: "text",
+        class: "code",
+        value: pattern,
+        "aria-label": "Pattern",
+        spellcheck: "false",
+        "data-name": "pattern",
+      }),
+      text: element("input", {
+        type: "text",
+        class: "code",
+        value: text,
+        "aria-label": `Placements of ${pattern || "the pattern"}`,
+        spellcheck: "false",
+        "data-name": "placements",
+      }),
+    };
+    const remove = element(
+      "button",
+      {
+        type: "button",
+        "aria-label": `Remove ${pattern || "the pattern"}`,
+        onclick: () => {
+          rows.delete(row);
+          row.node.remove();
+        },
+      },
+      "×",
+    );
     row.node = element("div", { class: "pattern" }, row.pattern, row.text, remove);
     rows.add(row);
     list.append(row.node);
   };
   for (const [pattern, text] of Object.entries(data.parameters)) add(pattern, text);
-  const more = element("button", { type: "button", onclick: () => { add("", ""); [...rows].pop().pattern.focus(); } }, "Add a pattern");
-  const node = element("fieldset", {}, element("legend", {}, plan.name), element("div", { class: "controls" }, mesh.node, inputs.node), list, more);
+  const more = element(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        add("", "");
+        [...rows].pop().pattern.focus();
+      },
+    },
+    "Add a pattern",
+  );
+  const node = element(
+    "fieldset",
+    {},
+    element("legend", {}, plan.name),
+    element("div", { class: "controls" }, mesh.node, inputs.node),
+    list,
+    more,
+  );
   const read = () => {
     const parameters = {};
     for (const row of rows) if (row.pattern.value.trim()) parameters[row.pattern.value.trim()] = row.text.value.trim();
@@ -63,14 +114,46 @@ function settingFields({ settings, choices }) {
   const chosen = { ...settings };
   const nodes = [];
   const number = (name, label) => {
-    const input = element("input", { type: "number", min: "1", value: String(settings[name]), "data-name": name, onchange: () => { chosen[name] = Number(input.value); } });
+    const input = element("input", {
+      type: "number",
+      min: "1",
+      value: String(settings[name]),
+      "data-name": name,
+      onchange: () => {
+        chosen[name] = Number(input.value);
+      },
+    });
     nodes.push(element("label", {}, label, input));
   };
   number("batch", "Batch");
   number("sequence", "Sequence");
   number("ranks_per_host", "Ranks per host");
-  for (const [name, label] of [["optimizer", "Optimizer"], ["device", "Device"]]) nodes.push(choice(label, choices[name].map((one) => [one, one]), settings[name], (value) => { chosen[name] = value; }));
-  const types = ["", "f32", "bf16", "f16"].concat(settings.dtype && !["f32", "bf16", "f16"].includes(settings.dtype) ? [settings.dtype] : []);
-  nodes.push(choice("Parameters in", types.map((one) => [one, one || "their dtype"]), settings.dtype || "", (value) => { chosen.dtype = value; }));
+  for (const [name, label] of [
+    ["optimizer", "Optimizer"],
+    ["device", "Device"],
+  ])
+    nodes.push(
+      choice(
+        label,
+        choices[name].map((one) => [one, one]),
+        settings[name],
+        (value) => {
+          chosen[name] = value;
+        },
+      ),
+    );
+  const types = ["", "f32", "bf16", "f16"].concat(
+    settings.dtype && !["f32", "bf16", "f16"].includes(settings.dtype) ? [settings.dtype] : [],
+  );
+  nodes.push(
+    choice(
+      "Parameters in",
+      types.map((one) => [one, one || "their dtype"]),
+      settings.dtype || "",
+      (value) => {
+        chosen.dtype = value;
+      },
+    ),
+  );
   return { nodes, read: () => chosen };
 }

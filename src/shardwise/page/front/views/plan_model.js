@@ -4,10 +4,17 @@ import { formatBytes } from "../parts/format.js";
 
 // The rows of the first plan, each with the row of the second one, if there is one.
 export function readRows(facts) {
-  const [first, second] = facts.plans.map((plan) => plan.rows.map((row) => Object.fromEntries(facts.columns.map((name, i) => [name, row[i]]))));
+  const [first, second] = facts.plans.map((plan) =>
+    plan.rows.map((row) => Object.fromEntries(facts.columns.map((name, i) => [name, row[i]]))),
+  );
   const others = new Map((second || []).map((row) => [row.name, row]));
   const moved = facts.resharding && facts.resharding[0] ? facts.resharding[0].by_parameter : null;
-  return first.map((row, i) => ({ ...row, memory: row.parameters + row.gradients + row.optimizer, other: others.get(row.name) || null, moved: moved ? moved[i] : null }));
+  return first.map((row, i) => ({
+    ...row,
+    memory: row.parameters + row.gradients + row.optimizer,
+    other: others.get(row.name) || null,
+    moved: moved ? moved[i] : null,
+  }));
 }
 
 // A tree over dotted paths; a node knows the memory of all parameters below it.
@@ -25,7 +32,14 @@ export function moduleTree(rows) {
     });
   }
   const total = root.bytes || 1;
-  const finish = (node) => ({ name: node.name, path: node.path, share: node.bytes / total, text: formatBytes(node.bytes), count: node.count, children: [...node.byName.values()].map(finish) });
+  const finish = (node) => ({
+    name: node.name,
+    path: node.path,
+    share: node.bytes / total,
+    text: formatBytes(node.bytes),
+    count: node.count,
+    children: [...node.byName.values()].map(finish),
+  });
   return finish(root);
 }
 

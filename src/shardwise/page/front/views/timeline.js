@@ -19,7 +19,10 @@ export function createTimeline({ facts, rows, colours, state }) {
   const cursor = { place: 0, index: -1 };
 
   const windowNow = () => [state.from * total, (state.from + 1 / state.zoom) * total];
-  const toX = (time) => { const [low, high] = windowNow(); return LEFT + ((time - low) / (high - low)) * (plot.width - LEFT - 8); };
+  const toX = (time) => {
+    const [low, high] = windowNow();
+    return LEFT + ((time - low) / (high - low)) * (plot.width - LEFT - 8);
+  };
 
   function draw(context, width, tall) {
     const [low, high] = windowNow();
@@ -65,7 +68,11 @@ export function createTimeline({ facts, rows, colours, state }) {
         context.fillStyle = inkOn(colour);
         context.textAlign = "left";
         context.textBaseline = "middle";
-        context.fillText(clipText(context, facts.kinds[event.what][0], x1 - x0 - 8), x0 + 4, y + 1 + (depth + 0.5) * level);
+        context.fillText(
+          clipText(context, facts.kinds[event.what][0], x1 - x0 - 8),
+          x0 + 4,
+          y + 1 + (depth + 0.5) * level,
+        );
       }
     }
   }
@@ -96,7 +103,10 @@ export function createTimeline({ facts, rows, colours, state }) {
 
   function describe(event, place) {
     const [name, kind, bytes, source, layouts] = facts.kinds[event.what];
-    const lines = [name, `${kind} on rank ${facts.ranks[place]}, ${formatSeconds(event.duration / 1e6)}, starts at ${formatSeconds(event.start / 1e6)}`];
+    const lines = [
+      name,
+      `${kind} on rank ${facts.ranks[place]}, ${formatSeconds(event.duration / 1e6)}, starts at ${formatSeconds(event.start / 1e6)}`,
+    ];
     if (bytes) lines.push(`${formatBytes(bytes)}, ${formatNumber(bytes)} bytes`);
     if (layouts) lines.push(layouts);
     if (source) lines.push(source);
@@ -129,7 +139,8 @@ export function createTimeline({ facts, rows, colours, state }) {
     draw,
     find,
     step: (key) => {
-      if (key === "ArrowUp" || key === "ArrowDown") cursor.place = Math.min(rows.length - 1, Math.max(0, cursor.place + (key === "ArrowDown" ? 1 : -1)));
+      if (key === "ArrowUp" || key === "ArrowDown")
+        cursor.place = Math.min(rows.length - 1, Math.max(0, cursor.place + (key === "ArrowDown" ? 1 : -1)));
       const events = rows[cursor.place];
       const moves = { ArrowLeft: cursor.index - 1, ArrowRight: cursor.index + 1, Home: 0, End: events.length - 1 };
       cursor.index = Math.min(events.length - 1, Math.max(0, moves[key] ?? cursor.index));
