@@ -47,6 +47,13 @@ def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> C
     """The same in two halves, where the comm can: between them the next call may be started, but not completed.
 
     Returns the second half, which raises as `agree` does. The call in between is then withdrawn on every rank.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     finish = start_agreeing(comm, {"shape": (4, 2)}, label="shard")
+    ...     return finish()  # raises if another rank passed another shape
+    >>> run_local(body, 2)
+    [None, None]
     """
     start = getattr(comm, "start_agreeing", None)
     text = _write_fields(fields, None)
