@@ -26,8 +26,8 @@ export function createTable({ columns, rows, what, onchoose, label, height = 420
   const scroll = element("div", {
     class: "scroll",
     tabindex: "0",
-    role: "region",
-    "aria-label": label,
+    role: "group",
+    "aria-label": `Rows of ${label}`,
     style: { maxHeight: `${height}px` },
     onscroll: () => paint(),
   });

@@ -1,12 +1,13 @@
 // A tree with numbers beside each node: arrow keys move and open, as the tree pattern of ARIA asks.
 
-import { element } from "./dom.js";
+import { element, uniqueId } from "./dom.js";
 
 // A node is {name, children, numbers: [share 0..1, text]}; children are made when a node is opened.
 export function createTree(root, { label, onchoose, opened = 1 }) {
   const tree = element("ul", { class: "tree", role: "tree", "aria-label": label });
 
   function addItem(node, parent, depth) {
+    const id = uniqueId("node");
     const inner = node.children.length ? element("ul", { role: "group", hidden: true }) : null;
     const twist = element("span", { class: "twist", "aria-hidden": "true" }, inner ? "▸" : "");
     const meter = element(
@@ -17,9 +18,9 @@ export function createTree(root, { label, onchoose, opened = 1 }) {
     const line = element(
       "div",
       { class: "node", style: { paddingLeft: `${8 + depth * 16}px` } },
-      element("span", { class: "name", title: node.name }, twist, node.name),
+      element("span", { class: "name", id: `${id}-name`, title: node.name }, twist, node.name),
       meter,
-      element("span", { class: "bytes" }, node.text),
+      element("span", { class: "bytes", id: `${id}-bytes` }, node.text),
     );
     const item = element(
       "li",
@@ -27,7 +28,7 @@ export function createTree(root, { label, onchoose, opened = 1 }) {
         role: "treeitem",
         tabindex: "-1",
         "aria-level": depth + 1,
-        "aria-label": `${node.name}, ${node.text}`,
+        "aria-labelledby": `${id}-name ${id}-bytes`,
         "aria-expanded": inner ? "false" : null,
       },
       line,

@@ -64,8 +64,7 @@ function layoutFigures(facts, bytes) {
 function shownNote(facts) {
   const merged = facts.regular && facts.regular.merged.some((step) => step > 1);
   if (merged) return "Neighbouring boxes are merged where they are too many to draw.";
-  if (facts.boxes && facts.boxes.hidden)
-    return `${formatCount(facts.boxes.hidden, "more box")} are not drawn.`;
+  if (facts.boxes && facts.boxes.hidden) return `${formatCount(facts.boxes.hidden, "more box")} are not drawn.`;
   return "Each dim is to scale.";
 }
 

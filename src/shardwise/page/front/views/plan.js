@@ -111,7 +111,7 @@ function compareCard(facts) {
   const head = element(
     "tr",
     {},
-    element("th", {}),
+    element("th", { scope: "col" }, "figure"),
     ...[a, b].map((plan) => element("th", { scope: "col" }, plan.name)),
   );
   const table = element(
