@@ -31,7 +31,7 @@ from shardwise.checkpoint.store import open_store
 from shardwise.checkpoint.verify import find_problems
 from tests.ranks.killing import die_before
 
-WRITES = ("open", "write", "pwrite", "fsync", "rename", "mkdir")
+WRITES = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir")
 OPERATIONS = (*WRITES, "unlink", "rmdir")
 FORMATS = ("shardwise", "dcp", "hf")
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint import clean, folders, leftovers
 from shardwise.checkpoint.folders import recover_commit
 from tests.ranks.killing import die_before
 
-OPERATIONS = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+OPERATIONS = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 RANKS = 2
 LIMIT = 240
 OLD, NEW, LATER = 1.0, 2.0, 3.0

@@ -25,7 +25,7 @@ from shardwise.checkpoint.resharding.run import reshard
 from shardwise.checkpoint.store import open_store
 from tests.ranks.killing import die_before
 
-OPERATIONS = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
+OPERATIONS = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
 LIMIT = 110
 CUT: dict[str, Any] = {"layout": "S(1)", "ranks": 3}
 

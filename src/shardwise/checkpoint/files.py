@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,9 @@ from shardwise.checkpoint.storage.base import MAX_INDEX_BYTES, FileReader, Reada
 
 _COLLECT_BYTES = 1 << 20
 _WORTH_FETCHING = 256 << 10
+_WORTH_DROPPING = 16 << 20
+LARGE_PAGE_BYTES = 2 << 20
+_MOST_PARTS = 64
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; Python has no name for it
 
 
@@ -193,35 +196,58 @@ def read_exactly(handle: int, size: int, begin: int) -> bytes:
 class PositionedFile:
     """A file that is written in places; neighbouring small parts are collected; synced when it is closed without error.
 
-    With `create` it is a new file.
+    Large parts are written up to where a large page of the file ends, the rest with what follows. So the system caches
+    the file in large pages, which are mapped at a twentieth of the cost of small ones when it is read. With `create` it
+    is a new file.
     """
 
     def __init__(self, path: Path, create: bool = False) -> None:
         self._path = path
         self._handle = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
-        self._collected = bytearray()
-        self._begin = 0
+        self._parts: list[bytearray | memoryview] = []
+        self._begin = self._size = 0
 
-    def write(self, position: int, data: memoryview | bytes) -> None:
-        """Write bytes at a place."""
-        if position != self._begin + len(self._collected) or len(self._collected) + len(data) > _COLLECT_BYTES:
+    def write(self, position: int, data: memoryview | bytes, lasting: bool = False) -> None:
+        """Write bytes at a place; `lasting`: their memory stays as it is until the file is closed."""
+        if position != self._begin + self._size or (len(data) < _COLLECT_BYTES < self._size + len(data)):
             self._flush()
             self._begin = position
-        if len(data) >= _COLLECT_BYTES:
-            self._put(position, memoryview(data))
-            self._begin = position + len(data)
-        else:
-            self._collected += data
+        if len(data) < _COLLECT_BYTES:
+            self._collect(data)
+            return
+        self._parts.append(memoryview(data))
+        self._size += len(data)
+        end = self._begin + self._size
+        self._flush(end - end % LARGE_PAGE_BYTES if lasting else end)
 
-    def _flush(self) -> None:
-        data, self._collected = self._collected, bytearray()
-        self._put(self._begin, memoryview(data))
+    def _collect(self, data: memoryview | bytes) -> None:
+        if not self._parts or not isinstance(self._parts[-1], bytearray):
+            self._parts.append(bytearray())
+        self._parts[-1] += data  # type: ignore[operator]  # a bytearray
+        self._size += len(data)
 
-    def _put(self, position: int, data: memoryview) -> None:
+    def _flush(self, end: int | None = None) -> None:
+        """Write what is collected, up to a place."""
+        end = self._begin + self._size if end is None else end
         with add_path_to_error(self._path):
-            while len(data):
-                written = os.pwrite(self._handle, data[: 1 << 30], position)
-                data, position = data[written:], position + written
+            while self._begin < end:
+                room, parts = end - self._begin, []
+                for part in self._parts[:_MOST_PARTS]:
+                    parts.append(memoryview(part)[:room])
+                    room -= len(parts[-1])
+                written = _write_parts(self._handle, parts, self._begin)
+                del parts  # a bytearray of which there is a view cannot grow
+                self._drop(written)
+
+    def _drop(self, count: int) -> None:
+        """Forget as many bytes, which are written."""
+        self._begin, self._size = self._begin + count, self._size - count
+        while count:
+            first = self._parts[0]
+            if len(first) > count:
+                self._parts[0] = memoryview(first)[count:]
+                return
+            count -= len(self._parts.pop(0))
 
     def close(self, sync: bool = True) -> None:
         """Write what was collected and make it last, unless it is given up; nothing the second time."""
@@ -241,6 +267,33 @@ class PositionedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(sync=kind is None)
+
+
+def _write_parts(handle: int, parts: Sequence[memoryview], position: int) -> int:
+    """Write parts one after another, with one call where the system can; return how many bytes were written."""
+    if hasattr(os, "pwritev"):
+        return os.pwritev(handle, parts, position)
+    return os.pwrite(handle, parts[0], position)
+
+
+def drop_from_cache(path: Path) -> None:
+    """Let the system take a file out of its cache, where it can; the file stays.
+
+    Memory that the system has just freed is written to faster than memory that it never used, by up to five times where
+    the machine is a virtual one.
+    """
+    try:
+        if not hasattr(os, "posix_fadvise") or os.stat(path).st_size < _WORTH_DROPPING:
+            return
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return  # there is no such file, or it is not ours to read
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError:
+        return  # a file system that does not know how
+    finally:
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

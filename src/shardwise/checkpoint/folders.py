@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import PinnedFolder, sync_folder, write_synced
+from shardwise.checkpoint.files import PinnedFolder, drop_from_cache, sync_folder, write_synced
 from shardwise.checkpoint.formats.table import FORMATS, is_checkpoint_file
 from shardwise.checkpoint.storage.base import SaveFolder
 
@@ -214,6 +214,9 @@ class LocalSave(SaveFolder):
 
     def make(self) -> None:
         self.work.mkdir(exist_ok=True)
+
+    def forget_replaced(self, name: str) -> None:
+        drop_from_cache(self.path / name)
 
     def deliver(self, name: str) -> None:
         return None

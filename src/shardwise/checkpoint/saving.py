@@ -247,7 +247,7 @@ def write_rank_files(
     values = iter(sources)
     records = []
     for file in plan.files.files_of(rank):
-        writer = FileWriter(plan.folder.work, plan.files, file, check)
+        writer = _open_file(plan, file, check)
         try:
             for _ in file.items:
                 writer.add(next(values))
@@ -295,9 +295,10 @@ def _finish_file(plan: SavePlan, file: PlannedFile, writer: FileWriter) -> list[
     return sums
 
 
-def _open_file(plan: SavePlan, file: PlannedFile) -> FileWriter:
+def _open_file(plan: SavePlan, file: PlannedFile, check: Callable[[], None] = lambda: None) -> FileWriter:
     plan.folder.make()
-    return FileWriter(plan.folder.work, plan.files, file, lambda: None)
+    plan.folder.forget_replaced(file.name)
+    return FileWriter(plan.folder.work, plan.files, file, check)
 
 
 def _add_all(writer: FileWriter, tensors: Sequence[Tensor]) -> None:

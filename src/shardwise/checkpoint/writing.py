@@ -75,7 +75,7 @@ class FileWriter:
         data = flat_bytes(values)
         if data is not None and 0 < len(data) <= BLOCK_BYTES:  # most of a thousand small tensors
             self._check()
-            self._output.write(position, data)
+            self._output.write(position, data, lasting=True)
             self._sums.append((checksum(data), zlib.crc32(data) if self._plan.crc else 0))
             return
         sums, crc = BlockSums(), 0
@@ -83,14 +83,14 @@ class FileWriter:
             self._check()
             sums.update(part)
             crc = zlib.crc32(part, crc) if self._plan.crc else 0
-            self._output.write(position, part)
+            self._output.write(position, part, lasting=True)
             position += len(part)
         self._sums.append((sums.text(), crc))
 
     def finish(self) -> list[ItemSums]:
         """Write what surrounds the items, and make all of it last."""
         for position, data in self._plan.finish_file(self._file, self._sums):
-            self._output.write(position, data)
+            self._output.write(position, data, lasting=True)
         self._output.close()
         return self._sums
 

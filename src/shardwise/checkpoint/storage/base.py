@@ -137,6 +137,10 @@ class SaveFolder(ABC):
     def make(self) -> None:
         """Make it, unless it is there."""
 
+    def forget_replaced(self, name: str) -> None:
+        """A file of this name is about to be written: what caches the one that it replaces may be given back."""
+        return None
+
     @abstractmethod
     def deliver(self, name: str) -> None:
         """A file in `work` is complete: bring it to where it belongs."""
