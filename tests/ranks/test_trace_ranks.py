@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise import ChunkSpec, Mesh, ModelPlan, shard_module
+from shardwise.comm import ProcessGroupComm
 from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(2)
@@ -26,6 +28,27 @@ def trace_step(path: str) -> None:
         with shardwise.trace(path):
             model(torch.ones(256, 64)).square().sum().backward()
             x.redistribute(ChunkSpec(1, 2), async_op=True).wait()
+
+
+def log_engine() -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        ProcessGroupComm().barrier(label="first call")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return found
+
+
+def test_the_first_rank_tells_how_ranks_communicate(world: Ranks) -> None:
+    first, second = world.run(log_engine)
+    assert len(first) == 1 and first[0].startswith("shardwise.comm: ranks 0, 1 use ") and "Engine" in first[0]
+    assert second == []
 
 
 def test_processes_write_one_file(world: Ranks, tmp_path: Path) -> None:

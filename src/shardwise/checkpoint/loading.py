@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.checkpoint.background import wait_for_running_save
 from shardwise.checkpoint.checksums import block_count, checksum
 from shardwise.checkpoint.converting.conversion import rename_index
@@ -59,6 +60,7 @@ from shardwise.tensor.comms import resolve_comm
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | NameMap | None
+_log = package_logger(__name__)
 _MAX_LISTED_PROBLEMS = 5
 
 
@@ -222,6 +224,8 @@ def load(
                     loader.copy, "; tensors may be half-loaded"
                 ):
                     loader.settle()
+                    if comm.rank == comm.ranks[0]:
+                        _log.info("loaded %s: %d tensors", path, len(matched.tensors))
                     return fill_state(state, matched.values)
         finally:
             store.close()

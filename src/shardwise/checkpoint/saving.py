@@ -20,6 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.checkpoint import folders
 from shardwise.checkpoint.assign import TensorToSave
 from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
@@ -46,7 +47,9 @@ from shardwise.tensor import redistribute_many, wrap
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.execute import view_box
 from shardwise.tensor.move import single_rank_layout
+from shardwise.transfer.report import format_bytes
 
+_log = package_logger(__name__)
 SAVE_LABEL = "save"
 
 
@@ -356,3 +359,5 @@ def _commit_save(plan: SavePlan, records: Sequence[Json], in_background: bool) -
         plan.folder.remove()
         raise
     plan.folder.commit(in_background)
+    sizes = len(written), format_bytes(sum(file.bytes for file, _ in written))
+    _log.info("saved %s: %d files, %s", plan.folder.path, *sizes)

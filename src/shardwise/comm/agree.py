@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from shardwise._log import package_logger
 from shardwise.comm.protocol import Comm, DisagreementError
-from shardwise.comm.rank_text import fold_texts, fold_values
+from shardwise.comm.rank_text import fold_texts, fold_values, name_ranks
 
+_log = package_logger(__name__)
 _ABSENT = "nothing"
 _PROBLEM = "problem"
 _LONGEST = 200
@@ -41,6 +44,12 @@ def agree(
     digests = comm.all_gather_bytes(_digest(text), label=label)
     if len(set(digests)) > 1 or problem is not None:
         _raise_difference(comm, text, label, what)
+    _log_agreement(comm, label)
+
+
+def _log_agreement(comm: Comm, label: str) -> None:
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s agreed on %r", name_ranks(comm.ranks), label)
 
 
 def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> Callable[[], None]:
@@ -65,6 +74,7 @@ def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> C
     def finish() -> None:
         if len(set(wait())) > 1:
             _raise_difference(comm, text, label, "arguments")
+        _log_agreement(comm, label)
 
     return finish
 

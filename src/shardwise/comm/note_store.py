@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import socket
 import threading
@@ -18,12 +17,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
+from shardwise._log import package_logger
 from shardwise._torch import Store, store_address
 
 _PATIENCE_SECONDS = 3.0
 _HANGS_SECONDS = 2.0  # less than the patience: whoever was patient once does not wait for the same call again
 _KNOCK_SECONDS = 1.0
-_log = logging.getLogger(__name__)
+_log = package_logger(__name__)
 T = TypeVar("T")
 
 

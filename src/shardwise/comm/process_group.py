@@ -15,6 +15,7 @@ Tensors that live elsewhere than the engine's memory are copied there and back (
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -30,12 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._log import package_logger
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.local import default_device
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.rank_text import name_ranks
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
@@ -45,6 +48,7 @@ from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
 
 _FAULT_GRACE_SECONDS = 1.0
+_log = package_logger(__name__)
 _comm_by_group: dict[str, ProcessGroupComm] = {}
 _comms_made: Counter[str] = Counter()
 
@@ -346,6 +350,9 @@ class ProcessGroupComm:
     def _ready_engine(self) -> Engine:
         if self._engine is None:
             self._engine = self._choose_engine()
+            level = logging.INFO if self.rank == self.ranks[0] else logging.DEBUG
+            used, known = type(self._engine).__name__, self._backends
+            _log.log(level, "%s use %s (device %s, backends %s)", name_ranks(self.ranks), used, self.device, known)
         return self._engine
 
     def _choose_engine(self) -> Engine:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from shardwise._log import package_logger
 from shardwise._torch import is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
 from shardwise.comm.traced import CommTrace, NotTraceableError
@@ -55,6 +56,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.user_line import user_line
 
 MAX_KINDS, MAX_ATTEMPTS = 16, 8
+_log = package_logger(__name__)
 DEFAULT_MEMORY_LIMIT = 256 << 20
 
 
@@ -188,6 +190,8 @@ class CompiledProgram:
         problem = verdict.problem if verdict.is_final else f"the ranks' answers changed in {MAX_ATTEMPTS} traces"
         asks = any(label == "inputs" for label, _ in report.asked)
         self._asks_ranks = asks or (self._asks_ranks and bool(self._order))
+        name = getattr(self._function, "__qualname__", type(self._target).__name__)
+        _log.info("%s is traced (%s): %s", name, kind.reason, problem or "it runs as graphs")
         if problem is not None:
             self._give_up(kind, problem)
         self._kinds.setdefault(self._make_key(state, leaves, structure), []).insert(0, kind)

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._log import package_logger
 from shardwise.geometry import Mesh
 from shardwise.hf.patterns import fold_patterns
 from shardwise.hf.structure import LinearPairs, find_linear_pairs, is_linear, out_features
 from shardwise.nn.model_plan import PLAIN, REPLICATED, ModelPlan
 from shardwise.nn.patterns import PlanError
 
+_log = package_logger(__name__)
 TENSOR_AXIS, EXPERT_AXIS, DATA_AXES, FSDP_AXIS = "tp", "ep", ("dp", "fsdp"), "fsdp"
 _AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES)
 
@@ -61,6 +63,8 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     names = [name for name, _ in model.named_parameters()]
     texts = {n: ", ".join(f"{a}: {t}" for a, t in _in_order(placements[n], mesh)) for n in names if n in placements}
     data = [f"{axis}: S(0)" for axis in mesh.axes if axis in DATA_AXES]
+    source = "its own plan" if getattr(model, "_tp_plan", None) else "its structure"
+    _log.info("a plan of %s for %s from %s: %d sharded parameters", type(model).__name__, mesh, source, len(texts))
     return ModelPlan(mesh, fold_patterns(texts, names), input_plan=", ".join(data) or REPLICATED, output_plan=PLAIN)
 
 

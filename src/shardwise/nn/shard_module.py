@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -18,7 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Comm, DisagreementError
+from shardwise._log import package_logger
+from shardwise.comm import Comm, DisagreementError, name_ranks
 from shardwise.compat.specs import ChunkShardingSpec, shard_tensor
 from shardwise.compiler.torch_compile import route_torch_compile
 from shardwise.embedding.local_batch import register_local_batch_hooks
@@ -45,7 +47,9 @@ from shardwise.ops.engine.prefetch import register_prefetch
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.transfer.report import format_bytes
 
+_log = package_logger(__name__)
 OutputSpecs: TypeAlias = dict[str, ShardingSpec]
 
 
@@ -150,9 +154,23 @@ def shard_module(
         _shard_by_names(module, plan, src_rank, process_group)
     missing.fill()
     check_on_all_ranks(comm, missing.check)
+    _log_sharded(module, plan, comm)
     teach_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _log_sharded(module: nn.Module, plan: ShardingPlan | ModelPlan, comm: Comm) -> None:
+    """Say what became of a model, on its first rank."""
+    if comm.rank != comm.ranks[0] or not _log.isEnabledFor(logging.INFO):
+        return
+    sharded = [p for p in module.parameters() if isinstance(p, ShardedTensor)]
+    held = sum(part.nbytes for p in sharded for part in p.local_parts)
+    whole = sum(p.numel() * p.dtype.itemsize for p in sharded)
+    where = f"on {plan.mesh}, inputs {plan.input_plan}" if isinstance(plan, ModelPlan) else name_ranks(comm.ranks)
+    kind, count = type(module).__name__, len(sharded)
+    sizes = format_bytes(held), format_bytes(whole)
+    _log.info("%s is sharded %s: %d parameters, %s of %s on rank %d", kind, where, count, *sizes, comm.rank)
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

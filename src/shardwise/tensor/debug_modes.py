@@ -1,4 +1,4 @@
-"""Moves in torch's `CommDebugMode`: each that sends something counts once, as `torch.ops.shardwise.move`.
+"""Moves in log messages, and in torch's `CommDebugMode`: one that sends something is one `torch.ops.shardwise.move`.
 
 The mode counts operators of torch.distributed that it meets; our transports call none. It is off the stack while it
 runs an operator and the moves of that operator, so it is remembered where a function of ShardedTensors begins.
@@ -6,6 +6,7 @@ runs an operator and the moves of that operator, so it is remembered where a fun
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,14 @@ from typing import Any
 
 import torch
 
+from shardwise._log import package_logger
 from shardwise._torch import comm_debug_modes
+from shardwise.geometry import shorten_layout
 from shardwise.tensor.parts import PlannedMove, watch_moves
+from shardwise.tensor.user_line import user_line
+from shardwise.transfer.report import format_bytes
+
+_log = package_logger(__name__)
 
 
 class _ModesAbove(threading.local):
@@ -41,4 +48,11 @@ def _count_move(plan: PlannedMove, label: str) -> None:
             mode.comm_counts[torch.ops.shardwise.move] += 1
 
 
+def _log_move(plan: PlannedMove, label: str) -> None:
+    if _log.isEnabledFor(logging.DEBUG) and plan.moved_bytes > 0:
+        src, dst, moved = shorten_layout(plan.src), shorten_layout(plan.dst), format_bytes(plan.moved_bytes)
+        _log.debug("%s moves %s, %s -> %s, at %s", label, moved, src, dst, user_line())
+
+
 watch_moves(_count_move)
+watch_moves(_log_move)

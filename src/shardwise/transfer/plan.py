@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise._log import package_logger
 from shardwise.geometry.errors import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.serialize import layout_from_json
 from shardwise.transfer.steps import PlanOptions
 from shardwise.transfer.topology import Topology
 from shardwise.transfer.transfer import Transfer
+
+_log = package_logger(__name__)
 
 
 def plan_transfer(
@@ -41,6 +44,7 @@ def plan_transfer(
     transfer = Transfer(src, dst, options, rank)
     if transfer.is_listed or max_buffer_bytes is not None:
         _ = transfer.rounds  # what cannot be planned is refused here
+    _log.debug("planned %r", transfer)
     return transfer
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import socket
 import threading
@@ -39,6 +38,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
@@ -57,7 +57,7 @@ from shardwise.comm.transports.remote_memory import (
 
 _CONNECT_SECONDS = 10.0
 _REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
-_log = logging.getLogger(__name__)
+_log = package_logger(__name__)
 
 
 class Gatherer(Protocol):

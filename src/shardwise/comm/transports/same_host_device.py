@@ -17,7 +17,6 @@ segments, GPUs without peer access), all use the host's transports and the log s
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.comm.box_copies import copy_boxes, reduce_tensors
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, as_bytes
@@ -49,7 +49,7 @@ from shardwise.comm.transports.same_host import _host_identity
 
 _CONNECT_SECONDS = 10.0
 _ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
-_log = logging.getLogger(__name__)
+_log = package_logger(__name__)
 
 
 class Gatherer(Protocol):

@@ -20,7 +20,6 @@ Few bytes are gathered by the backend's own collective: one message costs less t
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,12 +27,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.comm.flat_tensors import Edges, as_bytes, finish_average, reduce_runs
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine
 from shardwise.comm.transports.same_host import HostNeighbours
 
-_log = logging.getLogger(__name__)
+_log = package_logger(__name__)
 _SMALL_BYTES = 1 << 12
 _WINDOW_BYTES = (1 << 20, 8 << 20)  # the least and the most of all runs together
 _WINDOWS = 8  # if they are not too small or too large: the first and the last one do not overlap with others

@@ -8,7 +8,6 @@ Nothing depends on a rank or on data, so all ranks find the same.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._log import package_logger
 from shardwise.ops.discovery.search import UNIT, Findings, find_strategies, line_up_placements
 from shardwise.ops.discovery.trial import is_boundary_name
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.schema import OperatorCall, split_call
 
-log = logging.getLogger("shardwise.ops")
+log = package_logger(__name__)
 SMALLEST_LENGTH = 6
 
 

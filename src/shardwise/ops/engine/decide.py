@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise._log import package_logger
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
 from shardwise.ops.engine.choose import (
     Operand,
@@ -37,6 +38,8 @@ from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
+
+_log = package_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | S
                 f"{_describe_call(call, tensors)}: the tensor that is written to cannot be moved; redistribute "
                 "the others"
             )
+    _log.debug("%s: %s of %s", call.op, chosen, wanted)
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
     return Decision(wanted, vary, chosen, tuple(cuts), order, mesh, local, finish)
@@ -224,7 +228,8 @@ def _ask_for_strategies(
                 f"{_describe_call(call, tensors)}: the collectives of torch.distributed take plain tensors; pass "
                 "x.local_tensor(), or move the tensor with x.redistribute(...)"
             )
-        if strategies is None and is_pure(call.op):  # computed whole on every rank
+        if strategies is None and is_pure(call.op):
+            _log.info("%s has no rule: it is computed whole on every rank", call.op)
             return [Strategy((Replicate(),), (Replicate(),) * len(metas))]
         if strategies is None:
             raise UnsupportedOpError(
