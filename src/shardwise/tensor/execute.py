@@ -428,6 +428,6 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """The result; raises `CommError` if the exchange failed."""
         if self._result is None:
-            with profiled_move(None, "wait"):
+            with profiled_move("wait"):
                 self._result = (self._finish(self._running.wait()),)
         return self._result[0]

@@ -38,7 +38,7 @@ from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
 from shardwise.tensor.parts import notify_watchers, plan_for_rank
-from shardwise.tensor.recorder import recorded_wait, recorders
+from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
 from shardwise.tensor.reductions import check_reducible
 
 DEFAULT_BUFFER_BYTES = 1 << 30
@@ -174,7 +174,8 @@ def check_and_move(
     asked, problem = _describe_request(held, dst, fields, problem)
     if problem is not None:
         agree(held.comm, asked, label=label, problem=problem)
-    return start_while_agreeing([held], [dst], asked, label, limit).wait()[0], None
+    with profiled_move(label, held.sharding, dst):
+        return start_while_agreeing([held], [dst], asked, label, limit).wait()[0], None
 
 
 def start_while_agreeing(
@@ -182,7 +183,8 @@ def start_while_agreeing(
 ) -> RunningTransfers:
     """Start moves that travel early before all ranks have agreed on them; raises if they do not."""
     comm = held[0].comm
-    finish_agreeing = start_agreeing(comm, asked, label=label)
+    with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
+        finish_agreeing = start_agreeing(comm, asked, label=label)
     try:
         return RunningTransfers(_make_batches(held, dsts, label, limit), comm, label)
     finally:

@@ -70,7 +70,7 @@ class MoveRecord:
         else:
             plan = self.make_plan()
             notify_watchers(plan, self.label)
-            with profiled_move(plan, self.label):
+            with profiled_move(self.label, self.src, self.dst):
                 moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
         for tensor in moved:
             rescale(tensor, self.scale)
@@ -160,7 +160,7 @@ def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]
     """The destination tensors of all moves of a group, and a token."""
     outputs: list[Tensor] = []
     running = _running.pop((slot, *transfers))
-    with profiled_move(None, f"{_records[transfers[0]].label}: wait"):
+    with profiled_move(f"{_records[transfers[0]].label}: wait"):
         results = running.wait()
     for number, moved in zip(transfers, results, strict=True):
         for tensor in moved:

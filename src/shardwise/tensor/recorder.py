@@ -23,7 +23,7 @@ from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Transfer
 
-OPERATORS, FIRST_MOVES = 0, 1  # tracks of a rank: operators, and as many of moves as run at once
+OPERATORS, FIRST_MOVES, AGREEMENTS = 0, 1, 1000  # tracks of a rank; there are as many of moves as run at once
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class StepRecorder:
 
     def add_wait(self, name: str, begin: int) -> None:
         """Note that this rank waited for the others until now."""
-        self.spans.append(RecordedSpan(name, "wait", begin, time.monotonic_ns(), FIRST_MOVES, {"line": user_line()}))
+        self.spans.append(RecordedSpan(name, "wait", begin, time.monotonic_ns(), AGREEMENTS, {"line": user_line()}))
 
     def watch_backward(self, results: Sequence[Tensor], inputs: Sequence[Tensor], line: str) -> None:
         """Note when the backward pass runs the nodes that lie between these tensors, with the line of the forward."""
@@ -173,9 +173,9 @@ def write_tensor(layout: Layout, dtype: torch.dtype) -> str:
     return f"{find_dtype(str(dtype)).name}{_shorten_layout(layout)}"
 
 
-def profiled_move(transfer: Transfer | None, label: str) -> AbstractContextManager[Any]:
+def profiled_move(label: str, src: Layout | None = None, dst: Layout | None = None) -> AbstractContextManager[Any]:
     """A range of torch's profiler for a move, named by what it does, where a profiler runs."""
     if not is_profiling():
         return nullcontext()
-    text = "" if transfer is None else f": {_shorten_layout(transfer.src)} -> {_shorten_layout(transfer.dst)}"
+    text = "" if src is None or dst is None else f": {_shorten_layout(src)} -> {_shorten_layout(dst)}"
     return torch.profiler.record_function(f"shardwise.move {label}{text}")

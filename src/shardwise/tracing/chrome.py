@@ -1,6 +1,7 @@
 """The file of a trace: JSON that Perfetto, Chrome's tracing page and `shardwise view` open.
 
-- `pid` is the rank, and metadata names it; `tid` 0 are operators, from 1 on moves, as many as run at once.
+- `pid` is the rank, and metadata names it; `tid` 0 are operators, 1 and on moves that run at the same
+  time, 1000 agreements of the ranks.
 - `cat` is "operator", "move" or "wait". A move is cut in two: *wait* until the last of the ranks that it receives from
   has begun the same move, *move* from then on. So a rank that comes late shows as the others' waiting.
   Agreements before a move ("redistribute: agree") are waiting as well.
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-OPERATOR, MOVE, WAIT = "operator", "move", "wait"
+from shardwise.tensor.recorder import AGREEMENTS, FIRST_MOVES, OPERATORS
+
+MOVE, WAIT = "move", "wait"
 
 
 def merge_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def _name_tracks(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     for track in sorted({span["track"] for span in part["spans"]} | {0}):
-        name = "operators" if track == 0 else "moves" if track == 1 else f"moves {track}"
+        name = {OPERATORS: "operators", FIRST_MOVES: "moves", AGREEMENTS: "agreements"}.get(track, f"moves {track}")
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
