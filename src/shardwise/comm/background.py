@@ -22,6 +22,20 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class _ThreadRole(threading.local):
+    serves = False
+
+
+_role = _ThreadRole()
+
+
+def is_in_background() -> bool:
+    """Whether the caller is the thread of a queue."""
+    return _role.serves
+
+
 _IDLE_SECONDS = 2.0
 _EXIT_SECONDS = 2.0
 
@@ -119,6 +133,7 @@ def _serve(
     owner: weakref.ref[BackgroundQueue], changed: threading.Condition, calls: deque[BackgroundCall[Any]]
 ) -> None:
     """Make the calls of a queue until there are none for a while, or the queue is gone."""
+    _role.serves = True
     while True:
         with changed:
             deadline = time.monotonic() + _IDLE_SECONDS

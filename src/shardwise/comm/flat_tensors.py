@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.background import is_in_background
 from shardwise.comm.protocol import ReduceOp
 from shardwise.comm.rank_text import name_ranks
 
@@ -161,6 +162,22 @@ def check_subset(group: RankGroup, ranks: Sequence[int]) -> tuple[int, ...]:
             f"rank {group.rank} asks for the subset of {name_ranks(wanted)} without being in it; only its members call"
         )
     return wanted
+
+
+def cut_for_one_thread(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, whole; in the background in blocks that torch computes with one thread.
+
+    The background has no threads of OpenMP to itself: they would take cores from those of the program.
+
+    >>> [len(block) for (block,) in cut_for_one_thread(torch.zeros(40_000))]
+    [40000]
+    """
+    first = tensors[0]
+    small = first.numel() <= REDUCE_BLOCK_ELEMENTS or first.device.type != "cpu"
+    if small or not is_in_background() or not all(t.is_contiguous() for t in tensors):
+        yield tensors
+        return
+    yield from zip(*(torch.split(t.view(-1), REDUCE_BLOCK_ELEMENTS) for t in tensors), strict=True)
 
 
 def accumulate_run(total: Tensor, other: Tensor, op: ReduceOp) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.box_copies import copy_boxes
+from shardwise.comm.flat_tensors import cut_for_one_thread
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
 from shardwise.tensor.box_slices import slices_by_round
@@ -372,7 +373,9 @@ class _StepRun:
                 )
             return
         for copy in self.part.copies:
-            view_box(self.targets[copy.dst_slot], copy.dst_box).copy_(self._source_of(copy.src_slot, copy.src_box))
+            whole = view_box(self.targets[copy.dst_slot], copy.dst_box)
+            for target, source in cut_for_one_thread(whole, self._source_of(copy.src_slot, copy.src_box)):
+                target.copy_(source)
 
     def _source_of(self, slot: int, box: Box) -> Tensor:
         return view_box(self.sources[slot], box)
@@ -396,7 +399,8 @@ class _StepRun:
             self._combine(target, part)
 
     def _combine(self, target: Tensor, part: Tensor) -> None:
-        combine_term(self.step.op or "sum", target, part)
+        for whole, term in cut_for_one_thread(target, part):
+            combine_term(self.step.op or "sum", whole, term)
 
     def finish(self, *, last: bool) -> tuple[Tensor, ...]:
         """The destination tensors, scaled and in the tensor's dtype; those of the last step in the result's."""
