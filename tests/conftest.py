@@ -7,8 +7,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from hypothesis import settings
 
-if os.environ.get("SHARDWISE_TEST_DEVICE"):
-    import tests.device  # noqa: F401  # torch's default device
+if os.environ.get("SHARDWISE_TEST_DEVICE", "cpu") != "cpu":
+    from tests.device_hooks import pytest_collection_modifyitems, pytest_runtest_makereport  # noqa: F401
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)

@@ -10,7 +10,30 @@ import warnings
 
 import torch
 
+CPU_FILES = {
+    "test_device_engine.py": "host memory stands in for a device",
+    "test_bench.py": "the benchmarks choose their devices themselves",
+    "test_opinfo.py": "samples of torch's tests are made for the CPU",
+    "test_op_db_page.py": "samples of torch's tests are made for the CPU",
+    "test_op_db_wrong.py": "samples of torch's tests are made for the CPU",
+}
+"""Test files that are about the CPU alone, with the reason."""
+
+CPU_ERRORS = {
+    "Expected a 'cuda' device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
+    "device type tensor to numpy": "compares through NumPy, which knows host memory alone",
+}
+"""What torch says where a test does something that only host tensors can, with the reason for which it is skipped."""
+
 DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "cpu")
+
+
+def cpu_reason(failure: str) -> str | None:
+    """Why a test that failed on a device is one for the CPU, or None."""
+    if DEVICE == "cpu":
+        return None
+    return next((reason for text, reason in CPU_ERRORS.items() if text in failure), None)
+
 
 if DEVICE != "cpu":
     with warnings.catch_warnings():

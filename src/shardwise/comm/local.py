@@ -141,7 +141,8 @@ class RendezvousHub:
 
     def _queue_jobs(self, meeting: Rendezvous, stream: Any) -> None:
         """Do all jobs on one stream, after what the streams of all ranks have to do."""
-        for other in {call.stream for call in meeting.calls.values()} - {stream, None}:
+        others = {call.stream for call in meeting.calls.values()} - {stream, None}
+        for other in others | ({_default_stream(stream)} if others else set()):
             stream.wait_stream(other)
         while meeting.jobs and meeting.error is None:
             meeting.error = _run_job(meeting.jobs.pop(), meeting)
@@ -366,10 +367,17 @@ class LocalComm:
         stream = self._current_stream()
         if meeting.stream not in (None, stream):
             stream.wait_stream(meeting.stream)
+        if stream is not None and stream != _default_stream(stream):
+            _default_stream(stream).wait_stream(stream)
 
     def _current_stream(self) -> Any:
         """This thread's stream of the device; None on the CPU."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+
+def _default_stream(stream: Any) -> Any:
+    """The default stream of a stream's device: ranks that use others of their own still share tensors made on it."""
+    return torch.cuda.default_stream(stream.device)
 
 
 def _plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:

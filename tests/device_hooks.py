@@ -1,0 +1,27 @@
+"""What pytest does differently where the tests run on a GPU: tests that are for the CPU alone are skipped, with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import pytest
+
+from tests.device import CPU_FILES, cpu_reason
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Skip the files that are about the CPU."""
+    for item in items:
+        reason = CPU_FILES.get(item.path.name)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that turns out to need host tensors."""
+    report = yield
+    reason = cpu_reason(report.longreprtext) if report.failed else None
+    if reason is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
+    return report
