@@ -38,4 +38,4 @@ def cpu_reason(failure: str) -> str | None:
 if DEVICE != "cpu":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated for set_default_device, a mode of one thread; ranks may be threads
-        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")

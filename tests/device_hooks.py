@@ -1,4 +1,4 @@
-"""What pytest does differently where the tests run on a GPU: tests that are for the CPU alone are skipped, with a reason."""
+"""What pytest does differently where the tests run on a GPU: tests for the CPU alone are skipped, with a reason."""
 
 from __future__ import annotations
 
