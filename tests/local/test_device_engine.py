@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, LocalComm, run_local
+from shardwise.comm import Comm, DisagreementError, LocalComm, run_local
 from shardwise.comm.faults import TransportError
 from shardwise.comm.transports.device_memory import OpenedSegments, Segment, SharedSegments
 from shardwise.comm.transports.device_peers import DevicePeers
@@ -354,3 +354,48 @@ def test_threads_that_lend_to_one_that_does_not_expect_it_are_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"'move': rank 0 lend to rank 1, which expects"):
         run_local(body, 2)
+
+
+def test_ranks_that_disagree_take_back_what_they_started() -> None:
+    """Some have started the move when it turns out that another one asks for something else; then all go on."""
+
+    def body(comm: LocalComm) -> str:
+        lending = LendingLocalComm(comm.rank, comm._hub, timeout=comm.timeout)
+        found = layouts(12, 12)
+        src, dst = found["rows"], found["columns" if comm.rank else "replicated"]
+        whole = values((12, 12), torch.float32)
+        held = wrap(src, tuple(local_parts(src, comm.rank, whole)), lending, dtype=whole.dtype)
+        with pytest.raises(DisagreementError, match=r"to is .* on rank 0 and .* on ranks 1-3"):
+            held.redistribute(dst)
+        return str(bool(torch.equal(held.redistribute(found["replicated"]).local_tensor(), whole)))
+
+    assert run_local(body, 4) == ["True"] * 4
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_call_that_was_started_while_ranks_agree_is_taken_back(led: bool) -> None:
+    device = FakeDevice()
+    held = [on_device(device, torch.full((2,), rank)) for rank in range(3)]
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> list[Any]:
+        found: list[Any] = []
+        for said in (b"same", b"other" if rank == 1 else b"same", b"same"):
+            out = on_device(device, torch.full((2,), -1))
+            finish = engine.start_agreeing(said, call="agree")
+            number = engine.calls + 1
+            work = None
+            if said == b"same":
+                sends, receives = {(rank + 1) % 3: [held[rank]]}, {(rank - 1) % 3: [out]}
+                work = engine.exchange_boxes(sends, receives, call="ring")
+            if len(set(finish())) > 1:
+                engine.withdraw_call(number)
+                found.append(engine.all_gather_bytes(b"", call="withdrawn"))
+            elif work is not None:
+                work.wait()
+                found.append(out.tolist())
+        return found
+
+    with engines(3, device, led=led) as made:
+        for rank, (first, withdrawn, last) in enumerate(run(made, body)):
+            assert first == last == [(rank - 1) % 3] * 2
+            assert withdrawn == [b""] * 3

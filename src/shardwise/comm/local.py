@@ -121,6 +121,16 @@ class RendezvousHub:
                 self._close(meeting, call, plan)
             return meeting
 
+    def last_call(self, rank: int) -> int:
+        """Return the number of a rank's last call."""
+        return self._posted[rank] - 1
+
+    def withdraw(self, rank: int, number: int) -> None:
+        """Take back a call that a rank has posted or not; all ranks withdraw it, and none waits for it."""
+        with self.room.changed:
+            self._posted[rank] = number + 1
+            self._open.pop(number, None)
+
     def _close(
         self,
         meeting: Rendezvous,
@@ -252,6 +262,7 @@ class LocalComm:
     ):
         self.rank, self.ranks, self._hub = rank, hub.ranks, hub
         self.device, self.timeout = torch.device(device), timeout
+        self._agreed_call = 0  # the number of the last call in which bytes were gathered
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> LocalComm:
@@ -350,10 +361,25 @@ class LocalComm:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
-        call = CollectiveCall("all_gather_bytes", label, "", data)
-        meeting = self._hub.post(self.rank, call, _plan_nothing)
-        self._hub.finish(self.rank, meeting, self.timeout)
-        return [meeting.calls[rank].payload for rank in self.ranks]
+        return self._start_collecting(data, label)()
+
+    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]] | None:
+        """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes."""
+        return self._start_collecting(data, label) if self.lends_memory else None
+
+    def withdraw_next_call(self) -> None:
+        """After ranks disagreed: take the call back that some of them have started since and others have not."""
+        self._hub.withdraw(self.rank, self._agreed_call + 1)
+
+    def _start_collecting(self, data: bytes, label: str) -> Callable[[], list[bytes]]:
+        meeting = self._hub.post(self.rank, CollectiveCall("all_gather_bytes", label, "", data), _plan_nothing)
+        self._agreed_call = self._hub.last_call(self.rank)
+
+        def finish() -> list[bytes]:
+            self._hub.finish(self.rank, meeting, self.timeout)
+            return [meeting.calls[rank].payload for rank in self.ranks]
+
+        return finish
 
     def _post(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Rendezvous:
         return self._hub.post(self.rank, CollectiveCall(kind, label, detail, payload, self._current_stream()), plan)

@@ -39,10 +39,10 @@ from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_tra
 from shardwise.comm.local import default_device
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
-from shardwise.comm.transports.engine import Engine, LendingEngine, Stage
+from shardwise.comm.transports.engine import Engine, LendingEngine, Stage, find_agreeing
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
-from shardwise.comm.transports.same_host import SameHostEngine, connect_same_host, find_hosts
+from shardwise.comm.transports.same_host import connect_same_host, find_hosts
 from shardwise.comm.transports.same_host_device import connect_devices
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
@@ -257,8 +257,8 @@ class ProcessGroupComm:
 
         None where the engine completes a call before it starts the next one.
         """
-        engine = self._engine
-        if not isinstance(engine, SameHostEngine):
+        engine = find_agreeing(self._engine)
+        if engine is None:
             return None
         call = tensors.describe_call("all_gather_bytes", label)
         number = self._begin(call)
@@ -283,8 +283,8 @@ class ProcessGroupComm:
 
     def withdraw_next_call(self) -> None:
         """After ranks disagreed: take the call back that some of them have started since and others have not."""
-        engine = self._engine
-        if isinstance(engine, SameHostEngine):
+        engine = find_agreeing(self._engine)
+        if engine is not None:
             self._calls = self._agreed_call[0] + 1
             engine.withdraw_call(self._agreed_call[1] + 1)
 
@@ -294,7 +294,8 @@ class ProcessGroupComm:
         try:
             engine = self._ready_engine()
             found = engine.all_gather_bytes(data, call=call)
-            self._agreed_call = number, engine.calls if isinstance(engine, SameHostEngine) else 0
+            agreeing = find_agreeing(engine)
+            self._agreed_call = number, 0 if agreeing is None else agreeing.calls
             return found
         except TransportError as accident:
             raise self._explain(accident, number, label, call) from accident

@@ -7,8 +7,8 @@ and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -80,6 +80,28 @@ class LendingEngine(Engine, Protocol):
     ) -> Work:
         """Lend tensors of any strides; see `LendingComm`."""
         ...
+
+
+class AgreeingEngine(Engine, Protocol):
+    """An engine that can start a call while the ranks compare what they ask for, and take it back."""
+
+    @property
+    def calls(self) -> int:
+        """The number of the last call that was started."""
+        ...
+
+    def start_agreeing(self, data: bytes, *, call: str) -> Callable[[], list[bytes]]:
+        """Send bytes to all others; returns what waits for theirs. The next call may be started before that."""
+        ...
+
+    def withdraw_call(self, number: int) -> None:
+        """Take back a call that some ranks have started and others have not."""
+        ...
+
+
+def find_agreeing(engine: Engine | None) -> AgreeingEngine | None:
+    """Return the engine as one that starts calls while ranks agree, if it does."""
+    return cast(AgreeingEngine, engine) if hasattr(engine, "withdraw_call") else None
 
 
 class Stage:

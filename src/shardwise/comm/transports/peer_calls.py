@@ -26,6 +26,7 @@ class PeerCall:
     def __init__(self, call: str, expected: Iterable[int], lent_to: Iterable[int] = ()) -> None:
         self.call, self.number = call, 0
         self.expected, self.lent_to = set(expected), set(lent_to)
+        self.agreeing: CollectCall | None = None  # what the ranks have yet to agree on, when this was started
 
     def awaited(self) -> set[int]:
         """Return the ranks without which the call cannot end."""
@@ -39,9 +40,14 @@ class PeerCall:
 class CollectCall(PeerCall):
     """Keeps the bytes of every rank."""
 
-    def __init__(self, call: str, expected: Iterable[int]) -> None:
+    def __init__(self, call: str, expected: Iterable[int], own: bytes) -> None:
         super().__init__(call, expected)
+        self._own = own
         self.taken: dict[int, bytes] = {}
+
+    def is_same(self, rank: int) -> bool:
+        """Whether a rank sent the same bytes as this one."""
+        return self.taken.get(rank) == self._own
 
     def take(self, frame: Frame) -> Iterable[int]:
         """Keep what came along."""
@@ -56,7 +62,9 @@ class PeerCalls:
         self._rank, self._links, self._others, self._timeout = rank, links, others, timeout
         self.awaited: tuple[int, ...] = others
         self.lock = threading.RLock()
-        self._started = 0
+        self.started = 0  # the number of the last call
+        self.agreeing: CollectCall | None = None
+        self._withdrawn: set[int] = set()
         self._open: dict[int, PeerCall] = {}
         self._early: dict[int, list[Frame]] = {}
         self._failure: TransportError | None = None
@@ -65,9 +73,9 @@ class PeerCalls:
     def register(self, call: PeerCall) -> int:
         """Number a call, under the lock; messages for it are kept until it is started."""
         self._raise_failure()
-        self._started += 1
-        call.number = self._started
-        return self._started
+        self.started += 1
+        call.number, call.agreeing = self.started, self.agreeing
+        return self.started
 
     def start(self, call: PeerCall, kind: FrameKind, messages: Mapping[int, bytes]) -> None:
         """Send a registered call's messages, and use those that came before."""
@@ -94,6 +102,14 @@ class PeerCalls:
                 self._serve(self._links.receive(deadline - time.monotonic()))
             self._open.pop(call.number, None)
 
+    def withdraw(self, number: int) -> None:
+        """Forget a call that some ranks have started and others have not; what comes for it is ignored."""
+        with self.lock:
+            self._open.pop(number, None)
+            self._early.pop(number, None)
+            self._withdrawn.add(number)
+            self.started, self.agreeing = max(self.started, number), None
+
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """Notify all peers that this rank has stopped, and refuse further calls; what was lent stays alive."""
         with self.lock:
@@ -113,6 +129,8 @@ class PeerCalls:
                 self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
                 self._gave_up.add(frame.rank)
         for frame in frames:
+            if frame.number in self._withdrawn:
+                continue
             if frame.kind is FrameKind.TAKEN:
                 if frame.number in self._open:
                     self._open[frame.number].lent_to.discard(frame.rank)
@@ -122,13 +140,15 @@ class PeerCalls:
                 self._dispatch(frame)
 
     def _dispatch(self, frame: Frame) -> None:
-        if frame.number > self._started:
+        if frame.number > self.started:
             self._early.setdefault(frame.number, []).append(frame)
         else:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
         call = self._open.get(frame.number)
+        if call is not None and call.agreeing is not None and not call.agreeing.is_same(frame.rank):
+            return  # its rank made another request: this call will be withdrawn
         if call is None or frame.rank not in call.expected or frame.label != call.call:
             here = call.call if call is not None else "another call, which has ended"
             raise TransportError(

@@ -190,12 +190,37 @@ class SameHostDeviceEngine:
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Send the bytes along with the messages."""
-        operation = CollectCall(call, self._others)
+        return self._start_collecting(data, call)()
+
+    @property
+    def calls(self) -> int:
+        """The number of the last call that was started."""
+        return self._calls.started
+
+    def start_agreeing(self, data: bytes, *, call: str) -> Callable[[], list[bytes]]:
+        """Send bytes to all others; returns what waits for theirs. The next call may be started before that.
+
+        Its messages are taken from those ranks only that sent the same bytes.
+        """
+        return self._start_collecting(data, call, agreeing=True)
+
+    def withdraw_call(self, number: int) -> None:
+        """Take back a call that some ranks have started and others have not."""
+        self._calls.withdraw(number)
+
+    def _start_collecting(self, data: bytes, call: str, *, agreeing: bool = False) -> Callable[[], list[bytes]]:
+        operation = CollectCall(call, self._others, data)
         with self._calls.lock:
             self._calls.register(operation)
             self._calls.start(operation, FrameKind.DATA, dict.fromkeys(self._others, data))
+            self._calls.agreeing = operation if agreeing else None
+
+        def finish() -> list[bytes]:
             self._wait(operation)
-        return [data if rank == self._rank else operation.taken[rank] for rank in self._ranks]
+            self._calls.agreeing = None
+            return [data if rank == self._rank else operation.taken[rank] for rank in self._ranks]
+
+        return finish
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
         """Notify all peers that this rank has stopped, and refuse further calls."""
