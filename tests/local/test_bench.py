@@ -12,6 +12,7 @@ from bench import checkpoint, layouts, move, plans
 from bench.__main__ import SECTIONS, main
 from bench.memory import Peak
 from bench.timing import Contender, run_interleaved
+from tests.browser import find_browser
 
 
 def _tables(section: str, folder: Path) -> list[dict[str, object]]:
@@ -30,6 +31,20 @@ def test_section_gives_a_row_for_each_size(section: str, tmp_path: Path, capsys:
         assert isinstance(table["rows"], list) and isinstance(table["columns"], list)
         assert table["rows"] and all(len(row) == len(table["columns"]) for row in table["rows"])
         assert str(table["title"])[:20] in shown
+
+
+@pytest.mark.skipif(find_browser() is None, reason="chromium and chromedriver are not installed: no browser")
+def test_page_shows_every_kind_of_target(tmp_path: Path) -> None:
+    (table,) = _tables("page", tmp_path)
+    assert isinstance(table["rows"], list)
+    assert [row[0].partition(",")[0] for row in table["rows"]] == [
+        "layout",
+        "move",
+        "move",
+        "checkpoint",
+        "plan",
+        "step",
+    ]
 
 
 @pytest.mark.timeout(300)

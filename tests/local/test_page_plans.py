@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.cli.main import app
-from shardwise.nn import plan_from_data
+from shardwise.nn import ModelPlan, plan_from_data
 from shardwise.page.document import facts_to_json
 from shardwise.page.plan_facts import bytes_by_rank, moving_cost, plan_facts
 from shardwise.page.plan_target import SETTINGS, PlanTarget
 from shardwise.page.step_facts import read_trace, step_facts
-from shardwise.planner import ParameterRow, estimate
+from shardwise.planner import Estimate, ParameterRow, estimate
 from shardwise.transfer import Topology
 
 PLAN = {
@@ -82,6 +82,24 @@ def test_an_edited_plan_is_estimated_again() -> None:
     assert after["plans"][0]["parameter_bytes"] < before["parameter_bytes"] / 2
     whole = target.answer({"plans": [{**PLAN, "parameters": {}}]})["plans"][0]
     assert whole["parameter_bytes"] == (64 * 256 * 2 + 256) * 4
+
+
+def test_only_what_was_edited_is_estimated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(PLAN, OTHER)
+    first = target.facts()
+    asked: list[str] = []
+
+    def count(model: nn.Module, plan: ModelPlan, **options: Any) -> Estimate:
+        asked.append(str(plan.mesh))
+        return estimate(model, plan, **options)
+
+    monkeypatch.setattr("shardwise.page.plan_target.estimate", count)
+    edited = {**OTHER, "parameters": {"0.weight": "S(1)", "2.weight": "S(0)"}}
+    second = target.answer({"plans": [PLAN, edited]})
+    assert asked == ["dp=4"] and second["plans"][0] == first["plans"][0] and second["plans"][1] != first["plans"][1]
+    assert target.answer({})["plans"] == first["plans"] and asked == ["dp=4"]
+    target.answer({"settings": {"batch": 3}})
+    assert asked == ["dp=4", "dp=2,tp=2", "dp=4"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from shardwise.planner.model_sources import load_model
 from shardwise.planner.rehearsal import Inputs
 from shardwise.transfer import Topology
 
+MOST_KNOWN = 16
 SETTINGS: dict[str, Any] = {
     "batch": 8,
     "sequence": 4096,
@@ -30,13 +32,17 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """A model, and one or two plans for it by name; `settings` are those of `SETTINGS`."""
+    """A model, and one or two plans for it by name; `settings` are those of `SETTINGS`.
+
+    The last estimates are kept: of two plans, only the one that was edited is estimated again.
+    """
 
     title: str
     model: nn.Module
     plans: tuple[tuple[str, ModelPlan], ...]
     inputs: Inputs | None = None
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
+    _known: dict[str, Estimate] = field(default_factory=dict, repr=False)
 
     def facts(self) -> dict[str, Any]:
         settings = {**SETTINGS, **self.settings}
@@ -50,9 +56,15 @@ class PlanTarget:
         return {**plan_facts(self.title, named, found, topology), "settings": settings, "choices": choices}
 
     def _estimate(self, plan: ModelPlan, settings: Mapping[str, Any], topology: Topology) -> Estimate:
-        chosen = {name: settings[name] for name in ("batch", "sequence", "optimizer", "device")}
-        chosen |= {name: settings[name] or None for name in ("dtype", "compute_dtype")}
-        return estimate(self.model, plan, topology=topology, inputs=self.inputs, **chosen)
+        key = json.dumps([plan.to_data(), dict(settings)])
+        if key not in self._known:
+            chosen = {name: settings[name] for name in ("batch", "sequence", "optimizer", "device")}
+            chosen |= {name: settings[name] or None for name in ("dtype", "compute_dtype")}
+            found = estimate(self.model, plan, topology=topology, inputs=self.inputs, **chosen)
+            while len(self._known) >= MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = found
+        return self._known[key]
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Other plans or settings: `plans` is a list of plans as data, `settings` has some of `SETTINGS`."""
