@@ -36,7 +36,7 @@ from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbi
 from shardwise.ops.engine.fingerprint import find_fingerprint
 from shardwise.ops.engine.record_calls import record_call
 from shardwise.ops.engine.recording import UNKNOWN, run_and_record
-from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut, wrap_checked
+from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut, vary_arguments, wrap_checked
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import call_function, enter_function
 from shardwise.tensor.dtensors import convert_dtensors
@@ -98,6 +98,8 @@ def call_fast_path(
         or (shortcut.writes and not is_writable(first))
     ):
         return enter_function(_call_with_key, func, types, args, kwargs or {}, key)
+    if shortcut.vary:
+        local, named = vary_arguments(shortcut, args, kwargs or {})
     result = func(*local, **named) if named else func(*local)
     if shortcut.writes:
         first.__dict__.pop("_varied", None)

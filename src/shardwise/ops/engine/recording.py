@@ -14,6 +14,7 @@ from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks
 from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.ops.engine.fingerprint import get_fingerprint
 from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut
+from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -110,7 +111,7 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
-        return Shortcut((result.sharding,), None, ((),), reshape=True)
+        return Shortcut((result.sharding,), None, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
     if recording.operators > 1:
@@ -123,10 +124,13 @@ def _find_shortcut(
     vary = _varying_axes(wanted, [o.sharding for o in outputs])
     if vary is None:
         return None
+    if not recording.written:  # what is written to may require grad only now
+        vary = tuple(axes if is_differentiated(t) else () for t, axes in zip(tensors, vary, strict=True))
+    vary = vary if any(vary) else ()
     several = type(result) if type(result) in (list, tuple) else None
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
-    direct = several is None and not any(vary) and not moves
+    direct = several is None and not moves and not (vary and writes)
     made = get_fingerprint(result.sharding, result.dtype, result.device) if direct else None
     casts, label = recording.casts, recording.label
     return Shortcut(layouts, several, vary, made, casts=casts, moves=moves, label=label, writes=writes)
@@ -177,7 +181,7 @@ def _find_shortcut_of_several(
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
     made = None if several else get_fingerprint(result.sharding, result.dtype, result.device)
-    shortcut = Shortcut(tuple(o.sharding for o in outputs), several, vary, made, casts=recording.casts, compared=True)
+    shortcut = Shortcut(tuple(o.sharding for o in outputs), several, (), made, casts=recording.casts, compared=True)
     if has_saved_tensors_hooks():
         return UNKNOWN  # the comparison would be seen by the hooks
     verdict = _gives_the_same(shortcut, func, args, kwargs, outputs)

@@ -22,16 +22,17 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 class Shortcut:
     """How a function runs on local tensors: output layouts and varying axes of each tensor.
 
-    `made`: the fingerprint of the only output, where nothing moves and nothing varies, so that the function can be
-    called with the local tensors as they are. `casts`: autocast, where it is on, may cast arguments of an operator.
-    `reshape`: the local tensor takes the shape from the output's layout. `moves`: the layout in which a tensor is
-    wanted, None where it has it. `writes`: the first argument is written to and returned. `compared`: of several
-    operators; other tensors are saved for the backward pass than by these.
+    `vary`: the axes along which each tensor varies, empty if none does; only of those that are differentiated, which is
+    part of the key. `made`: the fingerprint of the only output, where nothing moves, so that the function can be called
+    at once. `casts`: autocast, where it is on, may cast arguments of an operator. `reshape`: the local tensor takes the
+    shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it has it. `writes`:
+    the first argument is written to and returned. `compared`: of several operators; other tensors are saved for the
+    backward pass than by these.
     """
 
     outputs: tuple[Layout, ...]
     several: type | None
-    vary: tuple[tuple[int, ...], ...]
+    vary: tuple[tuple[int, ...], ...] = ()
     made: Fingerprint | None = None
     casts: bool = True
     reshape: bool = False
@@ -51,10 +52,7 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     if shortcut.writes:
         check_writable(tensors[0])
     aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
-    local = iter(_vary_locals(shortcut, aligned))
-    local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
-    if kwargs:
-        kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
+    local_args, kwargs = _fill_in_locals(_vary_locals(shortcut, aligned), args, kwargs)
     with free_after_forward(aligned):
         result = func(*local_args, **kwargs)
     if shortcut.writes:
@@ -65,6 +63,24 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
         return wrap_checked(func, shortcut.outputs[0], result, comm)
     results = zip(shortcut.outputs, result, strict=True)
     return shortcut.several([wrap_checked(func, layout, value, comm) for layout, value in results])
+
+
+def vary_arguments(
+    shortcut: Shortcut, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with local tensors in place of ShardedTensors, those that vary passed through `vary`."""
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
+    return _fill_in_locals(_vary_locals(shortcut, tensors), args, kwargs)
+
+
+def _fill_in_locals(
+    values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    local = iter(values)
+    local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
+    if kwargs:
+        kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
+    return local_args, kwargs
 
 
 def wrap_checked(func: Any, layout: Layout, result: Tensor, comm: Comm) -> ShardedTensor:
@@ -87,6 +103,8 @@ def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
 def _vary_locals(shortcut: Shortcut, aligned: Sequence[ShardedTensor]) -> list[Tensor]:
     """The tensors as the function takes them. All moves come before all `vary`, as where no shortcut is taken: the tape
     of every rank must meet them in one order."""
+    if not shortcut.vary:
+        return [t.local_parts[0] for t in aligned]
     pairs = zip(aligned, shortcut.vary, strict=True)
     return [vary_along(t, t.sharding, axes) if axes else t.local_parts[0] for t, axes in pairs]
 
