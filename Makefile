@@ -32,6 +32,10 @@ test-gpu: $(STAMP)  ## run tests/local and tests/ranks on the GPU's tensors; nee
 test-models: $(MODELS)/.installed  ## models of transformers, peft, timm and others, in an environment of their own (5 GB); writes docs/models.md
 	SHARDWISE_MODELS_TABLE=docs/models.md $(MODELS)/bin/python -m pytest tests/models
 
+test-hosts: $(STAMP)  ## tests of moves and collectives on two hosts, as network namespaces with a link between them (Linux, root)
+	SHARDWISE_TEST_HOSTS=1 $(BIN)/python -m pytest tests/ranks/test_several_hosts.py tests/ranks/test_moves_ranks.py \
+	    tests/ranks/test_comm_ranks.py tests/ranks/test_nn_ranks.py tests/ranks/test_prefetch_ranks.py
+
 lint: $(STAMP)  ## check the style with ruff
 	$(BIN)/ruff check .
 

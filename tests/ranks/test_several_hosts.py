@@ -161,6 +161,27 @@ def test_different_calls_are_named_on_both_hosts(world: Ranks) -> None:
         assert in_time
 
 
+def ranks_of_a_host_disagree_on_bytes() -> Any:
+    """Rank 0 sends rank 1 more than that expects; the other host only waits for both."""
+    comm = new_comm()
+    sends = {1: [torch.zeros(3)]} if comm.rank == 0 else {}
+    receives = {0: [torch.zeros(2)]} if comm.rank == 1 else {}
+
+    def exchange_and_wait() -> None:
+        comm.exchange(sends, receives, label="move w").wait()
+        comm.barrier(label="after")
+
+    return failure_of(exchange_and_wait)
+
+
+def test_the_exact_cause_on_one_host_is_reported_on_the_other(world: Ranks) -> None:
+    text = (
+        "exchange 'move w': rank 0 sends [12] bytes, which do not match the [8] received; "
+        "the k-th tensors on both sides must match"
+    )
+    assert world.run(ranks_of_a_host_disagree_on_bytes) == [(text, (0,), True)] * 4
+
+
 def one_rank_stays_away() -> Any:
     comm = new_comm()
     if comm.rank == 2:

@@ -33,13 +33,17 @@ _PREFIX = "shardwise/fault"
 
 @dataclass(frozen=True)
 class FaultNote:
-    """One rank's account of a call that failed or waits long: `ended` if the blamed ranks' connections have ended."""
+    """One rank's account of a call that failed or waits long.
+
+    `ended` if the blamed ranks' connections have ended, `exact` if the reason needs no search for the cause.
+    """
 
     number: int
     call: str
     reason: str
     blames: tuple[int, ...] = ()
     ended: bool = False
+    exact: bool = False
 
 
 class TransportError(Exception):
@@ -74,7 +78,7 @@ class FaultLog:
     def explain(self, accident: TransportError, *, number: int, label: str, call: str, grace: float) -> CommError:
         """Turn a transport's failure into an error that names the ranks at fault."""
         ended = not accident.timed_out and not accident.exact
-        mine = FaultNote(number, call, accident.reason, accident.suspects, ended)
+        mine = FaultNote(number, call, accident.reason, accident.suspects, ended, accident.exact)
         _write_note(f"{self._key}/failed/{self._rank}", mine)
         if accident.exact:
             return CommError(accident.reason, accident.suspects)
@@ -82,6 +86,9 @@ class FaultLog:
         if raised:
             texts = "; ".join(f"rank {r} raised {note.reason}" for r, note in sorted(raised.items()))
             return CommError(f"{label!r}: {texts}", tuple(sorted(raised)))
+        exact = [note for _, note in sorted(notes.items()) if note.exact]
+        if exact:
+            return CommError(exact[0].reason, exact[0].blames)
         other = {r: note for r, note in notes.items() if note.number == number and note.call != call}
         if other:
             where = {self._rank: mine, **other}
@@ -157,7 +164,7 @@ def _read_note(key: str) -> FaultNote | None:
     if text is None:
         return None
     entry = json.loads(text)
-    return FaultNote(entry["number"], entry["call"], entry["reason"], tuple(entry["blames"]), entry["ended"])
+    return FaultNote(**{**entry, "blames": tuple(entry["blames"])})
 
 
 _LONG = 0.5
