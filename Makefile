@@ -13,7 +13,7 @@ SAMPLE ?= 100
 CHAOS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-models lint types docs bench matrix fuzz mutants chaos check clean
+.PHONY: help demo test test-gpu test-models test-hosts lint types docs bench matrix fuzz mutants chaos check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14

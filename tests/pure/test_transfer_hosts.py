@@ -90,12 +90,28 @@ def test_a_sum_within_each_host_passes_nothing_between_hosts() -> None:
     assert sum(n for (s, d), n in flat.bytes_by_edge.items() if s // 2 != d // 2) > 0
 
 
+def test_one_box_for_many_ranks_of_a_host_is_cut_for_them() -> None:
+    """Of few boxes each rank of the other host receives a part; of many, each receives some of them."""
+    src, dst = GridSpec((1, 1), [[0]]).layout((8, 8)), parse_spec("on x=8: R").layout((8, 8))
+    made = plan_transfer(src, dst, itemsize=1, topology=Topology(ranks_per_host=4))
+    assert {edge: n for edge, n in made.bytes_by_edge.items() if edge[0] // 4 != edge[1] // 4} == {
+        (0, 4): 16,
+        (0, 5): 16,
+        (0, 6): 16,
+        (0, 7): 16,
+    }
+    src, dst = (parse_spec(f"on x=8: {text}").layout((8, 8)) for text in ("S(0)", "R"))
+    made = plan_transfer(src, dst, itemsize=1, topology=Topology(ranks_per_host=4))
+    far = [edge for edge in made.bytes_by_edge if edge[0] // 4 != edge[1] // 4]
+    assert sorted(s for s, _ in far) == sorted(d for _, d in far) == list(range(8))
+
+
 def test_the_plan_says_what_passes_between_hosts() -> None:
     made = plan("on x=4: S(0)", "on x=4: R")
     assert "between hosts     192 B (lower bound 192 B)" in str(made)
     assert made.explain().split("\n") == [
-        "1. 4 ranks send 384 B in 12 boxes to 4 ranks.",
-        "2. 4 ranks send 192 B in 8 boxes to 4 ranks of their hosts, which pass on what came from another host.",
+        "1. 4 ranks send 384 B in 8 boxes to 4 ranks.",
+        "2. 4 ranks send 192 B in 4 boxes to 4 ranks of their hosts, which pass on what came from another host.",
         "Together this is: all_gather of 4 ranks.",
         "In total 576 B move, the lower bound, 192 B of it between hosts.",
     ]

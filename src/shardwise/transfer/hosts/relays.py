@@ -1,9 +1,9 @@
 """How does a box that several ranks of a host need get there over the link between hosts once?
 
-1. The moves from other hosts that bring the same box to ranks of one host make a group. The box is cut in as many
-   parts, and each of the ranks receives one: straight into its destination, from the sender that was chosen for it.
-2. A second exchange, within the host, passes the parts on: each rank of the group sends its part, out of its
-   destination, to the others.
+1. The moves from other hosts that bring the same box to ranks of one host make a group. One of the ranks receives the
+   box, straight into its destination, from the sender that was chosen for it. They take turns; if there are fewer
+   groups than ranks, a box is cut in parts, and several ranks receive one each.
+2. A second exchange, within the host, passes on what came: out of the destination of the rank that received it.
 
 So each byte enters a host once, all ranks of the host take part, and no rank receives more than it would otherwise.
 """
@@ -43,33 +43,52 @@ def _has_copies_on_a_host(layout: Layout, topology: Topology) -> bool:
 
 
 def relay_moves(moves: Routes, outline: StepOutline, topology: Topology) -> RelayedMoves:
-    """Cut the moves that bring the same box to several ranks of another host; the rest stays as it is."""
-    rows, size, place = _group_far_moves(moves, outline, topology)
-    shared = size > 1
-    rows, size, place = rows[shared], size[shared], place[shared]
-    starts, sizes = _cut_parts(moves.starts[rows], moves.sizes[rows], size, place)
-    filled = (sizes > 0).all(axis=1)
-    parts = moves.take(rows)
-    cut = Routes(*parts.columns()[:4], starts, sizes, *parts.columns()[6:]).take(np.flatnonzero(filled))
+    """Send what several ranks of another host need to one of them, or a part to each; the rest stays as it is."""
+    far = _group_far_moves(moves, outline, topology)
+    shared = far.members > 1
+    far = FarMoves(*(column[shared] for column in far))
+    starts, sizes = _cut_parts(moves.starts[far.rows], moves.sizes[far.rows], far.parts, far.part)
+    taken = (far.part < far.parts) & (sizes > 0).all(axis=1)
+    parts = moves.take(far.rows)
+    cut = Routes(*parts.columns()[:4], starts, sizes, *parts.columns()[6:]).take(np.flatnonzero(taken))
     rest = np.ones(len(moves), bool)
-    rest[rows] = False
+    rest[far.rows] = False
     both = _concatenate(moves.take(np.flatnonzero(rest)), cut)
     order = np.argsort(both.dst_rows, kind="stable")
-    return RelayedMoves(both.take(order), _pass_on(parts, starts, sizes, size, place))
+    return RelayedMoves(both.take(order), _pass_on(parts, starts, sizes, far, np.flatnonzero(taken)))
 
 
-def _group_far_moves(moves: Routes, outline: StepOutline, topology: Topology) -> tuple[IntArray, IntArray, IntArray]:
-    """The moves between hosts by what they bring where; how many bring the same to a host; the place of each there."""
+class FarMoves(NamedTuple):
+    """Columns over moves between hosts, group by group.
+
+    `rows` of the moves; how many `members` the group has, and the `place` of this one; in how many `parts` its box is
+    cut, and the `part` that this member receives, if there are so many.
+    """
+
+    rows: IntArray
+    members: IntArray
+    place: IntArray
+    parts: IntArray
+    part: IntArray
+
+
+def _group_far_moves(moves: Routes, outline: StepOutline, topology: Topology) -> FarMoves:
+    """The moves between hosts by what they bring where. The ranks of a host take turns from group to group."""
     hosts = topology.host_of(moves.dst_ranks)
     far = np.flatnonzero(topology.host_of(moves.src_ranks) != hosts)
     src, dst = outline.src.table, outline.dst.table
     a, b = moves.src_rows[far], moves.dst_rows[far]
-    keys = np.stack([src.cells[a], moves.terms[far], dst.cells[b], dst.addends[b], hosts[far]], axis=1)
-    _, group = np.unique(keys, axis=0, return_inverse=True)
+    keys = np.stack([hosts[far], src.cells[a], moves.terms[far], dst.cells[b], dst.addends[b]], axis=1)
+    groups, group = np.unique(keys, axis=0, return_inverse=True)
     group = np.asarray(group).reshape(-1)
     order = np.lexsort((moves.dst_ranks[far], group))
-    first = np.searchsorted(group[order], group[order], side="left")
-    return far[order], np.bincount(group)[group[order]], np.arange(len(order)) - first
+    group = group[order]
+    members = np.bincount(group, minlength=len(groups))[group]
+    place = np.arange(len(order)) - np.searchsorted(group, group, side="left")
+    low, high = (np.searchsorted(groups[:, 0], groups[:, 0], side=side) for side in ("left", "right"))
+    parts = np.minimum(-(-members // (high - low)[group]), members)  # one, if there are as many groups as members
+    turn = group - low[group]
+    return FarMoves(far[order], members, place, parts, (place - turn * parts) % np.maximum(members, 1))
 
 
 def _cut_parts(starts: IntArray, sizes: IntArray, count: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
@@ -87,12 +106,13 @@ def _cut_parts(starts: IntArray, sizes: IntArray, count: IntArray, place: IntArr
     return starts, sizes
 
 
-def _pass_on(parts: Routes, starts: IntArray, sizes: IntArray, count: IntArray, place: IntArray) -> Routes:
+def _pass_on(parts: Routes, starts: IntArray, sizes: IntArray, far: FarMoves, givers: IntArray) -> Routes:
     """Each part from the rank that got it to the others of its group."""
-    giver = np.repeat(np.arange(len(count)), count)
+    count = far.members[givers]
+    giver = np.repeat(givers, count)
     turn = np.arange(len(giver)) - np.repeat(np.cumsum(count) - count, count)
-    taker = giver - place[giver] + turn
-    used = np.flatnonzero((taker != giver) & (sizes[giver] > 0).all(axis=1))
+    taker = giver - far.place[giver] + turn
+    used = np.flatnonzero(taker != giver)
     giver, taker = giver[used], taker[used]
     zero = constant_column(0, len(giver))
     passed = Routes(

@@ -4,8 +4,8 @@ A pending reduction whose addends are on several hosts, several of them on each,
 combines its own addends, then the sums of the hosts are combined as any other addends are. So one addend of each host
 passes between hosts, not one of each rank.
 
-1. Each region, where a source cell meets a destination cell, is cut in parts. On each host a part is combined on one
-   rank: one that needs the result, else they take turns. All ranks of a host take part.
+1. Each region, where a source cell meets a destination cell, is combined on one rank of each host: one that needs the
+   result, else they take turns. If there are fewer regions than ranks they are cut in parts, so that all take part.
 2. Where hosts hold all addends of a region, those that need the result combine them, and nothing passes between hosts;
    if none needs it, one of them combines them, and the result is sent.
 
@@ -15,6 +15,7 @@ Only regular layouts whose regions have their addends on hosts in the same manne
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -79,7 +80,7 @@ def sum_within_hosts(src: Layout, dst: Layout, topology: Topology) -> HostSums |
     >>> pending, rows = (parse_spec(text).layout((4,)) for text in ("on x=4: P(sum)", "on x=4: S(0)"))
     >>> sums = sum_within_hosts(pending, rows, Topology(ranks_per_host=2))
     >>> sums.terms, sums.layout.cells.owners[:, :, 0].tolist()
-    (((0, 1), (2, 3)), [[0, 2], [1, 2], [0, 2], [0, 3]])
+    (((0, 1), (2, 3)), [[0, 2], [1, 3], [0, 2], [1, 3]])
     """
     if src.cells is None or dst.cells is None or src.pending is None or not src.ndim:
         return None
@@ -92,10 +93,9 @@ def sum_within_hosts(src: Layout, dst: Layout, topology: Topology) -> HostSums |
     if not combining:
         return None
     splits = [found.sizes[rows, d].tolist() for d, (_, rows) in enumerate(begins)]
-    dim, parts = _choose_parts(splits, max(len(ranks) for region in combining for ranks in region))
-    owners = np.array(
-        [[[ranks[i * len(ranks) // parts] for ranks in region] for i in range(parts)] for region in combining]
-    )
+    most = max(len(ranks) for region in combining for ranks in region)
+    dim, parts = _choose_parts(splits, -(-most // len(combining)))
+    owners = np.array(_take_turns(combining, parts))
     owners = owners[np.lexsort(found.starts.T[::-1])].reshape(*map(len, splits), parts, owners.shape[-1])
     splits[dim] = [n * (i + 1) // parts - n * i // parts for n in splits[dim] for i in range(parts)]
     owners = np.moveaxis(owners, src.ndim, dim + 1).reshape(*map(len, splits), owners.shape[-1])
@@ -170,6 +170,16 @@ def _group_by_host(ranks: Iterable[int], topology: Topology) -> dict[int, list[i
 def _prefer(ranks: list[int], needing: set[int]) -> list[int]:
     """Those of these ranks that need the result; all of them if none does."""
     return [rank for rank in ranks if rank in needing] or ranks
+
+
+def _take_turns(combining: CombiningRanks, parts: int) -> list[list[list[int]]]:
+    """For each region, part and host the rank that combines it: the ranks of a host take turns."""
+    turns: Counter[tuple[int, ...]] = Counter()
+    owners = []
+    for region in combining:
+        owners.append([[ranks[(turns[tuple(ranks)] + i) % len(ranks)] for ranks in region] for i in range(parts)])
+        turns.update({tuple(ranks): parts for ranks in region})
+    return owners
 
 
 def _choose_parts(splits: Sequence[Sequence[int]], wanted: int) -> tuple[int, int]:
