@@ -16,11 +16,11 @@ from typing import Any
 from bench.report import Cell, Figures
 from shardwise.checkpoint.formats.safetensors import header_bytes
 from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
 from shardwise.page.plan_facts import plan_facts
 from shardwise.page.step_facts import step_facts
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.planner import estimate
 from shardwise.transfer import Topology
 from tests.browser import Browser, find_browser

@@ -19,11 +19,11 @@ from torch import nn
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
 from shardwise.cli.checkpoints import open_checkpoint
+from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget
 from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
 from shardwise.page.plan_target import SETTINGS, PlanTarget
 from shardwise.page.server import PageServer
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget
 from tests.browser import Browser, find_browser
 
 pytestmark = [

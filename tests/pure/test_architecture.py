@@ -30,13 +30,13 @@ LAYERS = {
     "tracing": 4,
     "hf": 5,
     "planner": 5,
-    "cli": 5,
     "view": 5,
     "page": 5,
-    "testing": 6,
-    "__main__": 6,
+    "cli": 6,
+    "testing": 7,
+    "__main__": 7,
 }
-LEAF, TOP = -1, 6
+LEAF, TOP = -1, 7
 PURE = ("geometry", "transfer")
 LAZY = ("shardwise", "shardwise.cli", "shardwise.testing")  # may import inside functions: start-up must not load torch
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 70

@@ -16,12 +16,12 @@ from shardwise.checkpoint.formats.safetensors import header_bytes
 from shardwise.cli.checkpoints import open_checkpoint
 from shardwise.cli.main import app
 from shardwise.cli.plan import plan_between
+from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.geometry import LayoutError, parse_layout
 from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
 from shardwise.page.layout_facts import MOST_OWNERS, layout_facts
 from shardwise.page.move_facts import MATRIX_CELLS, SHOWN_RANKS, MoveQuestion, move_facts
 from shardwise.page.step_facts import step_facts
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.transfer import Topology
 
 FRONT = Path(__file__).parents[2] / "src" / "shardwise" / "page" / "front"

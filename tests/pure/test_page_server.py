@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.view_targets import LayoutTarget
 from shardwise.page.server import LONGEST_QUESTION, PageServer
-from shardwise.page.targets import LayoutTarget
 
 JSON = {"Content-Type": "application/json"}
 

@@ -1,10 +1,10 @@
-"""What do the commands on checkpoints have in common? Opening with errors that help, words for what is stored."""
+"""What do the commands on checkpoints have in common? Opening with errors that help, and names."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,11 +16,9 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import PinnedFolder
 from shardwise.checkpoint.folders import find_checkpoint
 from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
-from shardwise.checkpoint.index import StoredCut, TensorEntry, stored_layout
 from shardwise.checkpoint.storage.place import find_place, open_folder
 from shardwise.checkpoint.storage.remote_path import RemotePath
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, find_index, open_store
-from shardwise.geometry import Layout, LayoutError, format_rule
 
 _SHOWN = 4
 
@@ -118,16 +116,6 @@ def filter_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if not wanted or any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _KnownCut:
-    """What is known of a cut; it is kept with its cut, so that the id of this is not used again."""
-
-    cut: StoredCut
-    layout: Layout | None
-    rule: str
-    elements: Mapping[int, int]
-
-
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """For the shell: the names of tensors that begin so in the first checkpoint on the command line."""
     paths = [*(value for value in ctx.params.values() if isinstance(value, str)), *ctx.args]
@@ -149,48 +137,3 @@ NamePatterns = Annotated[
         help="Only what has this name, * and ? allowed; may be repeated.",
     ),
 ]
-
-
-class StoredLayouts:
-    """The layouts of stored tensors, worked out once for all that are cut alike."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, _KnownCut] = {}
-
-    def layout(self, entry: TensorEntry) -> Layout | None:
-        """The layout a tensor was saved with; None where the format has no layouts, or it is damaged."""
-        return None if entry.cut.spec is None else self._look(entry).layout
-
-    def notation(self, entry: TensorEntry) -> str | None:
-        """The rule of the layout in the notation, without dtype and shape; None where the format has no layouts."""
-        return None if entry.cut.spec is None else self._look(entry).rule
-
-    def elements_per_rank(self, entry: TensorEntry) -> Mapping[int, int]:
-        """How many elements each rank held, as far as that is known."""
-        return {} if entry.cut.spec is None else self._look(entry).elements
-
-    def _look(self, entry: TensorEntry) -> _KnownCut:
-        if id(entry.cut) not in self._known:
-            self._known[id(entry.cut)] = _describe_cut(entry)
-        return self._known[id(entry.cut)]
-
-
-def _describe_cut(entry: TensorEntry) -> _KnownCut:
-    try:
-        layout = stored_layout(entry)
-    except CheckpointError:
-        return _KnownCut(entry.cut, None, "damaged", {})
-    return _KnownCut(entry.cut, layout, rule_of(layout), layout.elements_per_rank())
-
-
-def rule_of(layout: Layout) -> str:
-    """How a layout cuts, in the notation; a tensor that is whole on rank 0 has the rule "@ 0".
-
-    >>> from shardwise.geometry import ChunkSpec
-    >>> rule_of(ChunkSpec(0, 4).layout((8, 2)))
-    'as chunk(0) over 0-3'
-    """
-    try:
-        return format_rule(layout) or "@ 0"
-    except LayoutError:  # pieces with a pending reduction have no notation
-        return repr(layout.spec)

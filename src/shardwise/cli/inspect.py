@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -15,11 +14,11 @@ import typer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.index import TensorEntry, stored_values
+from shardwise.checkpoint.summary import CheckpointBalance, StoredLayouts, measure_balance
 from shardwise.checkpoint.verify import Problem, count_checked_bytes, find_problems
 from shardwise.cli.checkpoints import (
     NamePatterns,
     OpenedCheckpoint,
-    StoredLayouts,
     filter_names,
     find_format_title,
     open_checkpoint,
@@ -28,41 +27,6 @@ from shardwise.cli.errors import NO
 from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, table_lines
 from shardwise.transfer.report import format_bytes
 from shardwise.view import Line, line, print_lines
-
-
-@dataclass(frozen=True)
-class CheckpointBalance:
-    """Bytes by rank, as far as the format records it, and the number of tensors in each file."""
-
-    held: Mapping[int, int]
-    written: Mapping[int, int]
-    tensors_by_file: Sequence[int]
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted({*self.held, *self.written})
-
-
-def measure_balance(found: OpenedCheckpoint, layouts: StoredLayouts) -> CheckpointBalance:
-    """How a checkpoint is spread, as far as its format records who stored copies of what."""
-    index = found.store.index
-    held: dict[int, int] = {}
-    in_file = [0] * len(index.files)
-    tensors = [0] * len(index.files)
-    for entry in index.tensors.values():
-        elements_per_rank = layouts.elements_per_rank(entry) if found.store.format.has_copies else {}
-        for rank, elements in elements_per_rank.items():
-            held[rank] = held.get(rank, 0) + elements * entry.dtype.itemsize
-        for number, (_, elements) in zip(entry.files, entry.cut.extents, strict=True):
-            in_file[number] += elements * entry.dtype.itemsize
-        for number in set(entry.files):
-            tensors[number] += 1
-    written: dict[int, int] = {}
-    for file, nbytes in zip(index.files, in_file, strict=True):
-        writer = found.store.format.writer_of(file.name)
-        if writer is not None:
-            written[writer] = written.get(writer, 0) + nbytes
-    return CheckpointBalance(held, written, tensors)
 
 
 def format_spread(counts: Mapping[int, int], what: str) -> str:
@@ -172,7 +136,7 @@ def checkpoint_to_json(
 ) -> dict[str, Any]:
     """All that is known, as plain data."""
     index, layouts = found.store.index, StoredLayouts()
-    balance = measure_balance(found, layouts)
+    balance = measure_balance(found.store, layouts)
     tensors = [
         {
             "name": e.name,
@@ -214,7 +178,7 @@ def checkpoint_to_lines(
 ) -> list[Line]:
     """All that is known, as text."""
     layouts = StoredLayouts()
-    balance = measure_balance(found, layouts)
+    balance = measure_balance(found.store, layouts)
     lines = [*_summary(found, balance), line(), *_tensor_lines(entries, layouts, limit)]
     lines += [*_rank_lines(balance), *_file_lines(found, balance), *_value_lines(found)]
     return lines if problems is None else [*lines, line(), *_problem_lines(found, problems)]

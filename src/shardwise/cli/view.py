@@ -17,11 +17,11 @@ from shardwise.cli.model import Batch, DeviceName, DtypeText, Optimizer
 from shardwise.cli.model import Sequence as SequenceLength
 from shardwise.cli.output import AsJson, print_json
 from shardwise.cli.plan import Buffer, RanksPerHost
+from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget, split_move
 from shardwise.geometry import LayoutError, NotationError
 from shardwise.page.document import render_document
 from shardwise.page.server import PageServer
 from shardwise.page.step_facts import read_trace
-from shardwise.page.targets import CheckpointTarget, LayoutTarget, MoveTarget, PageTarget, StepTarget, split_move
 
 Targets = Annotated[
     list[str],

@@ -9,25 +9,25 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.checkpoint.index import TensorEntry, stored_values
-from shardwise.cli.checkpoints import OpenedCheckpoint, StoredLayouts
-from shardwise.cli.inspect import measure_balance, truncate_text
+from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.summary import StoredLayouts, measure_balance
 from shardwise.geometry import Layout
-from shardwise.page.layout_facts import rank_facts, shape_facts
+from shardwise.page.layout_facts import rank_facts, shape_facts, shorten
 
 MOST_PICTURES, MOST_PICTURE_OWNERS = 64, 4096
 MOST_VALUES, LONGEST_VALUE = 1000, 200
 
 
-def checkpoint_facts(found: OpenedCheckpoint) -> dict[str, Any]:
+def checkpoint_facts(title: str, store: Store) -> dict[str, Any]:
     """All that the page shows of a checkpoint, as plain data; only its index is read."""
-    index, layouts = found.store.index, StoredLayouts()
-    balance = measure_balance(found, layouts)
+    index, layouts = store.index, StoredLayouts()
+    balance = measure_balance(store, layouts)
     entries = list(index.tensors.values())
     pictures = _Pictures(layouts)
     return {
         "kind": "checkpoint",
-        "title": found.path,
-        "format": found.format,
+        "title": title,
+        "format": store.format_title,
         "bytes": sum(entry.nbytes for entry in entries),
         "tensors": [[*_row(entry, layouts), pictures.number_of(entry)] for entry in entries],
         "columns": ["name", "dtype", "shape", "layout", "bytes", "files", "picture"],
@@ -41,9 +41,9 @@ def checkpoint_facts(found: OpenedCheckpoint) -> dict[str, Any]:
     }
 
 
-def tensor_facts(found: OpenedCheckpoint, number: int) -> dict[str, Any] | None:
+def tensor_facts(store: Store, number: int) -> dict[str, Any] | None:
     """The layout of a tensor, by its number; None where the format has no layouts, or there is no such tensor."""
-    entries = list(found.store.index.tensors.values())
+    entries = list(store.index.tensors.values())
     layout = StoredLayouts().layout(entries[number]) if 0 <= number < len(entries) else None
     return None if layout is None else picture_facts(layout)
 
@@ -59,7 +59,7 @@ def _row(entry: TensorEntry, layouts: StoredLayouts) -> list[Any]:
 
 
 def _value_rows(values: dict[str, Any]) -> list[list[str]]:
-    return [[name, truncate_text(repr(value), LONGEST_VALUE)] for name, value in list(values.items())[:MOST_VALUES]]
+    return [[name, shorten(repr(value), LONGEST_VALUE)] for name, value in list(values.items())[:MOST_VALUES]]
 
 
 class _Pictures:

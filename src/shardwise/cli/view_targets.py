@@ -88,11 +88,11 @@ class CheckpointTarget:
     opened: OpenedCheckpoint
 
     def facts(self) -> dict[str, Any]:
-        return checkpoint_facts(self.opened)
+        return checkpoint_facts(self.opened.path, self.opened.store)
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The layout of one tensor, by its number: `tensor`."""
-        return {"picture": tensor_facts(self.opened, int(question["tensor"]))}
+        return {"picture": tensor_facts(self.opened.store, int(question["tensor"]))}
 
 
 @dataclass(frozen=True)
