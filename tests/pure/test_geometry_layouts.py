@@ -28,6 +28,7 @@ from shardwise.geometry import (
     ShardingSpec,
     layout_from_json,
     layout_to_json,
+    parse_layout,
 )
 from shardwise.testing import assemble, global_values, scatter
 from shardwise.testing import strategies as sw
@@ -389,3 +390,9 @@ def test_meshes(mesh: Mesh) -> None:
         assert sorted(r for group in groups for r in group) == sorted(mesh.ranks.reshape(-1).tolist())
         assert {len(group) for group in groups} == {mesh.axis_size(axis)}
     assert pickle.loads(pickle.dumps(mesh)) == mesh == Mesh.from_json(json.loads(json.dumps(mesh.to_json())))
+
+
+def test_a_tensor_on_one_rank_is_on_a_mesh_without_axes() -> None:
+    layout = parse_layout("f32[4] @ 3").layout
+    assert (layout.local_shapes(3), layout.local_shapes(0)) == (((4,),), ())
+    assert Mesh((), 3).indices(3) == () and Mesh((), 3).indices(0) is None

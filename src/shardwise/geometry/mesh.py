@@ -132,7 +132,7 @@ class Mesh:
     def indices(self, rank: int) -> tuple[int, ...] | None:
         """The coordinates of a rank in order of the axes; None for a rank that is not in the mesh."""
         if self._indices is None:
-            places = np.stack(np.unravel_index(np.arange(self.size), self.shape), axis=1).tolist()
+            places = np.argwhere(np.ones(self.shape, dtype=bool)).tolist()  # right for a mesh without axes too
             self._set("_indices", dict(zip(self.ranks.reshape(-1).tolist(), map(tuple, places), strict=True)))
         found: dict[int, tuple[int, ...]] = self._indices  # type: ignore[assignment]  # set above
         return found.get(rank)
