@@ -479,5 +479,5 @@ def test_comm_debug_modes_and_their_counts() -> None:
 
 def test_is_profiling() -> None:
     assert not _torch.is_profiling()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert _torch.is_profiling()

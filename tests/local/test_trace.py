@@ -196,7 +196,7 @@ def test_the_profiler_shows_moves_by_name() -> None:
     def body(comm: Comm) -> None:
         x = shardwise.ones("on tp=2: S(0)", 4, 2)
         if comm.rank == 0:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
                 x.redistribute("S(1)")
             found.extend(event.name for event in profile.events())
         else:
