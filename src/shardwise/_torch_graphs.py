@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from types import CodeType
 from typing import Any
 
@@ -144,10 +144,28 @@ def named_backend(name: str) -> Any:
     return _load_quietly("_dynamo.backends.registry.lookup_backend")(name)
 
 
+class _TracingThread:
+    """True on the thread that made it: ranks that are threads run programs while one of them traces."""
+
+    def __init__(self) -> None:
+        self._thread = get_ident()
+
+    def __bool__(self) -> bool:
+        return get_ident() == self._thread
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    __ror__, __rand__ = __or__, __and__
+
+
 @contextmanager
-def compiling_flag(value: bool) -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true: optimizers then compute with tensors instead of reading values."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, value
+def compiling_flag() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true on this thread: code that looks at values leaves that out then."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, _TracingThread()  # type: ignore[assignment]  # tested as a condition
     try:
         yield
     finally:

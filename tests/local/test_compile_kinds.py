@@ -327,3 +327,15 @@ def test_hooks_that_are_registered_later_run() -> None:
     hooked, x, text = alone(body)
     assert_close(hooked, 3 * x)
     assert "an attribute or a hook of a module" in text
+
+
+def test_a_tensor_that_is_passed_twice_is_one_kind_and_another_than_two_tensors() -> None:
+    def body() -> tuple[list[Any], str]:
+        run, spec = compile_quietly(lambda x, y: x * 2 + y), ChunkSpec(0, ranks=1)
+        x, y = lay(spec, 4), lay(spec, 4, seed=1)
+        results = [run(*pair).full() - (pair[0] * 2 + pair[1]).full() for pair in ((x, x), (y, y), (x, y), (x, x))]
+        return results, run.explain()
+
+    results, text = alone(body)
+    assert not any(result.any() for result in results)
+    assert "2 kinds of inputs" in text and "kind 0, 3 calls" in text

@@ -377,9 +377,13 @@ def test_compilers_are_found_by_name() -> None:
 
 
 def test_code_that_asks_is_told_that_it_is_compiled() -> None:
-    with _torch_graphs.compiling_flag(True):
+    others: list[bool] = []
+    with _torch_graphs.compiling_flag():
         assert torch.compiler.is_compiling()
-    assert not torch.compiler.is_compiling()
+        thread = Thread(target=lambda: others.append(bool(torch.compiler.is_compiling())))
+        thread.start()
+        thread.join()
+    assert not torch.compiler.is_compiling() and others == [False]
 
 
 def test_record_function_does_nothing_while_it_is_switched_off() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Mesh, ModelPlan, default_comm, shard_module
@@ -20,21 +21,28 @@ CUT = {"layers.*.weight": "S(0)", "layers.*.bias": "S(0)"}
 
 
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.checkpointed = checkpointed
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
-            x = F.dropout(torch.tanh(layer(x)), 0.3)
+            x = checkpoint(_drop, layer, x, use_reentrant=False) if self.checkpointed else _drop(layer, x)
         return x
 
 
-def _train(backend: str | None, lengths: list[list[int]], resharded: bool) -> tuple[list[Tensor], str]:
+def _drop(layer: nn.Module, x: Any) -> Any:
+    return F.dropout(torch.tanh(layer(x)), 0.3)
+
+
+def _train(
+    backend: str | None, lengths: list[list[int]], resharded: bool, checkpointed: bool = False
+) -> tuple[list[Tensor], str]:
     """The parameters after some steps on batches whose parts have these lengths, and what was traced."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    model = Dropping()
+    model = Dropping(checkpointed)
     plan = ModelPlan(Mesh.of(dp=2), CUT, axis="dp", input_plan="dp: S(0)", reshard_after_forward=resharded)
     shard_module(model, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
@@ -64,6 +72,16 @@ def test_steps_on_uneven_batches_are_those_without_a_graph(world: Ranks, reshard
     eager = world.run(_train, None, lengths, resharded)
     for (found, text), (expected, _) in zip(compiled, eager, strict=True):
         assert "2 kinds of inputs" in text and "without a graph" not in text
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointed_layers_drop_the_same_elements_again(world: Ranks) -> None:
+    lengths = [[6, 6]] * 3
+    compiled = world.run(_train, "aot_eager", lengths, True, True)
+    eager = world.run(_train, None, lengths, True, True)
+    for (found, text), (expected, _) in zip(compiled, eager, strict=True):
+        assert "without a graph" not in text
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, rtol=1e-4, atol=1e-5)
 

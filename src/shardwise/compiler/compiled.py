@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from shardwise._log import package_logger
 from shardwise._torch import is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
-from shardwise.comm.traced import CommTrace, NotTraceableError
+from shardwise.comm.traced import CommTrace, NotTraceableError, is_tracing
 from shardwise.compiler.agreement import Answers, TraceReport, compare_traces
 from shardwise.compiler.backends import Backend, check_backend, compile_lock
 from shardwise.compiler.kinds import (
@@ -103,7 +103,7 @@ class CompiledProgram:
         return getattr(self.__dict__["_target"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dispatch_mode_on() or is_dual_level() or torch.compiler.is_compiling():
+        if is_dispatch_mode_on() or is_dual_level() or is_tracing():
             return self._target(*args, **kwargs)
         leaves, structure = split_arguments(args, kwargs)
         state = self._known_state()
@@ -202,7 +202,7 @@ class CompiledProgram:
         self, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, answers: Answers
     ) -> tuple[Kind, TraceReport]:
         flat = self._flat_tensors(state, leaves)
-        facts = describe_call(leaves, state, self._function, self._has_gradients(state))
+        facts = describe_call(leaves, state, self._function, self._has_gradients(state) if self._in_step else ())
         reason = explain_difference(facts, self._order[-1].facts) if self._order else "the first call"
         layouts = [leaf.sharding for leaf in leaves if isinstance(leaf, ShardedTensor)]
         guard = KindGuard(state, flat, self._function, layouts)

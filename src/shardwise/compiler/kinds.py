@@ -111,7 +111,9 @@ class KindGuard:
         self._names = _simple_names(function)
         self._layouts = tuple(layouts)  # keys have their identities: they stay alive
         self._count = len(flat)
-        self._tensors = TensorGuards(*flat, dynamic_dims_sizes=None, dynamic_dims_strides=None) if flat else None
+        self._repeats = _find_repeats(flat)
+        distinct = _leave_out(flat, self._repeats)
+        self._tensors = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None) if flat else None
 
     def holds(self, flat: Sequence[Tensor]) -> bool:
         """Whether a call on these local tensors is of this kind."""
@@ -119,7 +121,23 @@ class KindGuard:
             return False
         if not self._watch.is_unchanged() or (self._names and _simple_names(self._function) != self._names):
             return False
-        return self._tensors is None or bool(self._tensors.check(*flat))
+        if self._tensors is None:
+            return True
+        if not self._repeats:
+            return bool(self._tensors.check(*flat))  # which notices tensors that are there twice
+        return _find_repeats(flat) == self._repeats and bool(self._tensors.check(*_leave_out(flat, self._repeats)))
+
+
+def _find_repeats(flat: Sequence[Tensor]) -> dict[int, int]:
+    """The places of tensors that are there a second time, as where the same batch is passed as ids and as labels."""
+    if len(set(map(id, flat))) == len(flat):
+        return {}
+    first: dict[int, int] = {}
+    return {i: first[id(t)] for i, t in enumerate(flat) if first.setdefault(id(t), i) != i}
+
+
+def _leave_out(flat: Sequence[Tensor], places: dict[int, int]) -> list[Tensor]:
+    return [t for i, t in enumerate(flat) if i not in places]
 
 
 def _simple_names(function: Any) -> list[tuple[str, object]]:

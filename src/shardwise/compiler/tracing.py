@@ -237,7 +237,7 @@ def trace_program(
             prepare(graph, kind)
 
     program.trace.in_step = program.in_step
-    with compiling_flag(bool(program.state.optimizers)), no_record_function(), calling_before_backward(note_backward):
+    with compiling_flag(), no_record_function(), calling_before_backward(note_backward):
         traced: Callable[..., Sequence[Tensor]] = trace_joint_graph(
             _FlatModule(program.run),
             flat,
