@@ -32,6 +32,7 @@ from shardwise import (
     sharding_rule,
 )
 from shardwise.geometry import Box, Piece, ShardingSpec
+from tests.device import DEVICE
 
 Program: TypeAlias = Callable[..., Any]
 Call: TypeAlias = Sequence[Any]
@@ -57,7 +58,7 @@ def forget() -> None:
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Values that differ from seed to seed, none of them near zero."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    drawn = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64)
     return (drawn + drawn.sign() * 0.1).to(dtype)
 
 

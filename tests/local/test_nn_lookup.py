@@ -30,6 +30,7 @@ from shardwise.nn import plain_as_local_batch, shard_parameter
 from shardwise.ops import HiddenCommunicationError, MixedTensorsError
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
+from tests.device import DEVICE
 
 RANKS, ROWS, WIDTH = 3, 11, 6
 Function = Callable[[Tensor, int], Tensor]
@@ -59,7 +60,7 @@ IDS = [torch.tensor([[3, 3, 10, 0], [7, 2, 2, 5]]), torch.tensor([[1]]), torch.z
 
 
 def table(rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(1))
 
 
 def scales(ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from shardwise.embedding import lookup_call
 from shardwise.geometry import Box, ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Piece, Replicate, Shard, ShardingSpec
 from shardwise.nn import plain_as_local_batch
 from shardwise.tensor import ShardedTensor, shard
+from tests.device import DEVICE
 
 RANKS, ROWS, WIDTH = 2, 7, 4
 SPECS: dict[str, ShardingSpec] = {
@@ -90,7 +91,7 @@ def cases(batch: str) -> Iterator[Case]:
 
 
 def table() -> Tensor:
-    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(1))
 
 
 def loss(result: Tensor, rank: int) -> Tensor:

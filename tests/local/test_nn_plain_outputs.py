@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, parse_spec, run_local, shard, shard_module
+from tests.device import DEVICE
 
 WORDS, WIDTH, HEADS = 13, 8, 4
 PLAN = {
@@ -82,7 +83,7 @@ class Cache:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, WORDS, (4, 5), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, WORDS, (4, 5), generator=torch.Generator(DEVICE).manual_seed(3))
     return ids, ids.roll(1, 1)
 
 

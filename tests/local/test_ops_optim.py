@@ -15,6 +15,7 @@ from shardwise.geometry import Box, EnumerableSpec, Mesh, Partial, Piece, Placem
 from shardwise.ops import explain, no_communication
 from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
+from tests.device import DEVICE
 from tests.local.op_cases import lay_out, ramp
 
 Params = Sequence[Any]
@@ -171,7 +172,9 @@ ORDERS = (2.0, 1.0, 3.0, float("inf"))
 @pytest.mark.parametrize("order", ORDERS)
 def test_norms_of_a_list_take_one_exchange_of_a_number_per_tensor_and_rank(order: float) -> None:
     """Replicated tensors need none; tensors that different axes cut make different groups."""
-    values = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    values = [
+        torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(i)) for i in range(6)
+    ]
     uneven = Shard(0, sizes=(4, 0))
     placements: list[tuple[Placement, ...]] = [(Replicate(), Replicate()), (Replicate(), Shard(0))]
     placements += [(Replicate(), Shard(1)), (Shard(1), Shard(0)), (Replicate(), uneven), (uneven, Shard(1))]
@@ -192,7 +195,7 @@ def test_norms_of_a_list_take_one_exchange_of_a_number_per_tensor_and_rank(order
 
 def test_norms_of_a_list_alone_or_recorded() -> None:
     """Pending sums, odd orders and tensors in pieces are taken alone; gradients pass."""
-    value = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    value = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(1))
 
     def body(comm: Comm) -> None:
         mesh = Mesh.of(tp=2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import parse_spec, shard
+from tests.device import DEVICE
 from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(2)
@@ -20,7 +21,7 @@ LAYOUTS = ("on tp=2: S(0)", "on tp=2: S(1)", "on tp=2: R")
 
 
 def matrix(seed: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(4, 4, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64)
 
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {

@@ -18,6 +18,7 @@ from shardwise import Mesh, ModelPlan, default_comm, shard_module
 from shardwise.comm import ProcessGroupComm
 from shardwise.comm.current import use_comm
 from shardwise.ops.engine import gather_order, prefetch
+from tests.device import DEVICE
 from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(2)
@@ -56,7 +57,7 @@ def make_model(prefetch_bytes: int | None, **options: Any) -> Deep:
 
 
 def batch(step: int, rank: int | None = None) -> Tensor:
-    whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+    whole = torch.randn(ROWS, WIDTH, generator=torch.Generator(DEVICE).manual_seed(step))
     return whole if rank is None else whole.chunk(2)[rank]
 
 

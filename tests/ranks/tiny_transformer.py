@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Mesh, MeshSpec, Placement, Replicate, Shard, ShardedTensor, shard
+from tests.device import DEVICE
 
 ROWS, COLUMNS = Shard(0), Shard(1)
 # What the axis "tp" does to a parameter, by the last parts of its name; all others are replicated.
@@ -88,7 +89,7 @@ def make_model(sizes: Sizes, dtype: torch.dtype, *, tied: bool, rms: bool) -> Tr
 
 def batches(sizes: Sizes, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids and the ids that follow them, the same on every rank: two batches, in turn."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator(DEVICE).manual_seed(11)
     texts = [torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=generator) for _ in range(2)]
     for step in range(steps):
         ids = texts[step % 2]
