@@ -19,6 +19,11 @@ CPU_FILES = {
 }
 """Test files that are about the CPU alone, with the reason."""
 
+CPU_TESTS = {
+    "test_indices_that_no_rank_holds_are_refused": "an index out of range ends a process's use of the GPU",
+}
+"""Tests that would end those after them, with the reason."""
+
 CPU_ERRORS = {
     "Expected a 'cuda' device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
     "device type tensor to numpy": "compares through NumPy, which knows host memory alone",

@@ -1,0 +1,89 @@
+"""Are boxes copied whole, in whatever units, and described rightly to the kernel that copies many of them?"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.box_copies import copy_box, copy_boxes, reduce_tensors
+from shardwise.comm.box_kernels import UNIT, find_kernel, find_row
+from tests.moving import DTYPES, same_bytes, values
+
+BOXES = [
+    (slice(2, 5), slice(4, 40), slice(0, 4)),
+    (slice(0, 8), slice(0, 64), slice(2, 4)),
+    (slice(1, 2), slice(0, 64), slice(0, 6)),
+    (slice(0, 8), slice(3, 60), slice(0, 6)),
+    (slice(0, 8), slice(0, 64), slice(1, 2)),
+    (slice(3, 3), slice(0, 64), slice(0, 6)),
+]
+
+
+def copy_row(row: tuple[int, ...]) -> None:
+    """What the kernel does with one row of its table, in host memory."""
+    to, at, outer, inner, length, a0, a1, b0, b1 = row
+    for i, j in product(range(outer), range(inner)):
+        ctypes.memmove(to + UNIT * (i * a0 + j * a1), at + UNIT * (i * b0 + j * b1), UNIT * length)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("box", BOXES)
+def test_box_is_copied_in_any_dtype(dtype: torch.dtype, box: tuple[slice, ...]) -> None:
+    source, target = values((8, 64, 6), dtype), values((8, 64, 6), dtype).flip(0).contiguous()
+    wanted = target.clone()
+    wanted[box] = source[box]
+    copy_box(target[box], source[box])
+    assert same_bytes(target, wanted)
+    packed = torch.empty_like(source[box], memory_format=torch.contiguous_format)
+    assert copy_boxes([(packed, source[box])]) is None
+    assert same_bytes(packed, source[box])
+
+
+@pytest.mark.parametrize("box", BOXES[:4])
+def test_row_of_the_table_describes_the_box(box: tuple[slice, ...]) -> None:
+    source = torch.arange(8 * 64 * 6, dtype=torch.float32, device="cpu").view(8, 64, 6)
+    target, dense = torch.zeros_like(source), torch.zeros_like(source[box], memory_format=torch.contiguous_format)
+    for pair in ((dense, source[box]), (target[box], dense)):
+        row = find_row(*pair)
+        assert row is not None
+        copy_row(row)
+        assert torch.equal(*pair)
+    assert target.sum() == source[box].sum()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda t: t[:2, :3, 0],  # rows of one element with strides
+        lambda t: t[:, :, :3],  # 12 bytes are not units of 8
+        lambda t: t.transpose(1, 2),
+        lambda t: t.view(8, 8, 8, 6)[::2, ::2, ::2, :4],  # more dims than the kernel has
+    ],
+)
+def test_box_that_the_kernel_cannot_take_has_no_row(part: object) -> None:
+    source: Tensor = part(torch.zeros(8, 64, 6, device="cpu"))  # type: ignore[operator]  # one of the functions above
+    assert find_row(torch.empty(source.shape, device="cpu"), source) is None
+
+
+def test_reduction_may_write_to_any_of_its_terms() -> None:
+    for place in range(4):
+        terms = [torch.tensor([1.0, 5.0]) * (i + 1) for i in range(4)]
+        reduce_tensors(terms[place], list(terms), "avg")
+        assert terms[place].tolist() == [2.5, 12.5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or find_kernel() is None, reason="needs a GPU and Triton")
+def test_boxes_are_copied_in_one_launch() -> None:
+    source = torch.rand(64, 4096, device="cuda")
+    target = torch.zeros_like(source)
+    cuts = [(slice(i, i + 16), slice(j, j + 1000)) for i in range(0, 64, 16) for j in range(0, 4000, 1000)]
+    again = copy_boxes([(target[cut], source[cut]) for cut in cuts])
+    assert again is not None
+    assert torch.equal(target[:, :4000], source[:, :4000]) and not target[:, 4000:].any()
+    source.add_(1)
+    again()
+    assert torch.equal(target[:, :4000], source[:, :4000])
