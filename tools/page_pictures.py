@@ -57,27 +57,15 @@ def save_checkpoint(folder: Path) -> str:
     return path
 
 
+PATTERNS = {
+    "embed.weight": "tp: S(0)",
+    "blocks.*.{up,gate}.weight": "tp: S(0)",
+    "blocks.*.down.weight": "tp: S(1)",
+    "head.weight": "tp: S(0)",
+}
 PLANS: dict[str, dict[str, Any]] = {
-    "tensor_parallel.toml": {
-        "mesh": "dp=16,tp=8",
-        "input_plan": "dp: S(0)",
-        "parameters": {
-            "embed.weight": "tp: S(0)",
-            "blocks.*.{up,gate}.weight": "tp: S(0)",
-            "blocks.*.down.weight": "tp: S(1)",
-            "head.weight": "tp: S(0)",
-        },
-    },
-    "all_sharded.toml": {
-        "mesh": "dp=16,tp=8",
-        "input_plan": "dp: S(0)",
-        "parameters": {
-            "embed.weight": "S(1), S(0)",
-            "blocks.*.{up,gate}.weight": "S(1), S(0)",
-            "blocks.*.down.weight": "S(0), S(1)",
-            "head.weight": "S(1), S(0)",
-        },
-    },
+    "tp8.toml": {"mesh": "dp=16,tp=8", "input_plan": "dp: S(0)", "parameters": PATTERNS},
+    "tp32.toml": {"mesh": "dp=4,tp=32", "input_plan": "dp: S(0)", "parameters": PATTERNS},
 }
 
 
@@ -100,7 +88,7 @@ class GatedBlock(nn.Module):
 class GatedModel(nn.Module):
     """Layers of a language model without attention: enough for a picture."""
 
-    def __init__(self, layers: int = 8, width: int = 8192, words: int = 128256) -> None:
+    def __init__(self, layers: int = 40, width: int = 8192, words: int = 128256) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.blocks = nn.Sequential(*(GatedBlock(width, 3 * width) for _ in range(layers)))
@@ -154,7 +142,7 @@ def find_pages(folder: Path) -> dict[str, tuple[Callable[[], dict[str, Any]], st
         "layout": (LayoutTarget(fused).facts, "", 1090),
         "move": (MoveTarget(fused, "on dp=2,tp=4: S(0), S(1)", buffer="8MB").facts, MIDDLE, 1420),
         "move_16384_dark": (MoveTarget(many, "on a=32,b=512: S(1), S(0)").facts, MIDDLE, 1060),
-        "plan": (plan_target("tensor_parallel.toml").facts, "", 960),
+        "plan": (plan_target("tp8.toml").facts, "", 960),
         "plans": (plan_target(*PLANS).facts, "", 940),
         "step": (lambda: record_step().facts(), "", 960),
         "checkpoint": (lambda: checkpoint_facts(folder), "", 820),

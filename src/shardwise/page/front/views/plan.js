@@ -245,7 +245,7 @@ function parameterTable(facts, rows) {
       width: two ? "14%" : "17%",
     },
     {
-      title: two ? "first layout" : "layout",
+      title: "layout",
       value: (r) => ruleOf(r.layout),
       text: (r) => ruleOf(r.layout),
       code: true,
@@ -254,7 +254,7 @@ function parameterTable(facts, rows) {
     ...(two
       ? [
           {
-            title: "second layout",
+            title: "second",
             value: other((r) => ruleOf(r.layout)),
             text: (r) => (r.other ? ruleOf(r.other.layout) : "-"),
             code: true,
@@ -262,7 +262,7 @@ function parameterTable(facts, rows) {
           },
         ]
       : []),
-    { title: two ? "first" : "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
+    { title: "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
     ...(two
       ? [
           {
