@@ -59,8 +59,10 @@ def copy_mark(source: ShardedTensor, target: Any) -> None:
 def find_gather(source: ShardedTensor, layout: Layout, label: str) -> ParameterGather | None:
     """The move of a parameter, or of what was cast from one; None for anything else."""
     parameter = find_parameter(source)
-    if parameter is None or not source.local_parts or layout.depends_on_data or source.sharding.depends_on_data:
+    if parameter is None or layout.depends_on_data or source.sharding.depends_on_data:
         return None
+    if len(source.sharding.ranks) != source.comm.world_size:
+        return None  # a rank without a part has nothing to ask for, and all ranks must start the same moves
     return ParameterGather(parameter, source.dtype, layout, label)
 
 
