@@ -162,7 +162,8 @@ class SeveralHostsEngine:
         adding: ReduceOp = "sum" if op == "avg" else op
         pieces = [self._pieces_for(place, runs) for place in range(len(own))]
         lengths = [len(piece) for piece in pieces[self._place]]
-        rooms = [sum(lengths)] * (len(own) + 1) + [len(self._hosts) * len(out)]
+        others = [members for members in self._hosts if members is not own]
+        rooms = [sum(lengths)] * (len(own) + 1) + [len(others) * len(out)]
         memory = self._take(sum(rooms) * out.element_size())
         *addends, sums, rest = memory[: sum(rooms) * out.element_size()].view(out.dtype).split_with_sizes(rooms)
         for room, piece in zip(addends[self._place].split_with_sizes(lengths), pieces[self._place], strict=True):
@@ -172,16 +173,13 @@ class SeveralHostsEngine:
         yield self._start_near(_edges(sends), _edges(receives), call)
         reduce_runs(sums, addends, adding)
         mine, *parts = sums.split_with_sizes(lengths)
-        by_host = list(rest.view(len(self._hosts), len(out)))
+        totals = dict(zip(others, rest.view(len(others), len(out)), strict=True))
         far_receives: dict[int, Sequence[Tensor]] = {}
-        for members, total in zip(self._hosts, by_host, strict=True):
-            if members is own:
-                total.copy_(mine)
-            else:
-                far_receives |= {r: [p] for r, p in zip(members, total.tensor_split(len(members)), strict=True)}
+        for members, total in totals.items():
+            far_receives |= {r: [p] for r, p in zip(members, total.tensor_split(len(members)), strict=True)}
         far_sends = {r: [part] for r, part in zip(self._outside, parts, strict=True)}
         yield self._only(self._far.exchange(_edges(far_sends), _edges(far_receives), call=call))
-        reduce_runs(out, by_host, adding)
+        reduce_runs(out, [totals.get(members, mine) for members in self._hosts], adding)
         finish_average(out, op, len(self._ranks))
         self._kept.append(memory)
 
