@@ -119,3 +119,20 @@ def test_a_weight_is_weighed_against_the_rows_of_one_data_parallel_group() -> No
 
     for moves in run_local(body, 4):
         assert [(given, then) for given, then, _ in moves] == [(("dp=2,tp=2: S(0), P(sum)",), ("dp=2,tp=2: S(0), R",))]
+
+
+@pytest.mark.parametrize(("tokens", "moved"), ((64, "8,4"), (2, "2")), ids=("many tokens", "few tokens"))
+def test_a_table_is_gathered_where_its_rows_for_all_tokens_are_larger(tokens: int, moved: str) -> None:
+    """A fully sharded table keeps the batch sharded; of few tokens the numbers are gathered."""
+
+    def body(comm: Comm) -> list[str]:
+        mesh = Mesh.of(fsdp=2)
+        table = shard(torch.ones(8, 4), MeshSpec(mesh, [Shard(0)]), None)
+        ids = shard(torch.zeros(tokens, dtype=torch.long), MeshSpec(mesh, [Shard(0)]), None)
+        with explain() as log:
+            F.embedding(ids, table)
+        return [f"{given[0]} -> {then[0]}: {nbytes}" for given, then, nbytes in _moves(log)]
+
+    bytes_moved = {"8,4": 2 * 4 * 4 * 4, "2": 2 * 8}[moved]
+    for moves in run_local(body, 2):
+        assert moves == [f"fsdp=2: S(0) -> fsdp=2: R: {bytes_moved}"]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.geometry import Mesh, MeshSpec, Placement, Shard
+from shardwise.geometry import Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import change_cost, same_kind
 from shardwise.ops.engine.registry import Strategy
 
@@ -59,7 +59,19 @@ def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, r
         if (operand.first, then) not in paid:
             paid.add((operand.first, then))
             total += change_cost(now, then, _bytes_along(operand, axis), ranks)
+            if strategy.result_bytes and isinstance(now, Shard) and isinstance(then, Replicate):
+                total += _price_result(strategy, operand, axis, ranks)
     return total
+
+
+def _price_result(strategy: Strategy, gathered: Operand, axis: int, ranks: int) -> float:
+    """What a large result costs that is no longer sharded as an input was, which is gathered for it.
+
+    To gather the numbers of tokens is cheap, but then every rank computes with the rows of all of them, or of parts of
+    all, and the operators that follow move them. So the result counts as if it were summed.
+    """
+    share = _bytes_along(gathered, axis) / max(1, gathered.nbytes)
+    return 2 * strategy.result_bytes * share * (ranks - 1) / ranks
 
 
 def _bytes_along(operand: Operand, axis: int) -> float:

@@ -55,7 +55,8 @@ class Strategy:
     `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
     `LocalView` and the local arguments. `local_if_empty` takes its place where some rank's part of an input has no
     elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
-    the caller gets them, and returns what the caller gets; it may communicate.
+    the caller gets them, and returns what the caller gets; it may communicate. `result_bytes` is the size of a result
+    that is much larger than the inputs, as that of a lookup; it is part of the price where an input is gathered.
 
     >>> from shardwise.geometry import Partial, Shard
     >>> inner = Strategy((Partial(),), (Shard(1), Shard(0)))  # a product whose inner dim is split leaves addends
@@ -68,6 +69,7 @@ class Strategy:
     local: Callable[..., Any] | None = None
     local_if_empty: Callable[..., Any] | None = None
     finish: Callable[[Any], Any] | None = None
+    result_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any],
         given = Strategy(*given)
     placed = tuple(_line_up_inputs(given.inputs, [*args, *kwargs.values()], tensors))
     outputs = tuple(to_native_placement(p) for p in _flatten_arguments(given.outputs))
-    made = Strategy(outputs, placed, given.local, given.local_if_empty, given.finish)
+    made = Strategy(outputs, placed, given.local, given.local_if_empty, given.finish, given.result_bytes)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LayoutError(f"a rule returns Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")

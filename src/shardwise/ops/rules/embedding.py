@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,12 +57,15 @@ def embedding(
     sparse: bool = False,
 ) -> list[Any]:
     found = [Strategy((Replicate(),), (Replicate(), Replicate()))]
-    found.append(Strategy((Shard(ids.ndim),), (Shard(1), Replicate()), local_if_empty=_look_up_if_in_range))
+    size = math.prod(ids.shape) * weight.shape[1] * weight.dtype.itemsize
+    columns = (Shard(1), Replicate())
+    found.append(Strategy((Shard(ids.ndim),), columns, local_if_empty=_look_up_if_in_range, result_bytes=size))
     found += [Strategy((p,), (p, Replicate())) for p in pending_kinds(weight)]
     if scale_grad_by_freq:
         return found  # frequencies are counted over all ids and rows
     found += [Strategy((Shard(d),), (Replicate(), Shard(d))) for d in range(ids.ndim)]
-    return [*found, Strategy((Partial("sum"),), (Shard(0), Replicate()), _look_up_local_rows)]
+    rows = (Shard(0), Replicate())
+    return [*found, Strategy((Partial("sum"),), rows, _look_up_local_rows, result_bytes=size)]
 
 
 def _look_up_if_in_range(view: Any, weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Any:
