@@ -136,3 +136,19 @@ def test_a_table_is_gathered_where_its_rows_for_all_tokens_are_larger(tokens: in
     bytes_moved = {"8,4": 2 * 4 * 4 * 4, "2": 2 * 8}[moved]
     for moves in run_local(body, 2):
         assert moves == [f"fsdp=2: S(0) -> fsdp=2: R: {bytes_moved}"]
+
+
+def test_a_fully_sharded_weight_is_gathered_also_for_few_rows() -> None:
+    """Rows could be split by columns for a pending sum at little cost, but then every rank has all rows to sum."""
+
+    def body(comm: Comm) -> tuple[list[str], str]:
+        mesh = Mesh.of(fsdp=2)
+        x = shard(torch.ones(10, 16), MeshSpec(mesh, [Shard(0)]), None)
+        weight = shard(torch.ones(8, 16), MeshSpec(mesh, [Shard(0)]), None)
+        with explain() as log:
+            y = F.linear(x, weight)
+        return [f"{given[0]} -> {then[0]}: {n}" for given, then, n in _moves(log)], str(y.placements)
+
+    for moves, placements in run_local(body, 2):
+        assert moves == [f"fsdp=2: S(0) -> fsdp=2: R: {16 * 4 * 8}"]
+        assert "Partial" not in placements

@@ -9,8 +9,11 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+import shardwise.hf
+from shardwise import Mesh
 from shardwise.cli.main import app
 from shardwise.nn import PlanError
+from shardwise.planner import estimate
 from shardwise.planner.model_sources import load_model
 
 LLAMA = {
@@ -35,6 +38,18 @@ def test_config_is_planned_with_its_own_loss(tmp_path: Path) -> None:
     assert data["elements"] == whole
     assert whole * 4 / 2 <= data["parameter_bytes"] < whole * 4 * 0.6
     assert data["activation_bytes"] > 0 and set(data["traffic"]) <= {"dp", "tp", "dp,tp"}
+
+
+def test_a_fully_sharded_model_keeps_its_batch_sharded(tmp_path: Path) -> None:
+    """On 1,024 ranks, each with one sequence: activations and operations are those of one sequence."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 256, "intermediate_size": 512}))
+    model = load_model(str(tmp_path)).model
+    found = {
+        ranks: estimate(model, shardwise.hf.plan(model, Mesh.of(fsdp=ranks)), batch=1, sequence=64)
+        for ranks in (8, 1024)
+    }
+    assert found[1024].activation_bytes == pytest.approx(found[8].activation_bytes, rel=0.2)
+    assert found[1024].flops == pytest.approx(found[8].flops, rel=0.05)
 
 
 def test_broken_configs_are_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ _ARGUMENTS = (
     "float? scale=None, bool enable_gqa=False) -> Tensor"
 )
 _READS_VALUES = (Tensor.item, Tensor.__bool__, Tensor.__contains__)  # checks of padding, layers left out at random
+_ALL, _OF_ALL = (Tensor.all, torch.all), "_holds_for_all"
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -98,12 +99,20 @@ def _drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class NoValues(TorchFunctionMode):
-    """Answers questions about values, of which there are none: no padding, no layer is left out."""
+    """Answers questions about values, of which there are none: no padding, no layer is left out.
+
+    What holds for `all` elements is taken to hold, as in "no sequence is packed": that is how models ask for the usual.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return False if func in _READS_VALUES else func(*args, **(kwargs or {}))
+        if func in _READS_VALUES:
+            return func is Tensor.__bool__ and _OF_ALL in args[0].__dict__
+        result = func(*args, **(kwargs or {}))
+        if func in _ALL and isinstance(result, Tensor):
+            result.__dict__[_OF_ALL] = True
+        return result
 
 
 def count_attention_flops(q: Tensor, k: Tensor, v: Tensor) -> int:

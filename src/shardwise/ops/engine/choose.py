@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.geometry import Mesh, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.placement_cost import change_cost, same_kind
 from shardwise.ops.engine.registry import Strategy
 
@@ -61,7 +61,19 @@ def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, r
             total += change_cost(now, then, _bytes_along(operand, axis), ranks)
             if strategy.result_bytes and isinstance(now, Shard) and isinstance(then, Replicate):
                 total += _price_result(strategy, operand, axis, ranks)
+            elif _gives_up_shards(strategy, now, then):
+                total += change_cost(Partial("sum"), Replicate(), _bytes_along(operand, axis), ranks)
     return total
+
+
+def _gives_up_shards(strategy: Strategy, now: Placement, then: Placement) -> bool:
+    """Whether a tensor is split along another dim for a sum that is left pending, as rows of a batch along columns.
+
+    That moves little by itself, but every rank then has an addend of the whole result, which has to be summed: it
+    counts as if the tensor were.
+    """
+    moved = isinstance(now, Shard) and isinstance(then, Shard) and now.dim != then.dim
+    return moved and any(isinstance(p, Partial) for p in strategy.outputs)
 
 
 def _price_result(strategy: Strategy, gathered: Operand, axis: int, ranks: int) -> float:
