@@ -78,15 +78,17 @@ def make_step(model: nn.Module) -> Callable[[Tensor], Any]:
     return step
 
 
-def train_beside(build: Callable[[], nn.Module], batches: list[Tensor], backend: Any = BACKEND) -> Any:
+def train_beside(
+    build: Callable[[], nn.Module], batches: list[Tensor], backend: Any = BACKEND, tolerance: float = 1e-4
+) -> Any:
     """The compiled step, after its losses and parameters were found to be those without a graph."""
     models = [build(), build()]
     run, eager = shardwise.compile(make_step(models[0]), backend=backend), make_step(models[1])
     for batch in batches:
-        assert_close(run(batch).full(), eager(batch).full())
+        assert_close(run(batch).full(), eager(batch).full(), rtol=tolerance, atol=tolerance)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert isinstance(p, ShardedTensor) and isinstance(q, ShardedTensor)
-        assert_close(p.detach().full(), q.detach().full(), rtol=1e-4, atol=1e-6)
+        assert_close(p.detach().full(), q.detach().full(), rtol=tolerance, atol=tolerance / 100)
     return run
 
 
@@ -188,6 +190,25 @@ def test_a_whole_step_gathers_parameters_again_in_its_backward_pass(again: bool)
 
     # Gathers and reductions of gradients; the first layer's weight is not needed in the backward pass.
     assert run_local(body, 2, timeout=60.0) == [2 * LAYERS + (LAYERS - 1 if again else 0)] * 2
+
+
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_parameters_are_gathered_in_another_dtype(whole_step: bool) -> None:
+    cut = {"layers.*.weight": "S(0)"}
+    plan = ModelPlan(Mesh.of(dp=2), cut, axis="dp", input_plan="dp: S(0)", gather_dtype=torch.bfloat16)
+
+    def body(comm: Comm) -> str:
+        batches = [numbers(64, WIDTH, seed=i, dtype=torch.float32).chunk(2)[comm.rank] for i in range(3)]
+        if whole_step:
+            return str(train_beside(lambda: make(Layers(False), plan), batches, tolerance=0.02).explain())
+        models = [make(Layers(False), plan), make(Layers(False), plan)]
+        run = shardwise.compile(models[0], backend=BACKEND)
+        for batch in batches:
+            assert_close(run(batch).full(), models[1](batch).full(), rtol=0.02, atol=0.02)
+        return str(run.explain())
+
+    for text in run_local(body, 2, timeout=60.0):
+        assert "1 kinds of inputs" in text and "without a graph" not in text
 
 
 def test_a_mixture_of_experts_runs_without_a_graph_and_says_where() -> None:

@@ -28,6 +28,7 @@ def register_casts(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
         prefix = f"{path}." if path else ""
         own = {n: dtypes[prefix + n] for n, _ in module.named_parameters(recurse=False) if prefix + n in dtypes}
         if own:
+            module.__dict__[_CAST_NAMES] = []
             module.register_forward_pre_hook(partial(_hide_parameters, dtypes=own), with_kwargs=True)
             module.register_forward_hook(_show_parameters, always_call=True)
 
@@ -44,13 +45,13 @@ def _hide_parameters(
             copy_mark(parameter, cast)
             module.__dict__[name] = cast
             hidden.append(name)
-    module.__dict__.setdefault(_CAST_NAMES, []).append(hidden)
+    module.__dict__[_CAST_NAMES].append(hidden)
     cast_input = partial(_cast_floating, dtype=next(iter(dtypes.values())))
     return pytree.tree_map(cast_input, args), pytree.tree_map(cast_input, kwargs)
 
 
 def _show_parameters(module: nn.Module, _args: Any, _output: Any) -> None:
-    calls = module.__dict__.get(_CAST_NAMES, [])
+    calls = module.__dict__[_CAST_NAMES]
     for name in calls.pop() if calls else ():
         del module.__dict__[name]
 
