@@ -94,23 +94,33 @@ def call_fast_path(
         or active_watchers[0]
         or forward_ad._current_level >= 0
         or (grad and not is_forward_grad_enabled())
-        or (shortcut.compared and has_saved_tensors_hooks())
-        or (shortcut.writes and not is_writable(first))
+        or not (shortcut.plain or _is_allowed(shortcut, first))
     ):
         return enter_function(_call_with_key, func, types, args, kwargs or {}, key)
+    comm = first.comm
     if shortcut.vary:
         local, named = vary_arguments(shortcut, args, kwargs or {})
-    result = func(*local, **named) if named else func(*local)
+    if shortcut.reshape:
+        result = local[0].reshape(made.local_shapes[comm.rank])
+    else:
+        result = func(*local, **named) if named else func(*local)
     if shortcut.writes:
         first.__dict__.pop("_varied", None)
         return first
-    comm = first.comm
     if result.dtype is not made.dtype or result.shape != made.local_shapes[comm.rank]:
         return _wrap_unexpected(func, args, made.layout, result, comm)
     wrapped = made.make_wrapper()
     wrapped.sharding, wrapped.local_parts = made.layout, (result,)  # as `wrap` does, without a call
     wrapped.comm, wrapped._fingerprint = comm, made
     return wrapped
+
+
+def _is_allowed(shortcut: Shortcut, first: ShardedTensor) -> bool:
+    """Whether a function that compares, writes or varies may take its shortcut now."""
+    return not (
+        (shortcut.compared and has_saved_tensors_hooks())  # checkpointed code saves the same at both times
+        or (shortcut.writes and not is_writable(first))
+    )
 
 
 def _wrap_unexpected(func: Any, args: Sequence[Any], layout: Layout, result: Tensor, comm: Comm) -> ShardedTensor:

@@ -111,7 +111,8 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
-        return Shortcut((result.sharding,), None, reshape=True)
+        shaped = get_fingerprint(result.sharding, result.dtype, result.device)
+        return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
     if recording.operators > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class Shortcut:
     at once. `casts`: autocast, where it is on, may cast arguments of an operator. `reshape`: the local tensor takes the
     shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it has it. `writes`:
     the first argument is written to and returned. `compared`: of several operators; other tensors are saved for the
-    backward pass than by these.
+    backward pass than by these. `plain`: none of these, so that the function is called with the local tensors.
     """
 
     outputs: tuple[Layout, ...]
@@ -40,6 +40,11 @@ class Shortcut:
     label: str = ""
     writes: bool = False
     compared: bool = False
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        plain = not (self.vary or self.reshape or self.moves or self.writes or self.compared)
+        object.__setattr__(self, "plain", plain)
 
 
 def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
