@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_kernels import find_kernel, find_row, prepare_rows
+from shardwise.comm.box_kernels import disable_kernel, find_kernel, find_row, prepare_rows
 from shardwise.comm.protocol import ReduceOp
 
 BoxPair = tuple[Tensor, Tensor]
@@ -49,8 +49,12 @@ def _launch_fitting(pairs: Sequence[BoxPair]) -> tuple[Callable[[], None] | None
             rows.append(row)
     if not rows:
         return None, rest
-    launch = prepare_rows(rows, device)
-    launch()
+    try:
+        launch = prepare_rows(rows, device)
+        launch()
+    except Exception as error:  # Triton needs a compiler of the system, and more that may be missing
+        disable_kernel(error)
+        return None, list(pairs)
     return launch, rest
 
 

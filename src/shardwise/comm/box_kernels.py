@@ -6,6 +6,7 @@ up to three dims after those that adjoin in memory are joined; a row is cut in u
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_log = logging.getLogger(__name__)
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 UNIT = 8  # bytes
 _TILE = 1024  # units, for one program
@@ -37,9 +39,22 @@ def _copy_tile(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.cons
     tl.store(target + to[:, None] + columns[None, :], values, mask=inside)
 
 
-@cache
+_disabled: list[BaseException] = []  # why the kernel is not used
+
+
+def disable_kernel(reason: BaseException) -> None:
+    """Use the kernel no more in this process."""
+    _log.warning("boxes are copied one by one: Triton's kernel does not run here (%s)", reason)
+    _disabled.append(reason)
+
+
 def find_kernel() -> Any:
-    """The compiled kernel; None where Triton is not installed."""
+    """The compiled kernel; None where Triton is not installed or does not run."""
+    return None if _disabled else _make_kernel()
+
+
+@cache
+def _make_kernel() -> Any:
     global tl
     try:
         import triton
