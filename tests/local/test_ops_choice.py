@@ -152,3 +152,19 @@ def test_a_fully_sharded_weight_is_gathered_also_for_few_rows() -> None:
     for moves, placements in run_local(body, 2):
         assert moves == [f"fsdp=2: S(0) -> fsdp=2: R: {16 * 4 * 8}"]
         assert "Partial" not in placements
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(4, Shard(1)), (32, Shard(0)), (64, Shard(0))])
+def test_a_fully_sharded_layer_gathers_the_smaller_of_batch_and_weight(rows: int, wanted: Placement) -> None:
+    """And makes no pending sum of both cut along the dim that the product sums over, which few bytes would do."""
+
+    def body(comm: Comm) -> tuple[Placement, ...]:
+        spec = MeshSpec(Mesh.of(dp=4), [Shard(0)])
+        x, weight = (shard(torch.ones(n, 16), spec, None) for n in (rows, 16))
+        result: ShardedTensor = F.linear(x, weight)  # type: ignore[assignment]  # of ShardedTensors
+        assert result.full().eq(16).all()
+        layout_spec = result.sharding.spec
+        assert isinstance(layout_spec, MeshSpec)
+        return layout_spec.placements
+
+    assert run_local(body, 4) == [(wanted,)] * 4
