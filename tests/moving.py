@@ -209,9 +209,22 @@ class CountingComm(LocalComm):
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Note the exchange, then do it."""
-        tensors = [t for edges in (sends, receives) for peer in edges for t in edges[peer]]
-        self.exchanges.append((label, sum(t.numel() * t.itemsize for t in tensors)))
+        self._note(sends, receives, label)
         return super().exchange(sends, receives, label=label)
+
+    def exchange_boxes(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+    ) -> Work:
+        """Note an exchange of boxes that are read where they are, as on a GPU."""
+        self._note(sends, receives, label)
+        return super().exchange_boxes(sends, receives, label=label)
+
+    def _note(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], label: str
+    ) -> None:
+        between = [(peer, edges) for edges in (sends, receives) for peer in edges if peer != self.rank]
+        tensors = [t for peer, edges in between for t in edges[peer]]
+        self.exchanges.append((label, sum(t.numel() * t.itemsize for t in tensors)))
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
