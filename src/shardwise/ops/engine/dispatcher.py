@@ -104,7 +104,10 @@ def _on_one_mesh(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = steps.run(*args, **kwargs)
-    note_special()
+    if steps.in_place:
+        note_operator(plain=True, wanted=[(args[0], args[0].sharding)], written=[args[0]])
+    else:
+        note_special()
     return result
 
 

@@ -77,7 +77,8 @@ class Steps:
     """An operator computed in several steps: `run` takes its arguments, ShardedTensors among them, and returns results.
 
     It may call any operator and may communicate, in an order that depends on layouts and arguments alone, so that all
-    ranks take the same steps. Gradients are those of its steps.
+    ranks take the same steps. Gradients are those of its steps. `in_place`: they do to the local tensors of the first
+    argument what the operator itself would do to them, and nothing else.
 
     >>> steps = Steps(lambda x, y: (x - y).abs().amax())
     >>> steps.run(torch.tensor([1.0, -4.0]), torch.zeros(2)).item()
@@ -85,6 +86,7 @@ class Steps:
     """
 
     run: Callable[..., Any]
+    in_place: bool = False
 
 
 R = TypeVar("R", bound=Callable[..., Any])

@@ -191,7 +191,7 @@ register_sharding(aten.normal_.default, Steps(draw_normal))
 register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
 register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
 register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill))
-register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0)))
+register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0), in_place=True))
 
 
 # Copies and conversions
