@@ -48,6 +48,8 @@ def is_free(chosen: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh)
 
 def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
     """What the inputs' changes cost; a tensor that appears twice and is needed alike moves once."""
+    if strategy.axes is not None and axis not in strategy.axes:
+        return None
     total = 0.0
     paid = set()
     for operand, then in zip(operands, strategy.inputs, strict=True):

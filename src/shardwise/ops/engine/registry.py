@@ -13,7 +13,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ class Strategy:
     elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
     the caller gets them, and returns what the caller gets; it may communicate. `result_bytes` is the size of a result
     that is much larger than the inputs, as that of a lookup; it is part of the price where an input is gathered.
+    `axes` are the numbers of the mesh axes for which it is right; None: for all.
 
     >>> from shardwise.geometry import Partial, Shard
     >>> inner = Strategy((Partial(),), (Shard(1), Shard(0)))  # a product whose inner dim is split leaves addends
@@ -70,6 +71,7 @@ class Strategy:
     local_if_empty: Callable[..., Any] | None = None
     finish: Callable[[Any], Any] | None = None
     result_bytes: int = 0
+    axes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def _normalise_strategy(given: Any, args: Sequence[Any], kwargs: dict[str, Any],
         given = Strategy(*given)
     placed = tuple(_line_up_inputs(given.inputs, [*args, *kwargs.values()], tensors))
     outputs = tuple(to_native_placement(p) for p in _flatten_arguments(given.outputs))
-    made = Strategy(outputs, placed, given.local, given.local_if_empty, given.finish, given.result_bytes)
+    made: Strategy = replace(given, outputs=outputs, inputs=placed)
     for placement in (*made.outputs, *made.inputs):
         if isinstance(placement, Shard) and placement.dim < 0:
             raise LayoutError(f"a rule returns Shard({placement.dim}); count dims from the front: Shard(x.ndim - 1)")

@@ -114,9 +114,8 @@ def _column_strategies() -> list[Strategy]:
 @register_sharding(_at_experts)
 def grouped_mm_at_experts(x: TensorMeta, w: TensorMeta, offs: TensorMeta, out_dtype: Any = None) -> list[Strategy]:
     """Along axes that cut experts the rows are there already; along others as everywhere."""
-    axes = cutting_axes(w.layout, (0,))
-    pairs = dict.fromkeys((x.placements[a], w.placements[a]) for a in axes)
-    own = [Strategy((rows,), (rows, experts, R), _multiply_own_rows) for rows, experts in pairs]
+    placed = [(a, x.placements[a], w.placements[a]) for a in cutting_axes(w.layout, (0,))]
+    own = [Strategy((rows,), (rows, experts, R), _multiply_own_rows, axes=(a,)) for a, rows, experts in placed]
     return own + [Strategy(s.outputs, s.inputs, _multiply_own_rows) for s in _row_strategies()]
 
 
