@@ -7,11 +7,12 @@ changes what it does.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -342,11 +343,23 @@ def replace_checkpoint_generator(make: Callable[[Callable[..., Any]], Callable[.
     """Replace what `torch.utils.checkpoint.checkpoint` starts before it runs the code, without re-entrance.
 
     `make` gets torch's own. It saves the arguments, and takes the type of a tensor for no reason to do so otherwise.
+    Both are called with the code, its arguments, its keyword arguments, and the options, which are passed on.
     """
-    checkpointing = private_name("utils.checkpoint")
-    checkpointing._checkpoint_without_reentrant_generator = make(
-        private_name("utils.checkpoint._checkpoint_without_reentrant_generator")
-    )
+    checkpointing, name = private_name("utils.checkpoint"), "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpointing, f"{name}_impl"):  # since torch 2.15
+        named = getattr(checkpointing, f"{name}_impl")
+        start = make(lambda code, args, kwargs, options: named(code, args, kwargs, **options))
+        setattr(checkpointing, f"{name}_impl", lambda code, args, kwargs, **options: start(code, args, kwargs, options))
+        return
+    own = private_name(f"utils.checkpoint.{name}")
+    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(own).parameters.values()) - 1
+    begin = make(lambda code, args, kwargs, options: own(code, *options, *args, **kwargs))
+
+    @wraps(own)  # whoever replaces it again looks at its parameters
+    def replaced(code: Any, *given: Any, **kwargs: Any) -> Any:
+        return begin(code, given[count:], kwargs, given[:count])
+
+    setattr(checkpointing, name, replaced)
 
 
 def operator_names() -> Iterator[str]:

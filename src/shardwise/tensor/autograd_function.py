@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import islice
@@ -327,25 +326,22 @@ for _function in (BackwardHookFunction, CheckpointFunction):
 
 def _flatten_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Checkpointing without re-entrance that saves local tensors in place of ShardedTensors among its arguments."""
-    fixed = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    count = len(fixed)
 
-    @wraps(original)
-    def start(*given: Any, **kwargs: Any) -> Any:
+    def start(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Any) -> Any:
         if splits_backward():
             return compute_region_again()
-        options, args = given[:count], given[count:]
         names, values = list(kwargs), [*args, *kwargs.values()]
         if not any(isinstance(v, ShardedTensor) for v in values):
-            return original(*given, **kwargs)
-        function, plan = options[0], _Flattened(values)
+            return original(function, args, kwargs, options)
+        plan = _Flattened(values)
 
         def run(*flat: Any) -> Any:
             tape, others = flat[: sum(plan.counts)], iter(flat[sum(plan.counts) :])
             found = [v if n else next(others) for v, n in zip(plan.values(tape), plan.counts, strict=True)]
             return function(*found[: len(args)], **dict(zip(names, found[len(args) :], strict=True)))
 
-        return original(run, *options[1:], *_tape_of(values), *(v for v in values if not isinstance(v, Tensor)))
+        flat = (*_tape_of(values), *(v for v in values if not isinstance(v, Tensor)))
+        return original(run, flat, {}, options)
 
     return start
 
