@@ -173,3 +173,19 @@ def test_a_fully_sharded_layer_gathers_the_smaller_of_batch_and_weight(rows: int
         return layout_spec.placements
 
     assert run_local(body, 4) == [(wanted,)] * 4
+
+
+def test_an_axis_is_weighed_by_what_the_axes_before_it_do() -> None:
+    """The weight is gathered along dp: along tp it is then large, and the few rows are summed instead."""
+
+    def body(comm: Comm) -> list[str]:
+        mesh = Mesh.of(dp=2, tp=2)
+        x = shard(torch.ones(12, 8), MeshSpec(mesh, [Shard(0), Partial("sum")]), None)
+        weight = shard(torch.ones(16, 8), MeshSpec(mesh, [Shard(0), Shard(0)]), None)
+        with explain() as log:
+            F.linear(x, weight)
+        return sorted(f"{given[0]} -> {then[0]}" for given, then, _ in _moves(log))
+
+    wanted = ["S(0), P(sum) -> dp=2,tp=2: S(0), R", "S(0), S(0) -> dp=2,tp=2: R, S(0)"]
+    for moves in run_local(body, 4):
+        assert moves == [f"dp=2,tp=2: {text}" for text in wanted]

@@ -27,32 +27,42 @@ class Operand:
 
 
 def choose_strategies(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
-    """One strategy for each axis, or None if an axis has no possible one."""
-    chosen = []
+    """One strategy for each axis, or None if an axis has no possible one.
+
+    What a change along one axis moves depends on what the others do to the tensor: those before it are decided.
+    """
+    chosen: list[Strategy] = []
+    placed = [list(operand.spec.placements) for operand in operands]
     for axis in range(mesh.ndim):
+        sizes = [_bytes_along(o, p, axis) for o, p in zip(operands, placed, strict=True)]
         best: tuple[float, Strategy] | None = None
         for strategy in strategies:
-            cost = _strategy_cost(strategy, operands, axis, mesh.shape[axis])
+            cost = _strategy_cost(strategy, operands, sizes, axis, mesh.shape[axis])
             if cost is not None and (best is None or cost < best[0]):
                 best = (cost, strategy)
         if best is None:
             return None
         chosen.append(best[1])
+        for own, then in zip(placed, best[1].inputs, strict=True):
+            own[axis] = then or Replicate()
     return chosen
 
 
 def is_free(chosen: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> bool:
     """Whether nothing is changed for the strategies chosen: every other one costs something, at all lengths."""
-    return all(_strategy_cost(s, operands, axis, mesh.shape[axis]) == 0.0 for axis, s in enumerate(chosen))
+    sizes = [float(operand.nbytes) for operand in operands]
+    return all(_strategy_cost(s, operands, sizes, axis, mesh.shape[axis]) == 0.0 for axis, s in enumerate(chosen))
 
 
-def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, ranks: int) -> float | None:
+def _strategy_cost(
+    strategy: Strategy, operands: Sequence[Operand], sizes: Sequence[float], axis: int, ranks: int
+) -> float | None:
     """What the inputs' changes cost; a tensor that appears twice and is needed alike moves once."""
     if strategy.axes is not None and axis not in strategy.axes:
         return None
     total = 0.0
     paid = set()
-    for operand, then in zip(operands, strategy.inputs, strict=True):
+    for operand, size, then in zip(operands, sizes, strategy.inputs, strict=True):
         now = operand.spec.placements[axis]
         if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
             return None
@@ -60,11 +70,11 @@ def _strategy_cost(strategy: Strategy, operands: Sequence[Operand], axis: int, r
             return None
         if (operand.first, then) not in paid:
             paid.add((operand.first, then))
-            total += change_cost(now, then, _bytes_along(operand, axis), ranks)
+            total += change_cost(now, then, size, ranks)
             if strategy.result_bytes and isinstance(now, Shard) and isinstance(then, Replicate):
-                total += _price_result(strategy, operand, axis, ranks)
+                total += _price_result(strategy, size / max(1, operand.nbytes), ranks)
             elif _gives_up_shards(strategy, now, then):
-                total += change_cost(Partial("sum"), Replicate(), _bytes_along(operand, axis), ranks)
+                total += change_cost(Partial("sum"), Replicate(), size, ranks)
     return total
 
 
@@ -78,22 +88,21 @@ def _gives_up_shards(strategy: Strategy, now: Placement, then: Placement) -> boo
     return moved and any(isinstance(p, Partial) for p in strategy.outputs)
 
 
-def _price_result(strategy: Strategy, gathered: Operand, axis: int, ranks: int) -> float:
+def _price_result(strategy: Strategy, share: float, ranks: int) -> float:
     """What a large result costs that is no longer sharded as an input was, which is gathered for it.
 
     To gather the numbers of tokens is cheap, but then every rank computes with the rows of all of them, or of parts of
     all, and the operators that follow move them. So the result counts as if it were summed.
     """
-    share = _bytes_along(gathered, axis) / max(1, gathered.nbytes)
     return 2 * strategy.result_bytes * share * (ranks - 1) / ranks
 
 
-def _bytes_along(operand: Operand, axis: int) -> float:
-    """The bytes that a group of ranks along an axis has together: other axes may have split the tensor already.
+def _bytes_along(operand: Operand, placed: Sequence[Placement], axis: int) -> float:
+    """The bytes that a group of ranks along an axis has together: other axes may split the tensor.
 
     So a weight is weighed against the rows of one data-parallel group, and not against the batch of all groups.
     """
-    sizes = zip(operand.spec.placements, operand.spec.mesh.shape, strict=True)
+    sizes = zip(placed, operand.spec.mesh.shape, strict=True)
     return operand.nbytes / math.prod(n for i, (p, n) in enumerate(sizes) if i != axis and isinstance(p, Shard))
 
 
