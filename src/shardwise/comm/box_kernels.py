@@ -6,7 +6,6 @@ up to three dims after those that adjoin in memory are joined; a row is cut in u
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from shardwise._log import package_logger
+
+_log = package_logger(__name__)
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 UNIT = 8  # bytes
 _TILE = 1024  # units, for one program
