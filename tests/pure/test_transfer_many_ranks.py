@@ -191,3 +191,16 @@ def test_regular_pairs_of_many_ranks_take_little_memory(mesh: str, count: int, l
         moves = sum(len(step.routes) for step in plan.unsplit_steps) if plan.is_listed else 0
         assert (moves <= totals.LISTED_BOXES and "steps" not in plan.__dict__) or limit is None, (one, other)
         assert peak < 300e6, (one, other, peak)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh"),
+    [((32000, 8192), "dp=2048,tp=8"), ((32000, 100), "dp=2048,tp=8")],
+    ids=["another dim is even", "no dim is even"],
+)
+def test_all_ranks_take_their_share_of_a_sum(shape: tuple[int, int], mesh: str) -> None:
+    source, target = (parse_spec(f"on {mesh}: {p}, S(0)").layout(shape) for p in ("P(sum)", "R"))
+    found = plan_transfer(source, target, itemsize=4)
+    assert found.busiest_sender is not None and found.busiest_receiver is not None
+    mean = found.moved_bytes / len(source.ranks)
+    assert max(found.busiest_sender[1], found.busiest_receiver[1]) <= 1.2 * mean

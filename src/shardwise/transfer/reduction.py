@@ -81,7 +81,7 @@ def deal_regions(src: Layout, dst: Layout, found: Overlaps) -> GridSpec:
     count = np.diff(common.starts)
     able = np.where(count > 0, count, holders)
     turn, regions = _turns_within(found.cells)
-    parts, dim = _common_parts(found.sizes, int((-(-able // regions)).min(initial=1)))
+    parts, dim = _common_parts(found.sizes, int((-(-able // regions)).min()) if len(able) else 1)
     owners = []
     for part in range(parts):
         place = (turn * parts + part) % able
@@ -104,10 +104,10 @@ def _turns_within(cells: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _common_parts(sizes: IntArray, wanted: int) -> tuple[int, int]:
-    """The parts in which every region can be cut, and the dim."""
-    shortest = sizes.min(axis=0)
-    long_enough = np.flatnonzero(shortest >= wanted)
-    return (wanted, int(long_enough[0])) if len(long_enough) else (1, 0)
+    """The parts in which every region can be cut, at most as many as wanted, and the dim that has the most."""
+    found = [min(_count_parts(n, wanted) for n in np.unique(sizes[:, d]).tolist()) for d in range(sizes.shape[1])]
+    parts = max(found, default=0)
+    return (parts, found.index(parts)) if parts > 1 else (1, 0)
 
 
 class _RanksOfRegions(NamedTuple):
@@ -153,9 +153,18 @@ def _grid_of_regions(starts: IntArray, sizes: IntArray, reducers: Sequence[IntAr
 
 
 def _split_dim(size: IntArray, count: int) -> int:
-    """The dim along which a region is cut for so many ranks: the first that is long enough, else the longest."""
-    long_enough = np.flatnonzero(size >= count)
-    return int(long_enough[0]) if len(long_enough) else int(size.argmax())
+    """The dim along which a region is cut for so many ranks: the first that has a part for each, else the longest."""
+    enough = [d for d, length in enumerate(size.tolist()) if _count_parts(length, count) == count]
+    return enough[0] if enough else int(size.argmax())
+
+
+def _count_parts(length: int, wanted: int) -> int:
+    """How many parts have elements if a length is cut for `wanted` ranks.
+
+    >>> _count_parts(4000, 2048)
+    2000
+    """
+    return -(-length // -(-length // wanted)) if length else 0
 
 
 def _holders(layout: Layout, cell: int, addend: int | None) -> IntArray:
