@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
 from typer.testing import CliRunner
 
 import shardwise.hf
@@ -15,6 +14,9 @@ from shardwise.cli.main import app
 from shardwise.nn import PlanError
 from shardwise.planner import estimate
 from shardwise.planner.model_sources import load_model
+from tests.models.environment import import_or_skip
+
+transformers = import_or_skip("transformers")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
