@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, run_local, sharding_rule
+from shardwise import Comm, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, run_local, sharding_rule
 from shardwise.ops import Steps, TensorMeta
 from shardwise.ops.engine import dispatcher, fast_path
 from shardwise.tensor import caches
@@ -261,3 +261,29 @@ def test_shapes_that_do_not_fit_are_refused_on_every_rank_after_some_that_do() -
 
     first, second = run_local(body, 2, timeout=60)
     assert first == second and len(first) == 2
+
+
+def test_numbers_that_change_at_every_step_are_decided_once() -> None:
+    def body(comm: Comm) -> list[int]:
+        x = lay_out(X, Mesh.of(tp=1), (Shard(0),)).requires_grad_()
+        optimizer = torch.optim.AdamW([x], lr=0.1)
+        known = []
+        for _ in range(4):
+            (x * x).sum().backward()
+            optimizer.step()
+            known.append(len(dispatcher._decisions))
+        return known
+
+    (known,) = run_local(body, 1, timeout=60)
+    assert known[1] == known[3]
+
+
+def test_a_remembered_number_does_not_stand_for_zero_or_infinity() -> None:
+    def body(comm: Comm) -> None:
+        pending = lay_out(X, PAIR, (Partial("sum"),))
+        for number in (2.0, 3.0, 0.0, float("inf"), 4.0):
+            product = pending * number
+            assert isinstance(product.placements[0], Partial) == (number in (2.0, 3.0, 4.0))
+            torch.testing.assert_close(product.full(), X * number, equal_nan=True)
+
+    run_local(body, 2, timeout=60)

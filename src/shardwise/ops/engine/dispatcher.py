@@ -31,7 +31,7 @@ from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unk
 from shardwise.ops.engine.placement_cost import mesh_spec
 from shardwise.ops.engine.recording import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.engine.registry import Steps, find_rule
-from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, split_call
+from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, split_call
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.autograd import is_differentiated
@@ -114,7 +114,9 @@ def _run_steps(steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     """Compute a call by what was decided for it; a call that fails leaves nothing behind."""
     recorded = tuple(map(is_differentiated, tensors))
-    key = (call.key, tuple((id(t.sharding), t.dtype) for t in tensors), first_positions(tensors), recorded)
+    pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
+    called = key_without_numbers(call) if pointwise else call.key
+    key = (called, tuple((id(t.sharding), t.dtype) for t in tensors), first_positions(tensors), recorded)
     known = _decisions.get(key)
     decision = decide(call, tensors) if known is None else known[0]
     if isinstance(decision, Steps):

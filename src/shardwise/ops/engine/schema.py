@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,6 +71,22 @@ def _argument_key(value: Any) -> Hashable:
     except TypeError:
         return (type(value), repr(value))
     return (type(value), value)
+
+
+def key_without_numbers(call: OperatorCall) -> Hashable:
+    """The key of a call, in which floats count only as usual or not: not finite, or zero.
+
+    >>> x = torch.ones(2)
+    >>> calls = [split_call(torch.ops.aten.mul.Tensor, (x, number), {}) for number in (0.1, 0.2, 0.0)]
+    >>> [key_without_numbers(call) == key_without_numbers(calls[0]) for call in calls]
+    [True, True, False]
+    """
+    named = tuple((name, _number_kind(value)) for name, value in call.kwargs.items())
+    return call.op, tuple(_number_kind(value) for value in call.args), named
+
+
+def _number_kind(value: Any) -> Hashable:
+    return (float, value != 0 and math.isfinite(value)) if type(value) is float else _argument_key(value)
 
 
 def _fill_value_slots(value: Any, values: Sequence[Any]) -> Any:
