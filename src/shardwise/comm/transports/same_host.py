@@ -90,7 +90,7 @@ def connect_same_host(
     lease = MemoryLease()
     listener, card = _open_door(lease) if wanted and memory.is_supported() else (None, {})
     try:
-        card["host"] = _host_identity()
+        card["host"] = identify_host()
         told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
         cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
         hosts = _number_hosts([each["host"] for each in cards.values()])
@@ -109,7 +109,7 @@ def find_hosts(over: Gatherer, ranks: tuple[int, ...]) -> tuple[int, ...] | None
     """Return the host number of each rank, in group order; None if a rank does not know its host."""
     if len(ranks) == 1:
         return (0,)
-    told = over.all_gather_bytes((_host_identity() or "").encode(), call="find hosts")
+    told = over.all_gather_bytes((identify_host() or "").encode(), call="find hosts")
     return _number_hosts([data.decode() or None for data in told])
 
 
@@ -142,7 +142,7 @@ def _log_slower(reason: object) -> None:
     _log.warning("ranks of one host do not read each other's memory (%s): they use the group's sockets", reason)
 
 
-def _host_identity() -> str | None:
+def identify_host() -> str | None:
     """Return what identifies a running kernel, its process numbers, its sockets and its user; None if it hides that."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

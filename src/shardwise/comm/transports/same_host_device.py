@@ -45,7 +45,7 @@ from shardwise.comm.transports.device_memory import (
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
-from shardwise.comm.transports.same_host import _host_identity
+from shardwise.comm.transports.same_host import identify_host
 
 _CONNECT_SECONDS = 10.0
 _ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
@@ -360,7 +360,7 @@ def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tup
         messages, _ = shared.describe({-1: [probe]})
         listener = Listener()
         card = {
-            "host": _host_identity(),
+            "host": identify_host(),
             "process": PROCESS_TOKEN,
             "pid": os.getpid(),
             "listener": listener.name,
