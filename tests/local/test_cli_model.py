@@ -30,6 +30,9 @@ def make_with_inputs():
 
 def make_nothing():
     return "a model"
+
+def raise_error():
+    raise ValueError("no weights")
 """
 
 
@@ -112,6 +115,10 @@ def test_plan_is_made_for_a_mesh(folder: Path) -> None:
         (("no_such_module:make", "--mesh", "dp=2"), "cannot be imported: No module named 'no_such_module'"),
         (("planned_models:made", "--mesh", "dp=2"), "the module planned_models has no made"),
         (("planned_models:make_nothing", "--mesh", "dp=2"), "returned str; a factory returns a module"),
+        (
+            ("planned_models:raise_error", "--mesh", "dp=2"),
+            "raised ValueError: no weights; a factory is called without",
+        ),
         ((*SMALL, "--topology", "8:1"), "'8:1' is not a topology"),
         ((*SMALL, "--device", "abacus"), "the device 'abacus' is not known"),
         ((*SMALL, "--optimizer", "best"), "the optimizer 'best' is not known"),
@@ -129,3 +136,10 @@ def test_config_without_transformers(folder: Path, monkeypatch: pytest.MonkeyPat
     result = run("config.json", "--mesh", "tp=2")
     assert result.exit_code == 2
     assert "transformers, which is not installed; install shardwise[hf]" in result.stderr
+
+
+def test_plan_without_an_input_plan_is_advised(folder: Path) -> None:
+    (folder / "no_inputs.toml").write_text('mesh = "tp=4"\n[parameters]\n"*.weight" = "S(0)"\n')
+    result = run("planned_models:make", "--plan", "no_inputs.toml", "--sequence", "16")
+    assert result.exit_code == 2
+    assert "give it an input_plan, such as 'dp: S(0)' or 'replicated'" in result.stderr

@@ -59,8 +59,14 @@ def _find_factory(module: str, name: str) -> Any:
 
 
 def _call_factory(source: str, factory: Any) -> ModelSource:
-    with torch.device("meta"):
-        made = factory()
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:  # of any kind: it is code of the user's
+        raise PlanError(
+            f"{source} raised {type(error).__name__}: {error}; a factory is called without arguments, on the meta "
+            "device, where tensors have no values"
+        ) from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise PlanError(

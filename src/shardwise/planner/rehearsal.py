@@ -77,9 +77,17 @@ def rehearse(
             return _run_step(twin, given, loss or sum_of_outputs, meter)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
             raise PlanError(
-                f"a step of {type(model).__name__} cannot be run without values: {type(error).__name__}: {error}; pass "
-                "inputs= (the arguments of one forward pass on a rank) or loss=, or estimate from parameter shapes"
+                f"a step of {type(model).__name__} cannot be run without values: {type(error).__name__}: {error}; "
+                f"{_advise(plan)}"
             ) from error
+
+
+def _advise(plan: ModelPlan) -> str:
+    if plan.input_plan is None:
+        return (
+            "the plan does not say how inputs are laid out: give it an input_plan, such as 'dp: S(0)' or 'replicated'"
+        )
+    return "pass inputs= (the arguments of one forward pass on a rank) or loss=, or estimate from parameter shapes"
 
 
 def _run_step(twin: nn.Module, inputs: Any, loss: Loss, meter: StepMeter) -> Rehearsal:
