@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError, LocalComm, run_local
 from shardwise.comm.faults import TransportError
-from shardwise.comm.transports.device_memory import OpenedSegments, Segment, SharedSegments
+from shardwise.comm.transports.device_memory import DeviceSegment, OpenedSegments, SharedSegments
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import PeerSockets
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
@@ -53,13 +53,13 @@ class FakeDevice:
         self.segments[memory.data_ptr()] = -number, memory
         del self.by_handle[str(number).encode()]
 
-    def find_segment(self, address: int) -> Segment | None:
+    def find_segment(self, address: int) -> DeviceSegment | None:
         for start, (number, memory) in self.segments.items():
             if number > 0 and start <= address < start + len(memory):
-                return Segment(number, start, len(memory))
+                return DeviceSegment(number, start, len(memory))
         return None
 
-    def export(self, segment: Segment) -> bytes:
+    def export(self, segment: DeviceSegment) -> bytes:
         return str(segment.number).encode()
 
     def open(self, handle: bytes, size: int) -> Tensor:

@@ -74,6 +74,21 @@ def whole_batch(seed: int = 0) -> Tensor:
     return numbers(ROWS, WIDTH, seed=seed, dtype=torch.float32)
 
 
+def train_beside(
+    model: nn.Module, dense: nn.Module, memory: GatheredMemory, comm: Comm, passes: int
+) -> tuple[list[int], list[Any], list[Any]]:
+    """What is alive between forward and backward of each pass, and the gradients of both models."""
+    alive = []
+    for seed in range(passes):
+        loss = model(whole_batch(seed).chunk(2)[comm.rank]).square().mean()
+        alive.append(memory.alive(comm.rank))
+        loss.backward()
+        assert memory.alive(comm.rank) == 0
+        dense(whole_batch(seed)).square().mean().backward()
+    gradients = [p.grad.full() for p in model.parameters()]  # type: ignore[union-attr]
+    return alive, gradients, [p.grad for p in dense.parameters()]
+
+
 @pytest.mark.parametrize(("resharded", "kept"), [(True, 0), (False, LAYERS - 1), (["three"], None)])
 def test_no_whole_parameter_is_kept_between_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch, resharded: Any, kept: int | None
@@ -84,15 +99,7 @@ def test_no_whole_parameter_is_kept_between_forward_and_backward(
 
     def body(comm: Comm) -> tuple[list[int], list[Any], list[Any]]:
         model, dense = make_model(make_plan(resharded)), make_model()
-        alive = []
-        for seed in (0, 1):  # the second time by what was remembered
-            loss = model(whole_batch(seed).chunk(2)[comm.rank]).square().mean()
-            alive.append(memory.alive(comm.rank))
-            loss.backward()
-            assert memory.alive(comm.rank) == 0
-            dense(whole_batch(seed)).square().mean().backward()
-        gradients = [p.grad.full() for p in model.parameters()]  # type: ignore[union-attr]
-        return alive, gradients, [p.grad for p in dense.parameters()]
+        return train_beside(model, dense, memory, comm, passes=2)  # the second one by what was remembered
 
     for alive, found, expected in run_local(body, 2, timeout=60.0):
         assert [size // WEIGHT_BYTES for size in alive] == [kept, kept]
@@ -107,15 +114,7 @@ def test_automatic_keeps_the_last_operators_parameters_once_the_order_is_known(m
 
     def body(comm: Comm) -> tuple[list[int], list[Any], list[Any]]:
         model, dense = make_model(replace(make_plan(None), prefetch_bytes=WEIGHT_BYTES)), make_model()
-        alive = []
-        for seed in (0, 1, 2):
-            loss = model(whole_batch(seed).chunk(2)[comm.rank]).square().mean()
-            alive.append(memory.alive(comm.rank))
-            loss.backward()
-            assert memory.alive(comm.rank) == 0
-            dense(whole_batch(seed)).square().mean().backward()
-        gradients = [p.grad.full() for p in model.parameters()]  # type: ignore[union-attr]
-        return alive, gradients, [p.grad for p in dense.parameters()]
+        return train_beside(model, dense, memory, comm, passes=3)
 
     for alive, found, expected in run_local(body, 2, timeout=60.0):
         assert [size // WEIGHT_BYTES for size in alive] == [0, 1, 1]

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.cli import doctor as doctor_command
-from shardwise.cli.doctor import FAILED, SLOWER, Finding, advise_memory_reading, examine_gpus, examine_torch
+from shardwise.cli.doctor import FAILED, SLOWER, DoctorFinding, advise_memory_reading, examine_gpus, examine_torch
 from shardwise.cli.main import app
 from shardwise.comm import LocalWorld, probes
 from shardwise.comm.probes import ProbeResult
@@ -31,14 +31,14 @@ def test_transports_are_tried_and_a_hang_ends(monkeypatch: pytest.MonkeyPatch) -
     assert hang.problem == "rank 0: stopped: it had not ended when its world was shut down"
 
 
-def run_doctor(monkeypatch: pytest.MonkeyPatch, *results: ProbeResult) -> tuple[int, dict[str, Finding], str]:
+def run_doctor(monkeypatch: pytest.MonkeyPatch, *results: ProbeResult) -> tuple[int, dict[str, DoctorFinding], str]:
     monkeypatch.setattr(probes, "probe_transports", lambda gpus: list(results))
     said = CliRunner().invoke(app, ["doctor"])
     data = CliRunner().invoke(app, ["doctor", "--json"])
     assert said.exit_code == data.exit_code
     found = json.loads(data.stdout)
     assert found["ok"] == (data.exit_code == 0)
-    return said.exit_code, {each["name"]: Finding(**each) for each in found["findings"]}, said.stdout
+    return said.exit_code, {each["name"]: DoctorFinding(**each) for each in found["findings"]}, said.stdout
 
 
 def test_what_works_is_status_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_other_releases_and_gpus_are_named() -> None:
         def get_device_properties(number: int) -> object:
             return type("Properties", (), {"name": "H200", "total_memory": 150_000_000_000})
 
-    assert examine_gpus(Cuda) == [Finding("gpu 0", "ok", "H200, 150.0 GB")]
+    assert examine_gpus(Cuda) == [DoctorFinding("gpu 0", "ok", "H200, 150.0 GB")]
     assert [examine_torch(v).state for v in ("2.10.0", "2.11.0", "2.15.1+cu130", "2.16.0")] == [
         FAILED,
         "ok",

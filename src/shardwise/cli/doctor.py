@@ -34,7 +34,7 @@ NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Do not start ranks: l
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at: how it is, what was found, and what to do about it, if anything."""
 
     name: str
@@ -64,22 +64,22 @@ def doctor(no_ranks: NoRanks = False, as_json: AsJson = False) -> None:
         raise typer.Exit(NO)
 
 
-def examine(with_ranks: bool) -> list[Finding]:
+def examine(with_ranks: bool) -> list[DoctorFinding]:
     """Everything that the command looks at; torch is loaded here, and may be what is broken."""
     findings = [
-        Finding("shardwise", OK, __version__),
-        Finding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        DoctorFinding("shardwise", OK, __version__),
+        DoctorFinding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
     ]
     try:
         import torch  # loads for a second; --help does without
     except Exception as error:
         advice = "install it: pip install torch"
-        return [*findings, Finding("torch", FAILED, f"cannot be imported: {error}", advice), *find_extras()]
+        return [*findings, DoctorFinding("torch", FAILED, f"cannot be imported: {error}", advice), *find_extras()]
     findings += [examine_torch(torch.__version__), *find_extras(), *examine_backends(), *examine_gpus(torch.cuda)]
     return findings + (examine_transports(torch.cuda.device_count()) if with_ranks else [])
 
 
-def examine_torch(found: str) -> Finding:
+def examine_torch(found: str) -> DoctorFinding:
     """Whether this release of torch is one that was tested.
 
     >>> examine_torch("2.13.0+cpu").state, examine_torch("2.9.1").state
@@ -88,50 +88,52 @@ def examine_torch(found: str) -> Finding:
     low, high = (tuple(map(int, v.split("."))) for v in SUPPORTED_TORCH.removeprefix("torch ").split(" to "))
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     if low <= release <= high:
-        return Finding("torch", OK, found)
+        return DoctorFinding("torch", OK, found)
     advice = f"shardwise is tested with {SUPPORTED_TORCH}; install one of these"
-    return Finding("torch", FAILED if release < low else SLOWER, f"{found}, not tested", advice)
+    return DoctorFinding("torch", FAILED if release < low else SLOWER, f"{found}, not tested", advice)
 
 
-def find_extras() -> list[Finding]:
+def find_extras() -> list[DoctorFinding]:
     """The optional packages."""
     return [_find_package(name, purpose) for name, purpose in EXTRAS.items()]
 
 
-def _find_package(name: str, purpose: str) -> Finding:
+def _find_package(name: str, purpose: str) -> DoctorFinding:
     try:
-        return Finding(name, OK, version(name))
+        return DoctorFinding(name, OK, version(name))
     except PackageNotFoundError:
-        return Finding(name, ABSENT, "not installed", purpose)
+        return DoctorFinding(name, ABSENT, "not installed", purpose)
 
 
-def examine_backends() -> list[Finding]:
+def examine_backends() -> list[DoctorFinding]:
     """The backends of torch.distributed."""
     import torch.distributed as dist
 
     if not dist.is_available():
         advice = "this build of torch has no torch.distributed: install the one from pytorch.org"
-        return [Finding("gloo", FAILED, "absent", advice)]
-    gloo = Finding("gloo", OK, "present") if dist.is_gloo_available() else None
-    nccl = Finding("nccl", OK, "present") if dist.is_nccl_available() else None
+        return [DoctorFinding("gloo", FAILED, "absent", advice)]
+    gloo = DoctorFinding("gloo", OK, "present") if dist.is_gloo_available() else None
+    nccl = DoctorFinding("nccl", OK, "present") if dist.is_nccl_available() else None
     return [
-        gloo or Finding("gloo", FAILED, "absent", "local ranks need it: install a build of torch with gloo"),
+        gloo or DoctorFinding("gloo", FAILED, "absent", "local ranks need it: install a build of torch with gloo"),
         nccl
-        or Finding("nccl", ABSENT, "absent", "only GPUs need it; it comes with the CUDA builds of torch for Linux"),
+        or DoctorFinding(
+            "nccl", ABSENT, "absent", "only GPUs need it; it comes with the CUDA builds of torch for Linux"
+        ),
     ]
 
 
-def examine_gpus(cuda: Any) -> list[Finding]:
+def examine_gpus(cuda: Any) -> list[DoctorFinding]:
     """The GPUs that torch can use; `cuda` is `torch.cuda`."""
     count = cuda.device_count() if cuda.is_available() else 0
     if not count:
         advice = "everything runs on the CPU; if there is a GPU, install a CUDA build of torch and check nvidia-smi"
-        return [Finding("gpus", ABSENT, "none", advice)]
+        return [DoctorFinding("gpus", ABSENT, "none", advice)]
     devices = [cuda.get_device_properties(i) for i in range(count)]
-    return [Finding(f"gpu {i}", OK, f"{d.name}, {format_bytes(d.total_memory)}") for i, d in enumerate(devices)]
+    return [DoctorFinding(f"gpu {i}", OK, f"{d.name}, {format_bytes(d.total_memory)}") for i, d in enumerate(devices)]
 
 
-def examine_transports(gpus: int) -> list[Finding]:
+def examine_transports(gpus: int) -> list[DoctorFinding]:
     """What two ranks of this host found out."""
     from shardwise.comm.probes import ProbeResult, probe_transports, read_memory_limits
 
@@ -152,13 +154,13 @@ def examine_transports(gpus: int) -> list[Finding]:
     return [_to_finding(result, advise[result.name]) for result in results]
 
 
-def _to_finding(result: Any, advise: Callable[[], tuple[str, str]]) -> Finding:
+def _to_finding(result: Any, advise: Callable[[], tuple[str, str]]) -> DoctorFinding:
     name = f"between ranks: {result.name}"
     if result.works:
         rate = "" if result.bytes_per_second is None else f", {format_bytes(result.bytes_per_second)}/s"
-        return Finding(name, OK, f"works{rate}")
+        return DoctorFinding(name, OK, f"works{rate}")
     state, advice = advise()
-    return Finding(name, state, f"does not work ({result.problem})", advice)
+    return DoctorFinding(name, state, f"does not work ({result.problem})", advice)
 
 
 def advise_memory_reading(scope: int | None, can_trace: bool) -> str:
@@ -178,7 +180,7 @@ def advise_memory_reading(scope: int | None, can_trace: bool) -> str:
     return f"ranks use sockets, which is slower; {cause}"
 
 
-def finding_lines(findings: Sequence[Finding]) -> list[Line]:
+def finding_lines(findings: Sequence[DoctorFinding]) -> list[Line]:
     """The findings as text: a line for each, what to do below it, and a summary."""
     width = max(len(finding.name) for finding in findings)
     lines = []

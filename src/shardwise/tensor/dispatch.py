@@ -205,7 +205,7 @@ def _answer_without_engine(
 
 
 @dataclass(slots=True)
-class Engine:
+class OperatorEngine:
     """What computes. `shardwise.ops` is built on ShardedTensor and cannot be imported from here, so it sets this."""
 
     function: FunctionAnswer = _answer_without_engine
@@ -224,7 +224,7 @@ class _ThreadState(threading.local):
     moved_view: bool = False
 
 
-engine = Engine()
+engine = OperatorEngine()
 _state = _ThreadState()
 
 

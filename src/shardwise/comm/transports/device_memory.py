@@ -33,7 +33,7 @@ _ENABLE_PEER_ACCESS = 1
 
 
 @dataclass(frozen=True)
-class Segment:
+class DeviceSegment:
     """One allocation of device memory; its number is never used again in the process, its address may be."""
 
     number: int
@@ -44,11 +44,11 @@ class Segment:
 class SegmentMemory(Protocol):
     """What the caches need of a device's memory."""
 
-    def find_segment(self, address: int) -> Segment | None:
+    def find_segment(self, address: int) -> DeviceSegment | None:
         """Return the segment of an address; None for memory that other processes cannot open."""
         ...
 
-    def export(self, segment: Segment) -> bytes:
+    def export(self, segment: DeviceSegment) -> bytes:
         """Return the handle by which other processes open a segment."""
         ...
 
@@ -83,16 +83,16 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def find_segment(self, address: int) -> Segment | None:
+    def find_segment(self, address: int) -> DeviceSegment | None:
         """Ask the driver for the allocation of an address."""
         kinds = (ctypes.c_int * 4)(_NUMBER, _IS_SHAREABLE, _START, _SIZE)
         values = (ctypes.c_ulonglong * 4)()
         places = (ctypes.c_void_p * 4)(*(ctypes.addressof(values) + 8 * i for i in range(4)))
         _call("cuPointerGetAttributes", 4, kinds, places, ctypes.c_ulonglong(address))
         number, shareable, start, size = (int(v) for v in values)
-        return Segment(number, start, size) if shareable and start else None
+        return DeviceSegment(number, start, size) if shareable and start else None
 
-    def export(self, segment: Segment) -> bytes:
+    def export(self, segment: DeviceSegment) -> bytes:
         """Ask the driver for the handle."""
         handle = _IpcHandle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(segment.start))
@@ -138,7 +138,7 @@ class SharedSegments:
 
     def __init__(self, memory: SegmentMemory) -> None:
         self._memory = memory
-        self._handles: dict[int, tuple[Segment, str]] = {}
+        self._handles: dict[int, tuple[DeviceSegment, str]] = {}
         self._known: dict[int, set[int]] = {}
         self._described = 0
 
@@ -148,7 +148,7 @@ class SharedSegments:
         Those that the rank could not open are copied first. The message also names segments that the rank knows and
         that have been freed since.
         """
-        seen: list[tuple[Segment, str]] = []  # in this call: a segment may have been freed since the last one
+        seen: list[tuple[DeviceSegment, str]] = []  # in this call: a segment may have been freed since the last one
         messages, kept = {}, {}
         for rank, tensors in lent.items():
             placed = [self._place(tensor, seen) for tensor in tensors]
@@ -163,7 +163,9 @@ class SharedSegments:
             self._forget_freed()
         return messages, kept
 
-    def _place(self, tensor: Tensor, seen: list[tuple[Segment, str]]) -> tuple[Tensor, tuple[Segment, str], str]:
+    def _place(
+        self, tensor: Tensor, seen: list[tuple[DeviceSegment, str]]
+    ) -> tuple[Tensor, tuple[DeviceSegment, str], str]:
         """Return the tensor or a copy of it, its segment, and its place in it as text."""
         address = tensor.data_ptr()
         found = next((each for each in seen if each[0].start <= address < each[0].start + each[0].size), None)
@@ -185,7 +187,7 @@ class SharedSegments:
         known.difference_update(freed)
         return freed
 
-    def _share(self, segment: Segment) -> tuple[Segment, str]:
+    def _share(self, segment: DeviceSegment) -> tuple[DeviceSegment, str]:
         known = self._handles.get(segment.number)
         if known is None:
             self._forget_freed()
@@ -200,7 +202,9 @@ class SharedSegments:
 
 
 @lru_cache(maxsize=4096)
-def _place_text(segment: Segment, address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> str:
+def _place_text(
+    segment: DeviceSegment, address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+) -> str:
     kind = str(dtype).removeprefix("torch.")
     return f'[{segment.number},{address - segment.start},"{kind}",{[*shape]},{[*strides]}]'
 

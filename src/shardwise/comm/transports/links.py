@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from shardwise.comm.faults import TransportError
+
 _FRAME_HEADER = struct.Struct("<BQHI")
 _CREDENTIALS = struct.Struct("3i")
 _TOKEN_BYTES = 16
@@ -48,6 +50,16 @@ class Frame:
     number: int
     label: str
     body: bytearray
+
+
+def different_calls_error(frame: Frame, rank: int, here: str | None) -> TransportError:
+    """The error of a rank that gets a message of another call than the one it is in, if it is in one."""
+    return TransportError(
+        f"the ranks made different calls: rank {frame.rank} offers bytes to rank {rank} "
+        f"in {frame.label}, but rank {rank} is in {here or 'another call, which has ended'} and expects none of them",
+        (frame.rank, rank),
+        exact=True,
+    )
 
 
 class PeerSockets:

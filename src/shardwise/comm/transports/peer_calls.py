@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwise.comm.faults import TransportError
-from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets
+from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets, different_calls_error
 
 _REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
 
@@ -150,13 +150,7 @@ class PeerCalls:
         if call is not None and call.agreeing is not None and not call.agreeing.is_same(frame.rank):
             return  # its rank made another request: this call will be withdrawn
         if call is None or frame.rank not in call.expected or frame.label != call.call:
-            here = call.call if call is not None else "another call, which has ended"
-            raise TransportError(
-                f"the ranks made different calls: rank {frame.rank} offers bytes to rank {self._rank} "
-                f"in {frame.label}, but rank {self._rank} is in {here} and expects none of them",
-                (frame.rank, self._rank),
-                exact=True,
-            )
+            raise different_calls_error(frame, self._rank, call.call if call is not None else None)
         call.expected.discard(frame.rank)
         for rank in call.take(frame):
             self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")

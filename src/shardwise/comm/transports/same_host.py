@@ -43,7 +43,7 @@ from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
-from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
+from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets, different_calls_error
 from shardwise.comm.transports.remote_memory import (
     CollectOperation,
     CopyOperation,
@@ -425,13 +425,7 @@ class SameHostEngine:
         if operation is not None and operation.agreeing is not None and not operation.agreeing.is_same(frame.rank):
             return  # its rank made another request: this operation will be withdrawn
         if operation is None or frame.rank not in operation.expected or frame.label != operation.call:
-            here = operation.call if operation is not None else "another call, which has ended"
-            raise TransportError(
-                f"the ranks made different calls: rank {frame.rank} offers bytes to rank {self._rank} "
-                f"in {frame.label}, but rank {self._rank} is in {here} and expects none of them",
-                (frame.rank, self._rank),
-                exact=True,
-            )
+            raise different_calls_error(frame, self._rank, operation.call if operation is not None else None)
         try:
             confirm = operation.take(frame)
         except LeaseEndedError as error:

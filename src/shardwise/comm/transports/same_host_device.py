@@ -21,7 +21,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,19 +45,11 @@ from shardwise.comm.transports.device_memory import (
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
-from shardwise.comm.transports.same_host import identify_host
+from shardwise.comm.transports.same_host import Gatherer, identify_host
 
 _CONNECT_SECONDS = 10.0
 _ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
 _log = package_logger(__name__)
-
-
-class Gatherer(Protocol):
-    """The means by which the ranks talk before they are connected."""
-
-    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
-        """Return the bytes of all ranks in group order."""
-        ...
 
 
 class LendCall(PeerCall):
