@@ -76,10 +76,14 @@ def test_tensors_of_the_namespace_take_the_fast_path(monkeypatch: pytest.MonkeyP
 def test_random_values_of_both_kinds_stay_apart() -> None:
     def body(comm: Comm) -> list[bool]:
         theirs, ours = sharded_tensor.zeros(ROWS, 4, 6), shardwise.zeros(ROWS, 4, 6)
-        torch.manual_seed(comm.rank)
-        drawn = torch.rand_like(theirs).local_tensor()
-        torch.manual_seed(comm.rank)
-        same = torch.equal(drawn, torch.rand(2, 6))
+        same = False
+        for turn in range(comm.world_size):  # threads share torch's generator, so they draw one after another
+            if turn == comm.rank:
+                torch.manual_seed(comm.rank)
+                drawn = torch.rand_like(theirs).local_tensor()
+                torch.manual_seed(comm.rank)
+                same = torch.equal(drawn, torch.rand(2, 6))
+            comm.barrier(label="this rank has drawn")
         native = shardwise.rand_like(ours, seed=5).full()
         return [same, torch.equal(native, shardwise.rand(ChunkShardingSpec(1, ["rank:0/cpu"]), 4, 6, seed=5).full())]
 
