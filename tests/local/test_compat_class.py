@@ -13,7 +13,7 @@ import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.compat._shard import sharded_tensor
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec
-from shardwise.ops.engine import fast_path, recording
+from shardwise.ops.engine.known_calls import fast_path, recording
 
 ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {

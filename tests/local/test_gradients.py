@@ -28,7 +28,7 @@ from shardwise.geometry import (
     ShardingSpec,
 )
 from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
-from shardwise.tensor.autograd import dual_layout
+from shardwise.tensor.moving.autograd import dual_layout
 from tests.moving import error_of, layouts, local_parts, values
 
 PAIR = Mesh.of(tp=2)

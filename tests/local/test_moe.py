@@ -30,8 +30,9 @@ from shardwise import (
 )
 from shardwise.nn import GroupedExperts, route_tokens
 from shardwise.ops import HiddenCommunicationError
-from shardwise.ops.engine import dispatcher, fast_path
-from shardwise.tensor import parts
+from shardwise.ops.engine import dispatcher
+from shardwise.ops.engine.known_calls import fast_path
+from shardwise.tensor.moving import parts
 from tests.local.dense import S0, S1, P, R, check, lay, numbers
 
 F32 = {"rtol": 1e-4, "atol": 1e-5}

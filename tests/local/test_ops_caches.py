@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardwise import Comm, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, run_local, sharding_rule
 from shardwise.ops import Steps, TensorMeta
-from shardwise.ops.engine import dispatcher, fast_path
+from shardwise.ops.engine import dispatcher
+from shardwise.ops.engine.known_calls import fast_path
 from shardwise.tensor import caches
 from tests.local.op_cases import lay_out
 

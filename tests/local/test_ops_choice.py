@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise import Comm, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardedTensor, explain, shard
 from shardwise.comm import run_local
+from shardwise.ops.engine.choice.placement_cost import change_cost
 from shardwise.ops.engine.explain import Log
-from shardwise.ops.engine.placement_cost import change_cost
 
 RANKS, WIDTH, TOKENS, HEAD = 2, 8, 6, 2
 ROWS, COLUMNS = ("query", "key", "value", "up"), ("out", "down")

@@ -19,7 +19,7 @@ from shardwise.planner import Device, OptimizerState, estimate
 from shardwise.planner.attention import planned_attention
 from shardwise.planner.rehearsal import sum_of_outputs
 from shardwise.planner.silent_comm import silent_comm
-from shardwise.tensor.parts import plan_for_rank
+from shardwise.tensor.moving.parts import plan_for_rank
 
 WIDTH, HEADS, WORDS = 32, 4, 64
 BATCH, SEQUENCE = 2, 8

@@ -19,7 +19,7 @@ from shardwise.checkpoint.loading import _agree_on_load
 from shardwise.checkpoint.resharding.pool import divide_memory
 from shardwise.checkpoint.verify import _agrees, count_checked_bytes
 from shardwise.geometry import Box, find_dtype
-from shardwise.tensor.parts import _ends_in_equal_runs
+from shardwise.tensor.moving.parts import _ends_in_equal_runs
 from shardwise.tensor.random.distributions import bernoulli, integers, truncated_normal
 from shardwise.tensor.random.fill import fill_box
 from shardwise.tensor.random.streams import Stream

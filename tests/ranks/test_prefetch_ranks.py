@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import Mesh, ModelPlan, default_comm, shard_module
 from shardwise.comm import ProcessGroupComm
 from shardwise.comm.current import use_comm
-from shardwise.ops.engine import gather_order, prefetch
+from shardwise.ops.engine.gathers import gather_order, prefetch
 from tests.device import DEVICE
 from tests.ranks.world import Ranks, world_fixture
 

@@ -38,7 +38,7 @@ from shardwise.checkpoint.store import CARRIERS, Store
 from shardwise.checkpoint.writing import as_array, is_plain
 from shardwise.geometry import Box, Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.tensor.execute import view_box
+from shardwise.tensor.moving.execute import view_box
 from shardwise.transfer.intersect import overlaps_with_boxes
 
 _WORTH_BYTES = 32 << 20

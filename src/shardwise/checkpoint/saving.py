@@ -45,8 +45,8 @@ from shardwise.checkpoint.writing import FileWriter
 from shardwise.comm import Comm
 from shardwise.tensor import redistribute_many, wrap
 from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.execute import view_box
 from shardwise.tensor.move import single_rank_layout
+from shardwise.tensor.moving.execute import view_box
 from shardwise.transfer.report import format_bytes
 
 _log = package_logger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from shardwise.geometry import Box, Layout, ShardingSpec
-from shardwise.tensor.execute import view_box
+from shardwise.tensor.moving.execute import view_box
 from shardwise.tensor.pickling import ProcessGroupState, comm_to_load_on
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata

@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardwise._torch import aten, present_ops
 from shardwise.comm.traced import BEFORE_BACKWARD
-from shardwise.tensor.move_operator import AGAIN, MoveRecord, find_record
-from shardwise.tensor.parts import plan_for_rank
+from shardwise.tensor.moving.move_operator import AGAIN, MoveRecord, find_record
+from shardwise.tensor.moving.parts import plan_for_rank
 
 SMALL_BYTES = 256 << 10
 BUCKET_BYTES = 1 << 20

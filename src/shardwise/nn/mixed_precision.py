@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch import pytree
-from shardwise.ops.engine.gather_again import copy_mark
+from shardwise.ops.engine.gathers.gather_again import copy_mark
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _CAST_NAMES = "_cast_names"  # of a module: the names that hide parameters, for each call that runs

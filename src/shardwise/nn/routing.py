@@ -24,11 +24,11 @@ from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.route_plan import RoutePlan, first_choices, limit_counts
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.explain import check_may_communicate
 from shardwise.ops.engine.mixed import replicate
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.two_step import redistribute_to
-from shardwise.tensor.parts import notify_watchers
+from shardwise.tensor.moving.parts import notify_watchers
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

@@ -42,8 +42,8 @@ from shardwise.nn.plan_checks import (
 )
 from shardwise.nn.plan_files import load_plan
 from shardwise.nn.torch_state_dict import teach_state_dict_functions
-from shardwise.ops.engine.gather_again import ALWAYS, AUTOMATIC, mark_for_resharding
-from shardwise.ops.engine.prefetch import register_prefetch
+from shardwise.ops.engine.gathers.gather_again import ALWAYS, AUTOMATIC, mark_for_resharding
+from shardwise.ops.engine.gathers.prefetch import register_prefetch
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.creation import empty
 from shardwise.tensor.sharded_tensor import ShardedTensor

@@ -2,7 +2,7 @@
 
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import HiddenCommunicationError, explain, no_communication
-from shardwise.ops.engine.fast_path import call_fast_path
+from shardwise.ops.engine.known_calls.fast_path import call_fast_path
 from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated, replicate
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding, remove_sharding, sharding_rule

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwise.ops.engine.recording import note_special
+from shardwise.ops.engine.known_calls.recording import note_special
 from shardwise.ops.engine.rules import register_sharding, remove_sharding
 from shardwise.ops.rules.attention import attention
 from shardwise.tensor.dispatch import EVERY, overrides_scope, run_function, set_override

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise._torch import is_in_backward, pytree, storage_identity
 from shardwise.planner.attention import count_attention_flops, planned_attention, planned_attention_backward
-from shardwise.tensor.move_operator import MoveRecord, find_record
+from shardwise.tensor.moving.move_operator import MoveRecord, find_record
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.geometry import Mesh, shorten_layout
 from shardwise.planner.figures import StepMove
 from shardwise.planner.meter import MeteredMove
-from shardwise.tensor.move_operator import MoveRecord
+from shardwise.tensor.moving.move_operator import MoveRecord
 from shardwise.transfer import Topology, Transfer, plan_transfer
 
 

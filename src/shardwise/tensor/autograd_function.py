@@ -23,9 +23,9 @@ from shardwise._torch import BackwardHookFunction, CheckpointFunction, replace_c
 from shardwise.comm import Comm
 from shardwise.comm.traced import compute_region_again, splits_backward
 from shardwise.geometry import Layout
-from shardwise.tensor.autograd import dual_layout, gradient_of_addends, gradient_of_whole
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import replicated_layout
+from shardwise.tensor.moving.autograd import dual_layout, gradient_of_addends, gradient_of_whole
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 F = TypeVar("F", bound=type[torch.autograd.Function])

@@ -18,9 +18,15 @@ from torch import Tensor
 from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
-from shardwise.tensor.autograd import NO_TANGENT, dual_layout, gradient_of_addends, gradient_of_whole, tape_inputs
 from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text, replicated_layout
+from shardwise.tensor.moving.autograd import (
+    NO_TANGENT,
+    dual_layout,
+    gradient_of_addends,
+    gradient_of_whole,
+    tape_inputs,
+)
 from shardwise.tensor.wrappers import find_wrapper, is_called_by_fully_shard, refuse_wrapper
 
 

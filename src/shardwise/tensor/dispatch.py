@@ -40,7 +40,7 @@ from shardwise._torch import (
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout
 from shardwise.tensor import caches
-from shardwise.tensor.debug_modes import remember_debug_modes
+from shardwise.tensor.moving.debug_modes import remember_debug_modes
 from shardwise.tensor.wrappers import explain_wrapper
 
 M = TypeVar("M", bound=Callable[..., Any])

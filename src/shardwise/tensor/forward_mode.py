@@ -15,9 +15,9 @@ import torch
 
 from shardwise._torch import forward_ad, is_batched_tensor, is_tracing, make_dual_function, unpack_dual_function
 from shardwise.comm import Comm
-from shardwise.tensor.autograd import any_rank_has_tangents, dual_layout
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.move import move_to, replicated_layout
+from shardwise.tensor.moving.autograd import any_rank_has_tangents, dual_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

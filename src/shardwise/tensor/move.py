@@ -33,13 +33,20 @@ from shardwise.geometry import (
 )
 from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh, to_mesh
-from shardwise.tensor.autograd import LayoutMove, StartedMove, dual_layout, move_locals, move_on_tape, tape_inputs
 from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
-from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.autograd import (
+    LayoutMove,
+    StartedMove,
+    dual_layout,
+    move_locals,
+    move_on_tape,
+    tape_inputs,
+)
+from shardwise.tensor.moving.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
+from shardwise.tensor.moving.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.reductions import check_reducible
 from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
-from shardwise.tensor.reductions import check_reducible
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 

@@ -28,7 +28,6 @@ from shardwise.geometry.notation.by_axis import read_spec
 from shardwise.geometry.torch_words import is_device_mesh
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dtensors import from_dtensor, is_dtensor
-from shardwise.tensor.execute import Handle, RunningTransfers
 from shardwise.tensor.move import (
     describe_tensor,
     format_layout_text,
@@ -43,6 +42,7 @@ from shardwise.tensor.move import (
     target_layout,
     travels_early,
 )
+from shardwise.tensor.moving.execute import Handle, RunningTransfers
 from shardwise.tensor.pickling import PLAIN_SPECS
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 

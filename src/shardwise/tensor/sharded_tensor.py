@@ -23,7 +23,6 @@ from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
 from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.copied_views import CopiedView
 from shardwise.tensor.dispatch import call_operator, engine, on_local_tensors
-from shardwise.tensor.execute import Handle
 from shardwise.tensor.move import (
     check_and_move,
     check_move,
@@ -32,8 +31,9 @@ from shardwise.tensor.move import (
     start_moves,
     target_layout,
 )
+from shardwise.tensor.moving.execute import Handle
+from shardwise.tensor.moving.reductions import check_conversion
 from shardwise.tensor.recorder import write_tensor
-from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.shards import (
     Shard,
     ShardedTensorMetadata,

@@ -9,10 +9,10 @@ from torch import Tensor, is_grad_enabled
 from shardwise.comm import Comm, agree
 from shardwise.comm.device_meshes import find_device_mesh
 from shardwise.geometry import LayoutError, MeshSpec, Placement, Replicate
-from shardwise.tensor.autograd import LayoutMove, dual_layout, tape_inputs, with_moved_gradient
 from shardwise.tensor.autograd_mixin import AttributesMixin
 from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.moving.autograd import LayoutMove, dual_layout, tape_inputs, with_moved_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,10 +21,10 @@ from shardwise.comm.device_meshes import find_device_mesh
 from shardwise.compat.dtensor.layouts import torch_placements
 from shardwise.geometry import LayoutError, MeshSpec
 from shardwise.geometry.torch_words import to_mesh
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.explain import LogEntry, check_may_communicate, layout_brief, record_entry
-from shardwise.ops.engine.fast_path import call_fast_path
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.known_calls.fast_path import call_fast_path
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_function, set_engine, sharded_leaves
 from shardwise.tensor.dtensors import TENSOR_MODULE, from_dtensor
 from shardwise.tensor.move import describe_tensor

@@ -22,7 +22,7 @@ from shardwise.ops.discovery.auto_rule import format_strategy
 from shardwise.ops.discovery.run_strategy import Deviation, StrategyCase, make_specs, run_strategy
 from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies
 from shardwise.ops.discovery.trial import run_call, written_tensors
-from shardwise.ops.engine.placement_cost import same_kind
+from shardwise.ops.engine.choice.placement_cost import same_kind
 from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule, find_rule
 from shardwise.ops.engine.schema import OperatorCall, is_pointwise, resolve_op, split_call
 from shardwise.ops.rules.pointwise import pointwise_rule

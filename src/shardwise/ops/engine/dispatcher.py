@@ -19,25 +19,25 @@ from torch import Tensor
 from shardwise._torch import aten, decompose, is_composite
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.choose import cut_like
-from shardwise.ops.engine.decide import Decision, decide, first_positions, written_indices
+from shardwise.ops.engine.choice.choose import cut_like
+from shardwise.ops.engine.choice.decide import Decision, decide, first_positions, written_indices
+from shardwise.ops.engine.choice.placement_cost import mesh_spec
 from shardwise.ops.engine.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry
 from shardwise.ops.engine.fallbacks import fall_back, find_fallback, finish_out
-from shardwise.ops.engine.gather_again import copy_mark, free_after_forward
+from shardwise.ops.engine.gathers.gather_again import copy_mark, free_after_forward
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
+from shardwise.ops.engine.known_calls.recording import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
-from shardwise.ops.engine.placement_cost import mesh_spec
-from shardwise.ops.engine.recording import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, split_call
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
-from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
 from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views, note_copies
 from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.user_line import user_line
 

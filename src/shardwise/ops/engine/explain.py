@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from shardwise.geometry import Layout, format_rule
-from shardwise.tensor.parts import PlannedMove, watch_moves
+from shardwise.tensor.moving.parts import PlannedMove, watch_moves
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes

@@ -20,8 +20,8 @@ from torch import Tensor, is_tensor
 
 from shardwise._torch import aten, decomposition_table, pytree
 from shardwise.comm import CommError
+from shardwise.ops.engine.known_calls.recording import note_operator
 from shardwise.ops.engine.mixed import MixedTensorsError, is_placeholder, plain_as_replicated
-from shardwise.ops.engine.recording import note_operator
 from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.schema import find_functional, written_slots
 from shardwise.tensor.dispatch import UnsupportedOpError, call_operator

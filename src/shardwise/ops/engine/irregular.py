@@ -36,8 +36,8 @@ from shardwise.geometry import (
     Replicate,
     Shard,
 )
-from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.recording import note_special
+from shardwise.ops.engine.choice.placement_cost import mesh_view
+from shardwise.ops.engine.known_calls.recording import note_special
 from shardwise.ops.engine.schema import OperatorCall, is_pointwise, written_slots
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
 from shardwise.ops.engine.vary import vary_along

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
-from shardwise.ops.engine.placement_cost import find_mesh, mesh_view, view_on_mesh
+from shardwise.ops.engine.choice.placement_cost import find_mesh, mesh_view, view_on_mesh
 from shardwise.ops.engine.schema import OperatorCall, Slot
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.dispatch import is_plain_passed, register_function, run_function

@@ -23,8 +23,8 @@ from shardwise._torch import aten, pytree
 from shardwise.comm import Comm, Work
 from shardwise.geometry import MeshSpec
 from shardwise.ops.engine.irregular import is_in_pieces
+from shardwise.ops.engine.known_calls.recording import note_special
 from shardwise.ops.engine.mixed import copy_mesh_note
-from shardwise.ops.engine.recording import note_special
 from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.ops.engine.schema import has_tag
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves

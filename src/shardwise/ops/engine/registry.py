@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from shardwise.geometry import Layout, LayoutError, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.placement_cost import to_native_placement
+from shardwise.ops.engine.choice.placement_cost import to_native_placement
 from shardwise.ops.engine.schema import Slot
 from shardwise.tensor import caches
 

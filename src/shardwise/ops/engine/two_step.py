@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.explain import check_may_communicate
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

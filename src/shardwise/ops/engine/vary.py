@@ -21,12 +21,12 @@ from torch import Tensor
 from shardwise._torch import is_dual_level
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial
-from shardwise.ops.engine.gather_again import find_gather, label_again, note_gather
-from shardwise.ops.engine.gather_order import find_parameter, is_cast
-from shardwise.ops.engine.prefetch import current_prefetcher
-from shardwise.tensor.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
+from shardwise.ops.engine.gathers.gather_again import find_gather, label_again, note_gather
+from shardwise.ops.engine.gathers.gather_order import find_parameter, is_cast
+from shardwise.ops.engine.gathers.prefetch import current_prefetcher
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
+from shardwise.tensor.moving.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _SOURCE = "_moved_from"

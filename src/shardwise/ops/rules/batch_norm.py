@@ -20,7 +20,7 @@ from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import empty_result_like, redistribute_to, resolve_partial
 from shardwise.ops.rules.variance import compute_moments
-from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.moving.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

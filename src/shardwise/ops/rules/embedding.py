@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.mixed import plain_as_replicated, register_plain_maker
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import find_runs, redistribute_to, resolve_partial

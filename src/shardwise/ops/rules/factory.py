@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import redistribute_to, resolve_partial
@@ -29,9 +29,9 @@ from shardwise.tensor.creation import empty_like, rand_like, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.inplace import check_writable, draw_into, mark_copied
 from shardwise.tensor.move import replicated_layout
+from shardwise.tensor.moving.reductions import check_conversion
 from shardwise.tensor.random.distributions import bernoulli, integers
 from shardwise.tensor.random.init import draw_bernoulli, draw_integers, draw_normal, draw_uniform, fill_value
-from shardwise.tensor.reductions import check_conversion
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

@@ -38,7 +38,7 @@ from shardwise.ops.engine.two_step import (
 from shardwise.ops.rules.index import zeros_on_tape
 from shardwise.ops.rules.matmul import product_strategies
 from shardwise.ops.rules.row_owners import axis_owners, with_owners
-from shardwise.tensor.row_exchange import held_rows
+from shardwise.tensor.moving.row_exchange import held_rows
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _ALIGNMENT = 16  # bytes: torch's kernels take matrices whose rows begin at multiples of it

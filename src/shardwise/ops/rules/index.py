@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise._torch import assert_async, aten
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import DimRun, redistribute_to

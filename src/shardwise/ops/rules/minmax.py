@@ -30,8 +30,8 @@ from shardwise.ops.engine.two_step import (
     resolve_partial,
 )
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
-from shardwise.tensor.autograd import is_differentiated, split_dual
-from shardwise.tensor.reductions import reduction_identity
+from shardwise.tensor.moving.autograd import is_differentiated, split_dual
+from shardwise.tensor.moving.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 NO_POSITION = torch.iinfo(torch.int64).max

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.local_view import LocalView
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (
@@ -27,7 +27,7 @@ from shardwise.ops.engine.two_step import (
 )
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.variance import compute_moments
-from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.moving.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

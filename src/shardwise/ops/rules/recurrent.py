@@ -23,8 +23,8 @@ from torch import Tensor
 from shardwise._torch import pack_padded_sequence, pad_packed_sequence, pytree
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.mixed import plain_as_replicated, reads_plain_as_replicated, replicate
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.move import format_layout_text, move_to, replicated_layout

@@ -15,10 +15,16 @@ from torch import Tensor
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.registry import TensorMeta
-from shardwise.ops.engine.two_step import cutting_axes, mesh_spec_of, redistribute_to, replace_placements, shape_tuple
-from shardwise.tensor.row_exchange import held_rows
+from shardwise.ops.engine.two_step import (
+    cutting_axes,
+    mesh_spec_of,
+    redistribute_to,
+    replace_placements,
+    shape_tuple,
+)
+from shardwise.tensor.moving.row_exchange import held_rows
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

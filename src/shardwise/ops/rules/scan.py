@@ -16,13 +16,13 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Layout, Shard
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, mesh_spec_of, resolve_partial
 from shardwise.ops.engine.vary import vary_along
 from shardwise.ops.rules.reduction import reduction_strategies
-from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.moving.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

@@ -17,9 +17,9 @@ from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import bounds
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.dispatcher import call_op
 from shardwise.ops.engine.mixed import register_plain_maker, run_plain_maker
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import is_in_one_run, resolve_partial

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import MeshSpec, Replicate
-from shardwise.ops.engine.placement_cost import mesh_view
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import redistribute_to

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from shardwise._torch import DirichletFunction, aten, draw_dirichlet, draw_standard_gamma
 from shardwise.comm import Comm
 from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate, Shard, ShardingSpec
+from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.mixed import plain_as_replicated, replicate
-from shardwise.ops.engine.placement_cost import mesh_view
 from shardwise.ops.engine.registry import Steps, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import resolve_partial

@@ -16,7 +16,7 @@ from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import all_dims, cutting_axes, resolve_partial
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
-from shardwise.tensor.reductions import accumulation_dtype
+from shardwise.tensor.moving.reductions import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.placement_cost import mesh_view
-from shardwise.ops.engine.recording import note_special
+from shardwise.ops.engine.choice.placement_cost import mesh_view
+from shardwise.ops.engine.known_calls.recording import note_special
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_recut import recut_for_view

@@ -17,7 +17,7 @@ import torch
 from shardwise._log import package_logger
 from shardwise._torch import comm_debug_modes
 from shardwise.geometry import shorten_layout
-from shardwise.tensor.parts import PlannedMove, watch_moves
+from shardwise.tensor.moving.parts import PlannedMove, watch_moves
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer.report import format_bytes
 

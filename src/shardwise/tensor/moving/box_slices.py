@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.tensor.parts import MessagesByRound, RankPart
+from shardwise.tensor.moving.parts import MessagesByRound, RankPart
 
 BoxSlices: TypeAlias = tuple[int, tuple[slice, ...], int]
 """A box of a local tensor: which tensor, where in it, and which term of a reduction."""

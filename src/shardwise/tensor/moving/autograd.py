@@ -21,8 +21,8 @@ from shardwise._torch import forward_ad, is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.debug_modes import remember_debug_modes
-from shardwise.tensor.move_operator import MoveRecord, call_move_operator
+from shardwise.tensor.moving.debug_modes import remember_debug_modes
+from shardwise.tensor.moving.move_operator import MoveRecord, call_move_operator
 from shardwise.tensor.recorder import find_recorder, recorders
 from shardwise.tensor.user_line import user_line
 

@@ -28,11 +28,11 @@ from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import cut_for_one_thread
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
-from shardwise.tensor.box_slices import slices_by_round
-from shardwise.tensor.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
+from shardwise.tensor.moving.box_slices import slices_by_round
+from shardwise.tensor.moving.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
+from shardwise.tensor.moving.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
+from shardwise.tensor.moving.staging_pool import staging_pool
 from shardwise.tensor.recorder import profiled_move, record_moves, recorders
-from shardwise.tensor.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
-from shardwise.tensor.staging_pool import staging_pool
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Move, Step, Transfer
 

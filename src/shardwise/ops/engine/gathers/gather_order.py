@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.geometry import Layout
-from shardwise.tensor.execute import RunningMoves, TransferJob, start_transfers
 from shardwise.tensor.move import buffer_limit
-from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.execute import RunningMoves, TransferJob, start_transfers
+from shardwise.tensor.moving.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.transfer import Transfer
 

@@ -23,7 +23,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.parts import find_moved_bytes
+from shardwise.tensor.moving.parts import find_moved_bytes
 
 _MAX_KEPT_ROWS = 1 << 16  # of a layout that is used again and again; rows of longer dims are worked out each time
 

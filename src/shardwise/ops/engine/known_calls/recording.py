@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks
 from shardwise.geometry import Layout, MeshSpec, Replicate
-from shardwise.ops.engine.fingerprint import get_fingerprint
-from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut
-from shardwise.tensor.autograd import is_differentiated
+from shardwise.ops.engine.known_calls.fingerprint import get_fingerprint
+from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 UNKNOWN: Any = object()

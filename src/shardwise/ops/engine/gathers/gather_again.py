@@ -24,11 +24,11 @@ from torch import Tensor
 from shardwise._torch import has_saved_tensors_hooks, storage_identity
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout
-from shardwise.ops.engine.gather_order import ParameterGather, find_parameter, note_cast
-from shardwise.ops.engine.prefetch import ParameterPrefetcher, current_prefetcher, end_operator
-from shardwise.tensor.autograd import LayoutMove, move_locals
+from shardwise.ops.engine.gathers.gather_order import ParameterGather, find_parameter, note_cast
+from shardwise.ops.engine.gathers.prefetch import ParameterPrefetcher, current_prefetcher, end_operator
 from shardwise.tensor.move import buffer_limit
-from shardwise.tensor.move_operator import AGAIN
+from shardwise.tensor.moving.autograd import LayoutMove, move_locals
+from shardwise.tensor.moving.move_operator import AGAIN
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _MARK, _NOTE = "reshard_after_forward", "_gathered_from"

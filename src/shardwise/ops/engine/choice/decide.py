@@ -18,7 +18,7 @@ import torch
 
 from shardwise._log import package_logger
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
-from shardwise.ops.engine.choose import (
+from shardwise.ops.engine.choice.choose import (
     Operand,
     choose_strategies,
     cut_lengths_differ,
@@ -28,15 +28,15 @@ from shardwise.ops.engine.choose import (
     leading_cuts,
     split_order,
 )
+from shardwise.ops.engine.choice.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.fallbacks import find_writing_fallback
-from shardwise.ops.engine.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule, rule_ignores_lengths
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, written_slots
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
-from shardwise.tensor.autograd import is_differentiated
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _log = package_logger(__name__)

@@ -21,11 +21,11 @@ from shardwise._torch_graphs import define_operator
 from shardwise.comm import Comm
 from shardwise.comm.traced import real_comm
 from shardwise.geometry import Layout, format_layout
-from shardwise.tensor.execute import RunningMoves, TransferJob, execute, resolve_lazy, start_transfers
-from shardwise.tensor.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.execute import RunningMoves, TransferJob, execute, resolve_lazy, start_transfers
+from shardwise.tensor.moving.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.reductions import rescale
+from shardwise.tensor.moving.row_exchange import RowExchange, exchange_rows, plan_row_exchange
 from shardwise.tensor.recorder import profiled_move
-from shardwise.tensor.reductions import rescale
-from shardwise.tensor.row_exchange import RowExchange, exchange_rows, plan_row_exchange
 from shardwise.transfer import Transfer
 
 AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from shardwise._torch import backward_pass_number, is_dual_level, on_backward_end, only_accumulates
 from shardwise.comm.traced import is_tracing
-from shardwise.ops.engine.gather_order import (
+from shardwise.ops.engine.gathers.gather_order import (
     LEAST_BYTES,
     GatherOrder,
     ParameterGather,
     StartedGather,
 )
-from shardwise.tensor.autograd import LayoutMove
-from shardwise.tensor.execute import RunningMoves, start_transfers
-from shardwise.tensor.parts import find_whole_collective
-from shardwise.tensor.reductions import rescale
+from shardwise.tensor.moving.autograd import LayoutMove
+from shardwise.tensor.moving.execute import RunningMoves, start_transfers
+from shardwise.tensor.moving.parts import find_whole_collective
+from shardwise.tensor.moving.reductions import rescale
 
 
 class _ActivePasses(threading.local):

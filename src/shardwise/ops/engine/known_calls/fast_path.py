@@ -33,10 +33,10 @@ from shardwise.comm import Comm
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout
 from shardwise.ops.engine.explain import active_watchers, is_explaining_or_forbidding
-from shardwise.ops.engine.fingerprint import find_fingerprint
-from shardwise.ops.engine.record_calls import record_call
-from shardwise.ops.engine.recording import UNKNOWN, run_and_record
-from shardwise.ops.engine.shortcuts import Shortcut, run_shortcut, vary_arguments, wrap_checked
+from shardwise.ops.engine.known_calls.fingerprint import find_fingerprint
+from shardwise.ops.engine.known_calls.record_calls import record_call
+from shardwise.ops.engine.known_calls.recording import UNKNOWN, run_and_record
+from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut, vary_arguments, wrap_checked
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import call_function, enter_function
 from shardwise.tensor.dtensors import convert_dtensors

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError
-from shardwise.ops.engine.fingerprint import Fingerprint
-from shardwise.ops.engine.gather_again import free_after_forward
+from shardwise.ops.engine.gathers.gather_again import free_after_forward
+from shardwise.ops.engine.known_calls.fingerprint import Fingerprint
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import format_layout_text

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.placement_cost import change_cost, same_kind
+from shardwise.ops.engine.choice.placement_cost import change_cost, same_kind
 from shardwise.ops.engine.registry import Strategy
 
 

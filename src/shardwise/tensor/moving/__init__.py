@@ -1,0 +1,1 @@
+"""Transfers on local tensors: how a move runs on this rank, and its dual for gradients."""
