@@ -112,8 +112,15 @@ def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], N
     height = _TILE // columns
     tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
     table = _table(tuple(rows), device)
-    launch = find_kernel()[(tiles, len(rows))]
-    return partial(launch, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
+    kernel = find_kernel()[(tiles, len(rows))]
+    launch = partial(kernel, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
+    return partial(_launch_on, device, launch)
+
+
+def _launch_on(device: torch.device, launch: Callable[[], None]) -> None:
+    """Launch a kernel on a device: Triton takes the current one, which may be another."""
+    with torch.cuda.device(device):
+        launch()
 
 
 _tables: dict[tuple[tuple[BoxRow, ...], Any], Tensor] = {}

@@ -39,11 +39,11 @@ from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_tra
 from shardwise.comm.local import default_device
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
+from shardwise.comm.transports.device_connect import connect_devices
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage, find_agreeing
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import connect_same_host, find_hosts
-from shardwise.comm.transports.same_host_device import connect_devices
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.topology import Topology
 

@@ -83,16 +83,16 @@ class LedCall(PeerCall):
         self._known_work = known_work
         self._arrived: dict[int, bytes] = {}
         self._kept: list[Tensor] = []
-        self._stream: Any = None
+        self._started_on, self._stream = peers.current_stream(), None
 
     def describe(self) -> dict[int, bytes]:
         """Mark the moment at which this rank's tensors are ready; return its message to the leader."""
         if self._rank == self._leader:
             return {}
-        stream = self._peers.current_stream()
-        idle = stream is None or stream.query()
+        stream = self._started_on
         messages, kept = self._peers.describe({self._leader: self._boxes.flatten()})
         self._kept = kept[self._leader]
+        idle = stream is None or stream.query()  # after the copies of what cannot be opened
         if not idle:
             self._peers.events.record(LENT, self.number, stream)
         return {self._leader: self._boxes.header(idle) + messages[self._leader]}
@@ -107,6 +107,7 @@ class LedCall(PeerCall):
 
     def _lead(self) -> None:
         self._stream = self._peers.current_stream()
+        self._peers.order_streams(self._stream, self._started_on)
         arrived = [self._arrived[rank].partition(b"\n") for rank in self._ranks[1:]]
         for rank, (header, _, _) in zip(self._ranks[1:], arrived, strict=True):
             if not _read_header(header)[0]:
@@ -137,8 +138,10 @@ class LedCall(PeerCall):
         if self._rank != self._leader:
             self._peers.events.wait(self._leader, READ, self.number, stream)
             self._copy_back()
-        elif self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+            self._peers.order_streams(self._started_on, stream)
+        else:
+            self._peers.order_streams(stream, self._stream)
+            self._peers.order_streams(self._started_on, stream)
         self._boxes, self._kept = RankBoxes({}, {}), []
 
     def _copy_back(self) -> None:

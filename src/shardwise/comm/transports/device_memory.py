@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -25,11 +27,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-PROCESS_TOKEN = secrets.token_hex(8)
+_PROCESS_TOKEN = secrets.token_hex(8)
 _LOOK_EVERY = 64  # descriptions, after which freed segments are looked for; also with each new segment
 _HANDLE_BYTES = 64
 _NUMBER, _IS_SHAREABLE, _START, _SIZE = 7, 10, 11, 12  # attributes of a pointer in CUDA's driver
 _ENABLE_PEER_ACCESS = 1
+_NO_SEGMENT = -1  # the number of the segment of a tensor without elements
+
+
+def identify_process() -> str:
+    """Return what no other process of this host has; forked ranks share everything else that was drawn before."""
+    return f"{_PROCESS_TOKEN}-{os.getpid()}"
 
 
 @dataclass(frozen=True)
@@ -95,20 +103,32 @@ class CudaMemory:
     def export(self, segment: DeviceSegment) -> bytes:
         """Ask the driver for the handle."""
         handle = _IpcHandle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(segment.start))
+        with self._context():
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_ulonglong(segment.start))
         return bytes(handle.data)
 
     def open(self, handle: bytes, size: int) -> Tensor:
         """Map the segment into this process."""
-        torch.cuda.current_stream(self._device).query()  # binds the device's context to this thread
         address = ctypes.c_ulonglong()
         given = _IpcHandle((ctypes.c_byte * _HANDLE_BYTES).from_buffer_copy(handle))
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
-        return torch.as_tensor(_MappedRange(address.value, size), device=self._device)
+        with self._context():
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+            opened = torch.as_tensor(_MappedRange(address.value, size), device=self._device)
+        if opened.data_ptr() != address.value:
+            raise OSError(f"torch copies memory of another GPU to {self._device} instead of using it where it is")
+        return opened
 
     def close(self, opened: Tensor) -> None:
         """Unmap the segment; its owner freed it, after everything that read it."""
-        _call("cuIpcCloseMemHandle", ctypes.c_ulonglong(opened.data_ptr()))
+        with self._context():
+            _call("cuIpcCloseMemHandle", ctypes.c_ulonglong(opened.data_ptr()))
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Bind the device's context to this thread: the driver maps memory into the current one, whichever it is."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).query()  # a new thread has no context yet, even of this device
+            yield
 
 
 def is_driver_present() -> bool:
@@ -153,7 +173,7 @@ class SharedSegments:
         for rank, tensors in lent.items():
             placed = [self._place(tensor, seen) for tensor in tensors]
             kept[rank] = [tensor for tensor, _, _ in placed]
-            segments = {segment.number: text for _, (segment, text), _ in placed}
+            segments = {found[0].number: found[1] for _, found, _ in placed if found is not None}
             self._known.setdefault(rank, set()).update(segments)
             places = ",".join([text for _, _, text in placed])
             freed = self._take_freed(rank)
@@ -165,8 +185,10 @@ class SharedSegments:
 
     def _place(
         self, tensor: Tensor, seen: list[tuple[DeviceSegment, str]]
-    ) -> tuple[Tensor, tuple[DeviceSegment, str], str]:
-        """Return the tensor or a copy of it, its segment, and its place in it as text."""
+    ) -> tuple[Tensor, tuple[DeviceSegment, str] | None, str]:
+        """Return the tensor or a copy of it, its segment if it has elements, and its place in it as text."""
+        if not tensor.numel():
+            return tensor, None, _place_text(_NO_SEGMENT, 0, tensor.dtype, tensor.shape, tensor.stride())
         address = tensor.data_ptr()
         found = next((each for each in seen if each[0].start <= address < each[0].start + each[0].size), None)
         if found is None:
@@ -176,10 +198,14 @@ class SharedSegments:
                 address = tensor.data_ptr()
                 segment = self._memory.find_segment(address)
             if segment is None:
-                raise OSError(f"memory of {tensor.device} cannot be opened by other processes")
+                raise OSError(
+                    f"memory of {tensor.device} cannot be opened by other processes; that of expandable_segments in "
+                    "PYTORCH_CUDA_ALLOC_CONF and of cudaMallocAsync never can"
+                )
             found = self._share(segment)
             seen.append(found)
-        return tensor, found, _place_text(found[0], address, tensor.dtype, tensor.shape, tensor.stride())
+        start = address - found[0].start
+        return tensor, found, _place_text(found[0].number, start, tensor.dtype, tensor.shape, tensor.stride())
 
     def _take_freed(self, rank: int) -> list[int]:
         known = self._known[rank]
@@ -202,11 +228,9 @@ class SharedSegments:
 
 
 @lru_cache(maxsize=4096)
-def _place_text(
-    segment: DeviceSegment, address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
-) -> str:
+def _place_text(number: int, start: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> str:
     kind = str(dtype).removeprefix("torch.")
-    return f'[{segment.number},{address - segment.start},"{kind}",{[*shape]},{[*strides]}]'
+    return f'[{number},{start},"{kind}",{[*shape]},{[*strides]}]'
 
 
 _KEPT_MESSAGES = 1024
@@ -241,7 +265,10 @@ class OpenedSegments:
         return found
 
     def _view(self, owner: str, number: int, start: int, kind: str, shape: list[int], strides: list[int]) -> Tensor:
-        whole, dtype = self._opened[owner, number], getattr(torch, kind)
+        dtype = getattr(torch, kind)
+        if number == _NO_SEGMENT:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        whole = self._opened[owner, number]
         typed = whole[: len(whole) - len(whole) % dtype.itemsize].view(dtype)
         return typed.as_strided(shape, strides, start // dtype.itemsize)
 

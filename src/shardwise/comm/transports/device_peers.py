@@ -44,6 +44,12 @@ class DevicePeers:
         """Return how often memory of other ranks was closed: what was known of it before may be wrong."""
         return self._opened.changes
 
+    @staticmethod
+    def order_streams(later: Any, earlier: Any) -> None:
+        """Let one stream wait for what another one has to do so far, unless they are the same."""
+        if earlier is not None and earlier != later:
+            later.wait_stream(earlier)
+
     def current_stream(self) -> Any:
         """Return the stream on which this thread works; None where the device has none."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None

@@ -70,6 +70,11 @@ class PeerCalls:
         self._failure: TransportError | None = None
         self._gave_up: set[int] = set()
 
+    @property
+    def ended(self) -> set[int]:
+        """The ranks whose processes have ended."""
+        return self._links.ended
+
     def register(self, call: PeerCall) -> int:
         """Number a call, under the lock; messages for it are kept until it is started."""
         self._raise_failure()

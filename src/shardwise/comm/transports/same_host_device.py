@@ -9,47 +9,34 @@
 No rank waits for a device here: only the messages are waited for, which say what streams will do. Ranks have GPUs with
 peer access, or share one: then one rank does the work of all (`device_leader`).
 
-The ranks find out together whether all can read each other's device memory (`connect_devices`), as for host memory:
-each sends the others where a secret of its own is, and reads theirs. If one cannot (another container, expandable
-segments, GPUs without peer access), all use the host's transports and the log says why.
+Streams: a call belongs to the stream on which it was started, but it may be served on another one, by whoever waits.
+So the stream that reads and writes first waits for the one that started the call, and both wait for the readers: memory
+that is freed after `wait()` goes back to the stream it was made on.
+
+Whether all ranks can read each other's device memory is found out in `device_connect`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._log import package_logger
 from shardwise.comm.box_copies import copy_boxes, reduce_tensors
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.transports.device_leader import LeaderWork, LedCall, RankBoxes, TensorsByRank
-from shardwise.comm.transports.device_memory import (
-    LENT,
-    PROCESS_TOKEN,
-    READ,
-    CudaEvents,
-    CudaMemory,
-    SharedSegments,
-    is_driver_present,
-    opened_segments,
-)
+from shardwise.comm.transports.device_memory import LENT, READ
 from shardwise.comm.transports.device_peers import DevicePeers
-from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets
+from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
-from shardwise.comm.transports.same_host import Gatherer, identify_host
 
-_CONNECT_SECONDS = 10.0
 _ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
-_log = package_logger(__name__)
 
 
 class LendCall(PeerCall):
@@ -66,7 +53,7 @@ class LendCall(PeerCall):
         super().__init__(call, expected, lent)
         self._lent, self._take, self._peers = lent, take, peers
         self._readers, self._arrived = tuple(lent), dict[int, bytes]()
-        self._stream: Any = None
+        self._started_on, self._stream = peers.current_stream(), None
 
     def take(self, frame: Frame) -> Iterable[int]:
         """Keep where the tensors are; use them after the last message."""
@@ -79,6 +66,7 @@ class LendCall(PeerCall):
     def use(self) -> None:
         """Use the tensors of all ranks, on the current stream."""
         events, self._stream = self._peers.events, self._peers.current_stream()
+        self._peers.order_streams(self._stream, self._started_on)
         for rank in self._arrived:
             events.wait(rank, LENT, self.number, self._stream)
         self._take({rank: self._peers.read(rank, self._arrived[rank]) for rank in sorted(self._arrived)})
@@ -88,11 +76,16 @@ class LendCall(PeerCall):
     def settle(self) -> None:
         """Let the current stream wait for what was read and written in this call."""
         stream = self._peers.current_stream()
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+        self._peers.order_streams(stream, self._stream)
         for rank in self._readers:
             self._peers.events.wait(rank, READ, self.number, stream)
+        self._peers.order_streams(self._started_on, stream)
         self._lent = {}
+
+    def give_up(self, ended: set[int]) -> None:
+        """After a failure: what ranks have read of this one's memory, they have read before its program goes on."""
+        for rank in set(self._readers) - self.lent_to - ended:
+            self._peers.events.wait(rank, READ, self.number, self._peers.current_stream())
 
 
 class SameHostDeviceEngine:
@@ -107,7 +100,9 @@ class SameHostDeviceEngine:
         timeout: float,
         *,
         has_leader: bool = False,
+        shares_gpu: bool = False,
     ) -> None:
+        self.shares_gpu = shares_gpu  # whether two of the ranks have one GPU
         self._has_leader, self._known_work = has_leader, dict[Any, Callable[[], None]]()
         self._rank, self._ranks, self._peers, self.device = rank, ranks, peers, peers.device
         self._index = ranks.index(rank)
@@ -123,7 +118,7 @@ class SameHostDeviceEngine:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
     ) -> Work:
         """Lend tensors of any strides to ranks; `take` reads what others lend, on this rank's stream."""
-        with self._calls.lock:
+        with self._calls.lock, self._abort_if_raised(call):
             messages, lent = self._peers.describe(sends)
             operation = LendCall(call, lent, receives, take, self._peers)
             number = self._calls.register(operation)
@@ -247,23 +242,34 @@ class SameHostDeviceEngine:
 
     def _lead(self, boxes: RankBoxes, work: LeaderWork, call: str) -> Work:
         """Let the leader do a call's work for all ranks."""
-        with self._calls.lock:
+        with self._calls.lock, self._abort_if_raised(call):
             operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers, self._known_work)
             self._calls.register(operation)
             self._calls.start(operation, FrameKind.RANGES, operation.describe())
         return PendingWork(partial(self._finish, operation))
 
     def _finish(self, operation: LendCall | LedCall) -> None:
-        self._wait(operation)
+        try:
+            self._wait(operation)
+        except BaseException:
+            if isinstance(operation, LendCall):
+                operation.give_up(self._calls.ended)
+            raise
         operation.settle()
 
     def _wait(self, operation: PeerCall) -> None:
-        try:
+        with self._abort_if_raised(operation.call):
             self._calls.wait(operation)
+
+    @contextmanager
+    def _abort_if_raised(self, call: str) -> Iterator[None]:
+        """Abort for a rank that ran out of memory or was interrupted: its program may write to what it lent."""
+        try:
+            yield
         except TransportError:
             raise  # whoever called finds out the cause, and then aborts
-        except BaseException as error:  # Ctrl-C: the program may go on and write to what was lent
-            self.abort(f"{operation.call}: rank {self._rank} was ended by {type(error).__name__}", (self._rank,))
+        except BaseException as error:
+            self.abort(f"{call}: rank {self._rank} was ended by {type(error).__name__}", (self._rank,))
             raise
 
 
@@ -314,89 +320,3 @@ def _reduce_to_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> N
     if held[0].numel():
         reduce_tensors(held[0], held, op)
         copy_boxes([(other, held[0]) for other in held[1:]])
-
-
-def connect_devices(
-    over: Gatherer, rank: int, ranks: tuple[int, ...], device: torch.device, timeout: float, *, wanted: bool
-) -> SameHostDeviceEngine | None:
-    """Return an engine for ranks of one host with device memory, or None on every rank if some rank cannot."""
-    device = torch.empty(0, device=device).device  # with its number
-    secret = secrets.token_bytes(16)
-    probe = torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device)
-    torch.cuda.synchronize(device)
-    shared, events = SharedSegments(CudaMemory(device)), CudaEvents(device)
-    closed: tuple[Listener | None, dict[str, Any]] = (None, {"host": None})
-    listener, card = _open_door(shared, events, probe) if wanted and is_driver_present() else closed
-    try:
-        told = over.all_gather_bytes(
-            json.dumps({**card, "secret": secret.hex()}).encode(), call="connect devices of one host"
-        )
-        cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-        if listener is None or {each["host"] for each in cards.values()} != {card["host"]} or card["host"] is None:
-            return None
-        owners = {r: each["process"] for r, each in cards.items()}
-        peers = DevicePeers(device, shared, opened_segments(device), events, owners)
-        links = _connect(over, listener, rank, cards, peers, events, min(_CONNECT_SECONDS, timeout / 2))
-        if links is None:
-            return None
-        has_leader = len(ranks) > 1 and len({each["gpu"] for each in cards.values()}) == 1
-        return SameHostDeviceEngine(rank, ranks, links, peers, timeout, has_leader=has_leader)
-    finally:
-        if listener is not None:
-            listener.close()
-
-
-def _open_door(shared: SharedSegments, events: CudaEvents, probe: Tensor) -> tuple[Listener | None, dict[str, Any]]:
-    """Listen, and write down what the others must know; without a listener if the system does not let us."""
-    try:
-        messages, _ = shared.describe({-1: [probe]})
-        listener = Listener()
-        card = {
-            "host": identify_host(),
-            "process": PROCESS_TOKEN,
-            "pid": os.getpid(),
-            "listener": listener.name,
-            "token": listener.token.hex(),
-            "probe": messages[-1].decode(),
-            "events": events.handles(),
-            "gpu": str(torch.cuda.get_device_properties(probe.device).uuid),
-        }
-    except (OSError, RuntimeError) as error:
-        _log_slower(error)
-        return None, {"host": None}
-    return listener, card
-
-
-def _connect(
-    over: Gatherer,
-    listener: Listener,
-    rank: int,
-    cards: Mapping[int, Any],
-    peers: DevicePeers,
-    events: CudaEvents,
-    seconds: float,
-) -> PeerSockets | None:
-    """Connect to all others and read their secrets; None on every rank if anything of it is refused anywhere."""
-    others = {r: card for r, card in cards.items() if r != rank}
-    links: PeerSockets | None = None
-    try:
-        doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
-        links = listener.connect(rank, doors, seconds)
-        events.open({r: card["events"] for r, card in others.items()})
-        secrets_read = {r: peers.read(r, card["probe"].encode())[0].cpu() for r, card in others.items()}
-        readable = all(t.numpy().tobytes().hex() == others[r]["secret"] for r, t in secrets_read.items())
-    except (OSError, RuntimeError, TransportError) as error:
-        readable = False
-        _log_slower(error)
-    answers = over.all_gather_bytes(b"y" if readable else b"n", call="devices of one host can be read")
-    if b"n" not in answers:
-        return links
-    if readable:
-        _log_slower("another rank cannot")
-    if links is not None:
-        links.close()
-    return None
-
-
-def _log_slower(reason: object) -> None:
-    _log.warning("ranks of one host do not read each other's device memory (%s): it goes through host memory", reason)

@@ -1,0 +1,109 @@
+"""A device made of host memory: its segments have addresses that are used again, handles, and numbers that are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.transports.device_memory import DeviceSegment, OpenedSegments, SharedSegments
+from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.links import PeerSockets
+from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
+
+CPU = torch.device("cpu")
+
+
+class FakeDevice:
+    """Segments of one process: made of host memory, known to others by their handles."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, tuple[int, Tensor]] = {}  # number and memory by address
+        self.by_handle: dict[bytes, Tensor] = {}
+        self.opened: list[bytes] = []
+        self.closed: list[int] = []
+        self._numbers = count(1)
+
+    def allocate(self, size: int, address: int | None = None) -> Tensor:
+        memory = torch.zeros(size, dtype=torch.uint8) if address is None else self.segments[address][1].zero_()
+        number = next(self._numbers)
+        self.segments[memory.data_ptr()] = number, memory
+        self.by_handle[str(number).encode()] = memory
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        number, _ = self.segments[memory.data_ptr()]
+        self.segments[memory.data_ptr()] = -number, memory
+        del self.by_handle[str(number).encode()]
+
+    def find_segment(self, address: int) -> DeviceSegment | None:
+        for start, (number, memory) in self.segments.items():
+            if number > 0 and start <= address < start + len(memory):
+                return DeviceSegment(number, start, len(memory))
+        return None
+
+    def export(self, segment: DeviceSegment) -> bytes:
+        return str(segment.number).encode()
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        self.opened.append(handle)
+        return self.by_handle[handle][:size]
+
+    def close(self, opened: Tensor) -> None:
+        self.closed.append(opened.data_ptr())
+
+
+class NoEvents:
+    """A device whose work is done when a call returns; what was recorded must come before it is awaited."""
+
+    recorded: set[tuple[int, int, int]]
+
+    def __init__(self, rank: int, recorded: set[tuple[int, int, int]]) -> None:
+        self._rank, self.recorded = rank, recorded
+
+    def record(self, moment: int, number: int, stream: Any) -> None:
+        self.recorded.add((self._rank, moment, number))
+
+    def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        assert (rank, moment, number) in self.recorded, "awaited before it was recorded"
+
+
+MakePeers = Callable[..., DevicePeers]
+
+
+@contextmanager
+def engines(
+    world: int, device: FakeDevice, timeout: float = 20.0, *, led: bool = False, make_peers: MakePeers = DevicePeers
+) -> Iterator[list[SameHostDeviceEngine]]:
+    pairs = {(a, b): socket.socketpair() for a in range(world) for b in range(a)}
+    recorded: set[tuple[int, int, int]] = set()
+    made = []
+    for rank in range(world):
+        sockets = {b: pair[0] for (a, b), pair in pairs.items() if a == rank}
+        sockets |= {a: pair[1] for (a, b), pair in pairs.items() if b == rank}
+        links = PeerSockets(sockets, dict.fromkeys(range(world), os.getpid()))
+        owners = {r: f"process {r}" for r in range(world)}
+        peers = make_peers(CPU, SharedSegments(device), OpenedSegments(device), NoEvents(rank, recorded), owners)
+        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout, has_leader=led))
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.close()
+
+
+def run(made: Sequence[SameHostDeviceEngine], body: Callable[..., Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [f.result(timeout=60) for f in [pool.submit(body, rank, engine) for rank, engine in enumerate(made)]]
+
+
+def on_device(device: FakeDevice, values: Tensor) -> Tensor:
+    memory = device.allocate(values.nbytes)
+    return memory.view(values.dtype).view(values.shape).copy_(values)

@@ -1,0 +1,127 @@
+"""Do ranks find out together whether they can read each other's device memory, and say why they cannot?"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.transports import device_connect
+from shardwise.comm.transports.device_connect import DeviceEntry, connect_devices
+from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
+from shardwise.comm.transports.links import Listener
+from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
+from tests.fake_device import CPU, FakeDevice, NoEvents, on_device
+
+
+class ThreadGatherer:
+    """The bytes of ranks that are threads; those of rank r go through `given[r]`."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier, self._data = threading.Barrier(world, timeout=20), dict[int, bytes]()
+
+    def of(self, rank: int) -> Any:
+        def gather(data: bytes, *, call: str) -> list[bytes]:
+            self._data[rank] = data
+            self._barrier.wait()
+            found = [self._data[r] for r in sorted(self._data)]
+            self._barrier.wait()
+            return found
+
+        return type("Gatherer", (), {"all_gather_bytes": staticmethod(gather)})
+
+
+class OpenEvents(NoEvents):
+    """Events that every rank can open."""
+
+    def open(self, handles: Any) -> None:
+        assert all(handles.values())
+
+
+def connect(
+    monkeypatch: pytest.MonkeyPatch, cards: list[dict[str, Any]], device: FakeDevice | None = None
+) -> list[SameHostDeviceEngine | None]:
+    """Connect a thread for each card; a card's fields replace those that the rank would write."""
+    device, recorded = device or FakeDevice(), set[tuple[int, int, int]]()
+    local = threading.local()
+
+    def open_entry(_: torch.device) -> tuple[DeviceEntry | None, dict[str, Any]]:
+        given = cards[local.rank]
+        if "problem" in given:
+            return None, given
+        secret, listener, shared = secrets.token_bytes(16), Listener(), SharedSegments(device)
+        probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        messages, _ = shared.describe({-1: [probe]})
+        card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
+        card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(local.rank)}
+        card |= {"gpu": f"GPU-{local.rank}"}
+        entry = DeviceEntry(CPU, listener, shared, OpenEvents(local.rank, recorded), probe)  # type: ignore[arg-type]
+        return entry, card | given
+
+    monkeypatch.setattr(device_connect, "_open_entry", open_entry)
+    monkeypatch.setattr(device_connect, "opened_segments", lambda _: OpenedSegments(device))
+    ranks, gatherer = tuple(range(len(cards))), ThreadGatherer(len(cards))
+
+    def body(rank: int) -> SameHostDeviceEngine | None:
+        local.rank = rank
+        return connect_devices(gatherer.of(rank), rank, ranks, CPU, 20.0, wanted=True, instead="nccl is used")
+
+    with ThreadPoolExecutor(len(cards)) as pool:
+        return list(pool.map(body, ranks))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shares", "leads"), [("012", False, False), ("000", True, True), ("010", True, False)]
+)
+def test_ranks_connect_and_know_who_shares_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, shares: bool, leads: bool
+) -> None:
+    made = connect(monkeypatch, [{"gpu": f"GPU-{gpu}"} for gpu in gpus])
+    for engine in made:
+        assert engine is not None
+        assert (engine.shares_gpu, engine._has_leader) == (shares, leads)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("cards", "why"),
+    [
+        ([{}, {"problem": "memory of cuda:0 cannot be opened"}, {}], "rank 1: memory of cuda:0 cannot be opened"),
+        ([{}, {}, {"secret": "00" * 16}], "other bytes are read than rank 2 wrote"),
+        ([{}, {"host": "elsewhere"}, {}], None),
+    ],
+)
+def test_one_rank_that_cannot_is_enough_and_every_rank_says_which(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cards: list[dict[str, Any]], why: str | None
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        assert connect(monkeypatch, cards) == [None] * 3
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (0 if why is None else 3)
+    assert all(why is not None and why in text and text.endswith(": nccl is used") for text in texts), texts
+
+
+def test_memory_that_cannot_be_opened_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of GPUs without peer access: one rank's open fails."""
+
+    class Unreachable(FakeDevice):
+        def open(self, handle: bytes, size: int) -> torch.Tensor:
+            raise OSError(217, "cuIpcOpenMemHandle_v2: peer access is not supported between these two devices")
+
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        assert connect(monkeypatch, [{}, {}], Unreachable()) == [None, None]
+    assert "peer access is not supported" in caplog.text
+
+
+def test_rank_without_a_driver_declines() -> None:
+    entry, card = device_connect._open_entry(torch.device("cuda"))
+    if not torch.cuda.is_available():
+        assert entry is None and "\n" not in card["problem"]

@@ -1,0 +1,177 @@
+"""Is lent memory read after it is ready and before it is used again, whatever the streams, and also after a failure?
+
+Streams stand in for those of a GPU: they write down for which others they wait, and when a stream reads or writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.faults import TransportError
+from shardwise.comm.transports import device_memory
+from shardwise.comm.transports.device_memory import LENT, READ
+from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
+from tests.fake_device import FakeDevice, engines, on_device, run
+
+
+class FakeStream:
+    """A stream: what it does, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done, self.idle = name, list[str](), True
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.done.append(f"wait for {other.name}")
+
+    def query(self) -> bool:
+        return self.idle
+
+
+class StreamPeers(DevicePeers):
+    """Each thread has a current stream, and waits for events are written down on it."""
+
+    streams = threading.local()
+
+    def current_stream(self) -> Any:
+        return self.streams.__dict__.setdefault("current", FakeStream("default"))
+
+    @classmethod
+    def use(cls, name: str) -> FakeStream:
+        cls.streams.current = FakeStream(name)
+        return cls.streams.current
+
+
+class SeenEvents:
+    """Passes on to the stand-in's events, and writes down on which stream they are awaited."""
+
+    def __init__(self, events: Any) -> None:
+        self._events = events
+        self.awaited: list[tuple[int, int, str]] = []
+        self.marked: list[tuple[int, str]] = []
+
+    def record(self, moment: int, number: int, stream: FakeStream) -> None:
+        self.marked.append((moment, stream.name))
+        self._events.record(moment, number, stream)
+
+    def wait(self, rank: int, moment: int, number: int, stream: FakeStream) -> None:
+        self.awaited.append((rank, moment, stream.name))
+        self._events.wait(rank, moment, number, stream)
+
+
+def stream_peers(device: Any, shared: Any, opened: Any, events: Any, owners: Any) -> DevicePeers:
+    return StreamPeers(device, shared, opened, SeenEvents(events), owners)
+
+
+def seen(engine: SameHostDeviceEngine) -> SeenEvents:
+    events = engine._peers.events
+    assert isinstance(events, SeenEvents)
+    return events
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_call_that_is_served_on_another_stream_follows_the_one_that_started_it(led: bool) -> None:
+    device = FakeDevice()
+    barrier = threading.Barrier(2)
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> list[list[str]]:
+        mine, out = on_device(device, torch.full((4,), rank)), on_device(device, torch.full((4,), -1))
+        first = StreamPeers.use("first")
+        if rank:
+            barrier.wait()  # so that rank 0 serves the call when it waits
+        work = engine.exchange_boxes({1 - rank: [mine]}, {1 - rank: [out]}, call="swap")
+        if not rank:
+            barrier.wait()
+        second = StreamPeers.use("second")
+        work.wait()
+        assert out.tolist() == [1 - rank] * 4
+        return [first.done, second.done]
+
+    with engines(2, device, led=led, make_peers=stream_peers) as made:
+        found = run(made, body)
+        assert found[0] == [["wait for second"], ["wait for first"]]  # before it reads, and before memory is free
+        assert found[1][0] == ["wait for second"]
+        if not led:
+            assert (1, LENT, "second") in seen(made[0]).awaited and (READ, "second") in seen(made[0]).marked
+            assert (1, READ, "second") in seen(made[0]).awaited
+
+
+def test_copy_of_what_cannot_be_opened_is_made_before_a_rank_says_that_it_is_idle() -> None:
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> None:
+        stream = StreamPeers.use("only")
+        mine, out = torch.full((4,), rank), on_device(device, torch.full((4,), -1))
+        if rank:
+
+            def clone(memory_format: Any) -> Tensor:
+                stream.idle = False  # a kernel is queued
+                return on_device(device, torch.full((4,), rank))
+
+            mine.clone = clone  # type: ignore[method-assign, assignment]
+        else:
+            mine = on_device(device, mine)
+        engine.exchange_boxes({1 - rank: [mine]}, {1 - rank: [out]}, call="swap").wait()
+
+    with engines(2, device, led=True, make_peers=stream_peers) as made:
+        run(made, body)
+        assert (1, LENT, "only") in seen(made[0]).awaited
+
+
+def test_after_a_failure_memory_is_kept_from_being_overwritten_while_it_is_read() -> None:
+    """Rank 1 reads what rank 0 lends; rank 2 never does, and rank 0 gives up: its stream waits for rank 1."""
+    device = FakeDevice()
+    has_read = threading.Event()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> None:
+        StreamPeers.use("only")
+        if rank == 2:
+            has_read.wait(20)
+            return
+        sends = {1: [device.allocate(8)], 2: [device.allocate(8)]} if rank == 0 else {}
+        work = engine.exchange(sends, {0: [device.allocate(8)]} if rank else {}, call="move")
+        if rank:
+            work.wait()
+            has_read.set()
+            return
+        with pytest.raises(TransportError, match=r"no answer within 2 s"):
+            work.wait()
+
+    with engines(3, device, timeout=2.0, make_peers=stream_peers) as made:
+        run(made, body)
+        assert seen(made[0]).awaited == [(1, READ, "only")]
+
+
+def test_rank_that_raises_while_it_reads_is_named_at_once() -> None:
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> str:
+        def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+            if rank:
+                raise MemoryError("no memory left")
+
+        mine = device.allocate(8)
+        try:
+            engine.lend({1 - rank: [mine]}, [1 - rank], take, call="swap").wait()
+            engine.all_gather_bytes(b"", call="next")
+        except (MemoryError, TransportError) as error:
+            return str(error)
+        return "no error"
+
+    with engines(2, device, timeout=20.0) as made:
+        texts = run(made, body)
+    assert texts == ["swap: rank 1 was ended by MemoryError", "no memory left"]
+
+
+def test_ranks_that_were_forked_are_different_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for pid in (7, 8):
+        monkeypatch.setattr(device_memory.os, "getpid", lambda pid=pid: pid)
+        names.add(device_memory.identify_process())
+    assert len(names) == 2
