@@ -1,7 +1,9 @@
 """A fully sharded model of equal blocks: how much faster is it with moves beside computation?
 
 Forward and backward, compiled with the usual memory limit for moves and with none, where each move is waited for at
-once, and without compiling. Ranks share the cores of the machine.
+once, and without compiling. Ranks share the cores of the machine. Between ranks of one host a move is work of the
+cores, so that overlap shows only where there are more of them than ranks; between hosts (section "hosts") a move waits
+for the link.
 """
 
 from __future__ import annotations
@@ -42,10 +44,16 @@ class DeepModelSizes:
 def run(sizes: DeepModelSizes, backend: str) -> Figures:
     """The table."""
     with LocalWorld(sizes.ranks) as world:
-        found = world.run(_measure, sizes, backend)
+        return measure_in(world, sizes, backend)
+
+
+def measure_in(world: LocalWorld, sizes: DeepModelSizes, backend: str, where: str = "one host") -> Figures:
+    """The table, of ranks that have been started."""
+    found = world.run(_measure, sizes, backend)
     times = {way: seconds([spans[way] for spans in found]) * 1e3 for way in WAYS}
     rows: list[list[Cell]] = [[way, times[way], times["no overlap"] / times[way]] for way in WAYS]
-    title = f"Fully sharded, {BLOCKS} blocks of width {sizes.width}, {sizes.ranks} gloo ranks, {sizes.rows} rows each"
+    model = f"{BLOCKS} blocks of width {sizes.width}, {sizes.rows} rows each"
+    title = f"Fully sharded, {model}, {sizes.ranks} gloo ranks, {where}"
     return Figures(title, ["way", "step, ms", "no overlap / it"], rows, [f"{_threads(sizes)} threads for each rank"])
 
 

@@ -5,6 +5,8 @@
    sockets of gloo, planned without hosts: what every rank needs is sent to it.
 3. Bytes are counted on the link. What the link allows is the fewest bytes that a host must send, over its bandwidth.
 4. torchrun starts the transformer example on both hosts; its losses are those of the model whole on every rank.
+5. A deep fully sharded model on both hosts, with moves beside computation and without: there moves wait for the link,
+   not for the cores.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from bench import compiled_deep
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, run_interleaved, seconds
 from shardwise.comm import Comm, LocalWorld, ProcessGroupComm, default_comm
@@ -36,15 +39,20 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class HostBenchSizes:
-    """The tensor, the link, the runs of each case, and the steps of the example; none: it is left out."""
+    """The tensor, the link, the runs of each case, the steps of the example and the deep model with its link.
+
+    No steps, no deep model: they are left out.
+    """
 
     shape: Shape = (4096, 1024)
     megabits: int = 200
     runs: int = 5
     steps: int = 4
+    deep: compiled_deep.DeepModelSizes | None = field(default_factory=lambda: compiled_deep.DeepModelSizes(repeats=7))
+    deep_megabits: int = 400
 
 
-TINY = HostBenchSizes(shape=(64, 64), runs=1, steps=0)
+TINY = HostBenchSizes(shape=(64, 64), runs=1, steps=0, deep=None)
 
 
 class SocketsComm(ProcessGroupComm):
@@ -66,7 +74,7 @@ def run(sizes: HostBenchSizes) -> list[Figures]:
     title = f"Moves of {size:.1f} MB between two hosts with two ranks each, {sizes.megabits} Mbit/s"
     columns = ["move", "MB a host sends", "lower bound", "link allows, ms", "ours, ms", "ratio", "gloo's sockets, ms"]
     notes = ["Bytes are counted on the link, with headers, in one run of ours."]
-    return [Figures(title, columns, rows, notes), *trained]
+    return [Figures(title, columns, rows, notes), *trained, *_measure_deep(sizes)]
 
 
 def _measure_case(hosts: NetworkHosts, world: LocalWorld, src: str, dst: str, sizes: HostBenchSizes) -> list[Cell]:
@@ -81,6 +89,14 @@ def _measure_case(hosts: NetworkHosts, world: LocalWorld, src: str, dst: str, si
     allowed = 1e3 * bound / 2 / hosts.bytes_per_second
     print(f"{src} -> {dst}: {ours:.0f} ms, the link allows {allowed:.0f}", file=sys.stderr, flush=True)
     return [f"{src} -> {dst}", sent / 1e6, bound / 2e6, allowed, ours, ours / allowed, sockets]
+
+
+def _measure_deep(sizes: HostBenchSizes) -> list[Figures]:
+    if sizes.deep is None:
+        return []
+    with NetworkHosts(megabits=sizes.deep_megabits) as hosts, HostsWorld(hosts, sizes.deep.ranks) as world:
+        where = f"two hosts joined by {sizes.deep_megabits} Mbit/s"
+        return [compiled_deep.measure_in(world, sizes.deep, "inductor", where)]
 
 
 def _layout(text: str, shape: Shape) -> Layout:
