@@ -1,4 +1,5 @@
-"""On which device do the tests run? With SHARDWISE_TEST_DEVICE=cuda the same tests make their tensors on the GPU.
+"""On which device do the tests run? With SHARDWISE_TEST_DEVICE=cuda the same tests make their tensors on the GPU, and
+with SHARDWISE_TEST_DEVICE=standin on a device in host memory that stands in for one (`tests/standin_device`).
 
 Importing this sets torch's default device, in the test process and in the ranks that it spawns, which import it too.
 """
@@ -25,7 +26,7 @@ CPU_TESTS = {
 """Tests that would end those after them, with the reason."""
 
 CPU_ERRORS = {
-    "Expected a 'cuda' device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
+    "device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
     "device type tensor to numpy": "compares through NumPy, which knows host memory alone",
 }
 """What torch says where a test does something that only host tensors can, with the reason for which it is skipped."""
@@ -40,7 +41,12 @@ def cpu_reason(failure: str) -> str | None:
     return next((reason for text, reason in CPU_ERRORS.items() if text in failure), None)
 
 
-if DEVICE != "cpu":
+if DEVICE == "standin":
+    from tests.standin_device import register_standin
+
+    register_standin()
+    torch.set_default_device(DEVICE)
+elif DEVICE != "cpu":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated for set_default_device, a mode of one thread; ranks may be threads
         torch.set_default_tensor_type("torch.cuda.FloatTensor")

@@ -32,13 +32,14 @@ from shardwise.tensor.random import init
 from shardwise.tensor.random.streams import manual_seed
 from shardwise.tensor.shards import Shard as LocalShard
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from tests.device import DEVICE
 
 SHAPE = (7, 5)
 SPECS: dict[str, tuple[int, ShardingSpec]] = {
     "one rank": (1, ChunkSpec(0, ranks=1)),
     "rows": (3, ChunkSpec(0, ranks=3)),
     "columns, more ranks than needed": (4, ChunkSpec(1, ranks=4)),
-    "torch's placements": (2, ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"])),
+    "torch's placements": (2, ChunkShardingSpec(1, [f"rank:1/{DEVICE}", f"rank:0/{DEVICE}"])),
     "ragged with an empty piece": (3, MeshSpec(Mesh.of(tp=3), (Shard(0, sizes=(5, 0, 2)),))),
     "grid": (4, GridSpec((2, 2), [[3, 1], [0, 2]])),
     "replicated": (2, MeshSpec(Mesh.of(dp=2), (Replicate(),))),
@@ -190,7 +191,7 @@ def test_default_dtype_and_device() -> None:
     assert creation.zeros(spec, 2, device="meta").local_tensor().is_meta
     assert creation.rand(spec, 2, device="meta", requires_grad=True).requires_grad
     assert creation.zeros_like(creation.zeros(spec, 2), device="meta").device.type == "meta"
-    named = ChunkShardingSpec(0, ["rank:0/cpu"])
+    named = ChunkShardingSpec(0, [f"rank:0/{DEVICE}"])
     assert creation.ones(named, 2, device="cpu").local_tensor().tolist() == [1, 1]
     with pytest.raises(LayoutError, match=r"device='meta' was requested, and the spec .* places shards on \['cpu'\]"):
         creation.zeros(named, 2, device="meta")
@@ -397,7 +398,7 @@ def test_local_shards_and_global_metadata() -> None:
     ],
 )
 def test_metadata_that_does_not_fit(described: ShardedTensorMetadata, count: int, text: str) -> None:
-    own = [LocalShard(torch.zeros(4), ShardMetadata([0], [4], "rank:0/cpu"))][:count]
+    own = [LocalShard(torch.zeros(4), ShardMetadata([0], [4], f"rank:0/{DEVICE}"))][:count]
     found = errors_of(1, lambda comm: from_shards.init_from_local_shards_and_global_metadata(own, described))
     assert text in found[0]
 

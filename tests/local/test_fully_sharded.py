@@ -61,7 +61,7 @@ class GatheredMemory:
             self.seen[tensor.comm.rank] += [(StorageWeakRef(m), m.nbytes()) for m in memory]  # type: ignore[no-untyped-call]
             return moved
 
-        for module in ("dispatcher", "shortcuts"):
+        for module in ("dispatcher", "known_calls.shortcuts"):
             monkeypatch.setattr(f"shardwise.ops.engine.{module}.move_input", noted)
 
     def alive(self, rank: int) -> int:

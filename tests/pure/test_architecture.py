@@ -41,6 +41,9 @@ PURE = ("geometry", "transfer")
 LAZY = ("shardwise", "shardwise.cli", "shardwise.testing")  # may import inside functions: start-up must not load torch
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 70
 IMPORT_CALLS = {"importlib.import_module", "import_module", "__import__"}
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "tensor", "zeros"}
+FACTORIES |= {"rand", "randint", "randn", "randperm"}
+DEFAULT_DEVICE_USERS = ("shardwise.cli.demo", "shardwise.comm.local")  # a user's program; asks which device it is
 TEXT_SUFFIXES = {".py", ".js", ".html", ".css"}
 
 
@@ -167,6 +170,23 @@ def too_long(root: Path) -> list[str]:
     return found
 
 
+def find_unnamed_devices(root: Path) -> list[str]:
+    """Calls such as `torch.zeros(2)`: their tensors would be on whichever device a user has made torch's default."""
+    found = []
+    for name, path in modules(root).items():
+        if not name.startswith(DEFAULT_DEVICE_USERS):
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            found += [f"{name}:{c.lineno}: {ast.unparse(c)}" for c in calls if _makes_tensor_anywhere(c)]
+    return found
+
+
+def _makes_tensor_anywhere(call: ast.Call) -> bool:
+    made = (
+        isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch" and call.func.attr in FACTORIES
+    )
+    return made and not any(k.arg in ("device", None) for k in call.keywords)
+
+
 def test_every_top_module_has_a_layer() -> None:
     tops = {name.split(".")[1] for name in modules() if "." in name}
     unknown = {t for t in tops if t not in LAYERS and (not t.startswith("_") or t.startswith("__"))}
@@ -222,6 +242,10 @@ def write_package(root: Path, **sources: str) -> Path:
     return root
 
 
+def test_tensors_name_their_device() -> None:
+    assert find_unnamed_devices(SRC) == []
+
+
 def test_loaded_torch_is_reported() -> None:
     assert "torch" in torch_modules_after("import torch")
 
@@ -275,3 +299,8 @@ def test_import_of_torchs_shard_package_is_reported(tmp_path: Path) -> None:
 def test_long_file_and_function_are_reported(tmp_path: Path) -> None:
     root = write_package(tmp_path, a="x = 1\n" * 501, b="def f():\n" + "    x = 1\n" * 70)
     assert too_long(root) == ["shardwise/a.py: 501 lines", "shardwise/b.py:1 f: 71 lines"]
+
+
+def test_tensor_on_the_default_device_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, nn__a="torch.zeros(2)\ntorch.ones(2, device='cpu')\ntorch.zeros(2, **options)\n")
+    assert find_unnamed_devices(root) == ["shardwise.nn.a:1: torch.zeros(2)"]

@@ -178,8 +178,8 @@ def _make_argument(value: Any) -> Any:
 
     dtype = getattr(torch, find_dtype(value.dtype).torch_name)
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        return torch.zeros(value.shape, dtype=dtype)
-    numbers = torch.arange(torch.Size(value.shape).numel()) % (value.limit or 2)
+        return torch.zeros(value.shape, dtype=dtype, device="cpu")
+    numbers = torch.arange(torch.Size(value.shape).numel(), device="cpu") % (value.limit or 2)
     return numbers.reshape(value.shape).to(dtype)
 
 

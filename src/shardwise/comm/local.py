@@ -38,9 +38,14 @@ RendezvousJob = Callable[[], None]
 
 
 def default_device() -> torch.device:
-    """Return torch's default device if that is a GPU, else the CPU: tensors without data are not moved."""
-    device = torch.empty(0).device
-    return device if device.type == "cuda" else torch.device("cpu")
+    """Return torch's default device, or the CPU if that is "meta": tensors without data are not moved."""
+    device = find_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def find_default_device() -> torch.device:
+    """Return where torch makes tensors on this thread if no device is named, "meta" included."""
+    return torch.empty(0).device
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, default_device
+from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, default_device, find_default_device
 from shardwise.comm.protocol import Comm, CommError
 from shardwise.comm.turns import TurnTaking
 
@@ -68,12 +69,12 @@ def run_local(
 def _start_rank(
     comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: ThreadWorldState
 ) -> threading.Thread:
-    grad = torch.is_grad_enabled()
+    grad, device = torch.is_grad_enabled(), find_default_device()
     context = copy_context()
 
     def body() -> None:
         try:
-            results[comm.rank] = _run_as_rank(fn, comm, args, grad)
+            results[comm.rank] = _run_as_rank(fn, comm, args, grad, device)
             room.leave(comm.rank)
         except BaseException as error:
             room.fail(comm.rank, error)
@@ -83,9 +84,10 @@ def _start_rank(
     return thread
 
 
-def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool) -> T:
+def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool, device: torch.device) -> T:
     torch.set_num_threads(1)
-    with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad):
+    made_there = nullcontext() if find_default_device() == device else device
+    with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad), made_there:
         return fn(comm, *args)
 
 

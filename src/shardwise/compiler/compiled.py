@@ -298,15 +298,15 @@ class CompiledProgram:
         return "\n".join(lines)
 
 
-_NO_RATES = torch.empty(0, dtype=torch.float64)
-_NO_STREAMS = torch.empty(0, 2, dtype=torch.int64)
+_NO_RATES = torch.empty(0, dtype=torch.float64, device="cpu")
+_NO_STREAMS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
 def _learning_rates(state: ProgramState) -> Tensor:
     """The learning rates of the optimizers' groups, an input of the graph: schedulers change them."""
     if not state.optimizers:
         return _NO_RATES
-    return torch.tensor([group["lr"] for group in state.rated_groups()], dtype=torch.float64)
+    return torch.tensor([group["lr"] for group in state.rated_groups()], dtype=torch.float64, device="cpu")
 
 
 def _describe_error(error: BaseException) -> str:

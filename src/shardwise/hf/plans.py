@@ -208,13 +208,15 @@ def make_example(model: nn.Module) -> dict[str, Tensor]:
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
         raise PlanError(f"{type(model).__name__} has no config: pass example=, the arguments of one forward pass")
-    ids = torch.zeros(1, 8, dtype=torch.long)
+    dtype = getattr(model, "dtype", None)
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     if name == "pixel_values":
         size = config.image_size
         sides = size if isinstance(size, list | tuple) else (size, size)
-        found = {name: torch.zeros(1, config.num_channels, *sides)}
+        found = {name: torch.zeros(1, config.num_channels, *sides, dtype=dtype, device="meta")}
     elif name == "input_features":
-        found = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
+        length = 2 * config.max_source_positions
+        found = {name: torch.zeros(1, config.num_mel_bins, length, dtype=dtype, device="meta")}
     else:
         found = {name: ids}
     return {**found, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else found

@@ -128,7 +128,7 @@ def _has_pattern(local: Tensor) -> bool:
 
 
 def _bytes_of(local: Tensor) -> Tensor:
-    return local.detach().reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+    return local.detach().reshape(-1).view(torch.uint8) if local.numel() else local.new_empty(0, dtype=torch.uint8)
 
 
 def _meta_names(part: nn.Module) -> list[str]:

@@ -265,11 +265,13 @@ def _gather_missing_state(parameter: ShardedTensor, found: Mapping[str, Any]) ->
 
 
 def _describe_state_value(value: Any) -> OptimizerState:
-    """Return what another rank needs to know of a state: its dtype and, for a single number, its value."""
+    """Return what another rank needs to know of a state: its dtype and, for a counter, its value and kind of device."""
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype} if isinstance(value, ShardedTensor) else {"dtype": dtype, "value": value.tolist()}
+    if isinstance(value, ShardedTensor):
+        return {"dtype": dtype}
+    return {"dtype": dtype, "value": value.tolist(), "on_host": value.device.type == "cpu"}
 
 
 def _make_state_value(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
@@ -277,7 +279,7 @@ def _make_state_value(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
         return told["value"]
     dtype, device = getattr(torch, told["dtype"]), parameter.comm.device
     if "value" in told:
-        return torch.tensor(told["value"], dtype=dtype)
+        return torch.tensor(told["value"], dtype=dtype, device="cpu" if told["on_host"] else device)
     return wrap(parameter.sharding, (), parameter.comm, dtype=dtype, device=device)
 
 

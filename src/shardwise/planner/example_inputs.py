@@ -22,14 +22,13 @@ def make_inputs(model: nn.Module, batch: int, sequence: int) -> Inputs:
     >>> [tuple(value.shape) for value in make_inputs(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)), 2, 8)]
     [(2, 8)]
     """
-    with torch.device("meta"):
-        if getattr(model, "main_input_name", None) == "input_ids" and hasattr(model, "config"):
-            return _token_inputs(model, batch, sequence)
-        first = next((m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear)), None)
-        if isinstance(first, nn.Embedding):
-            return (torch.zeros(batch, sequence, dtype=torch.long),)
-        if isinstance(first, nn.Linear) and not any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules()):
-            return (torch.zeros(batch, sequence, first.in_features, dtype=first.weight.dtype),)
+    if getattr(model, "main_input_name", None) == "input_ids" and hasattr(model, "config"):
+        return _token_inputs(model, batch, sequence)
+    first = next((m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear)), None)
+    if isinstance(first, nn.Embedding):
+        return (torch.zeros(batch, sequence, dtype=torch.long, device="meta"),)
+    if isinstance(first, nn.Linear) and not any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules()):
+        return (torch.zeros(batch, sequence, first.in_features, dtype=first.weight.dtype, device="meta"),)
     raise PlanError(
         f"the arguments of {type(model).__name__} cannot be guessed; pass inputs=, the arguments of one forward pass "
         "on a rank, as a tuple or a dict; a factory may return (model, inputs)"
@@ -37,7 +36,7 @@ def make_inputs(model: nn.Module, batch: int, sequence: int) -> Inputs:
 
 
 def _token_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     named: dict[str, Any] = {"input_ids": ids}
     taken = inspect.signature(model.forward).parameters
     if getattr(model.config, "is_encoder_decoder", False):

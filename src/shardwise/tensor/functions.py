@@ -78,7 +78,7 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
     if tuple(first.shape) != tuple(second.shape):
         return False
     # What torch refuses for these dtypes it must refuse on every rank, also on one that holds nothing.
-    compare(torch.zeros(1, dtype=first.dtype), torch.zeros(1, dtype=second.dtype), *args[2:], **kwargs)
+    compare(*(torch.zeros(1, dtype=t.dtype, device="cpu") for t in (first, second)), *args[2:], **kwargs)
     if first.sharding.pending is not None:
         dst = replicated_layout(tuple(first.shape), comm.ranks)
         check_move(first, dst, label)

@@ -51,7 +51,9 @@ class AutoRule:
 
         def make(name: str, value: Any) -> Any:
             if isinstance(value, TensorMeta) and is_boundary_name(name) and _is_list(value):
-                return torch.linspace(0, rows, value.shape[0] + 1).to(value.dtype)[1:]
+                return torch.linspace(0, rows, value.shape[0] + 1, dtype=torch.float64, device="cpu").to(value.dtype)[
+                    1:
+                ]
             return _make_template(value, lengths, index_limit)
 
         made = [make(name, a) for name, a in zip(names, args, strict=False)]
@@ -159,6 +161,6 @@ def _make_template(value: Any, lengths: dict[int, int], index_limit: int) -> Any
         return value
     shape = [lengths.get(n, n) for n in value.shape]
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-        return torch.zeros(shape, dtype=value.dtype)
-    numbers: Tensor = torch.arange(torch.Size(shape).numel()) % max(1, index_limit)
+        return torch.zeros(shape, dtype=value.dtype, device="cpu")
+    numbers: Tensor = torch.arange(torch.Size(shape).numel(), device="cpu") % max(1, index_limit)
     return numbers.reshape(shape).to(value.dtype)

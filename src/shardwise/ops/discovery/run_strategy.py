@@ -187,6 +187,6 @@ def _measure_deviation(name: str, found: Any, expected: Any) -> Deviation | None
     if not bool(too_far.any()):
         return None
     flat = torch.nan_to_num(torch.where(too_far, gap, 0.0), float("inf")).reshape(-1)
-    worst = int(flat.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape)) if expected.ndim else ()
+    worst = flat.argmax()
+    where = tuple(int(i) for i in torch.unravel_index(worst, expected.shape)) if expected.ndim else ()
     return Deviation(name, float(flat[worst]), where)

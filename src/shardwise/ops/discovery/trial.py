@@ -70,11 +70,13 @@ def draw_sample(template: Tensor, source: SampleSource, trial: int, generator: t
         return (values if trial % 2 == 0 else values.abs() + 0.1).to(template.device, dtype)
     if template.dtype == torch.bool:
         density = (0.5, 0.1, 0.9, 0.02, 0.98)[trial % 5]
-        return (torch.rand(template.shape, generator=generator, device="cpu") < density).to(template.device)
+        return (torch.rand(template.shape, generator=generator, dtype=torch.float32, device="cpu") < density).to(
+            template.device
+        )
     if template.numel() == 0:
         return template.clone()
-    chosen = torch.randint(template.numel(), (template.numel(),), generator=generator).to(template.device)
-    return template.detach().reshape(-1)[chosen].reshape(template.shape)
+    chosen = torch.randint(template.numel(), (template.numel(),), generator=generator, device="cpu")
+    return template.detach().reshape(-1)[chosen.to(template.device)].reshape(template.shape)
 
 
 def widen_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -132,7 +134,7 @@ def draw_addends(value: Tensor, op: str, parts: int, generator: torch.Generator)
     other = [n.to(value.device, value.dtype) for n in noise]
     if op in ("max", "min"):
         sign = 1 if op == "max" else -1
-        owner = torch.randint(parts, value.shape, generator=generator).to(value.device)
+        owner = torch.randint(parts, value.shape, generator=generator, device="cpu").to(value.device)
         return [torch.where(owner == r, value, value - sign * n) for r, n in enumerate(other)]
     rest = other[:-1]
     if op == "product":

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -104,7 +105,7 @@ def _count_successes(drawn: Tensor, count: Tensor, chance: Tensor) -> Tensor:
     log, odds = n * torch.log1p(-p), p.log() - torch.log1p(-p)
     total, found, k = log.exp(), torch.zeros_like(n), 0
     while bool((open_ := (total < drawn) & (found < n)).any()):
-        log = log + torch.log(n - k) - torch.log(torch.tensor(k + 1.0)) + odds
+        log = log + torch.log(n - k) - math.log(k + 1) + odds
         total, k = torch.where(open_, total + log.exp(), total), k + 1
         found = torch.where(open_, torch.full_like(found, k), found)
     return torch.where(swap, n - found, found).to(chance.dtype)

@@ -170,7 +170,7 @@ def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int]
 
 
 def _make_token() -> Tensor:
-    return torch.empty(0)
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _fake_results(locals_: Sequence[Tensor], transfers: Sequence[int]) -> list[Tensor]:

@@ -221,4 +221,4 @@ def _state_of(generator: torch.Generator) -> bytes:
 
 
 def _advance_generator(generator: torch.Generator) -> None:
-    torch.empty(1, device=generator.device).uniform_(generator=generator)
+    torch.empty(1, dtype=torch.float32, device=generator.device).uniform_(generator=generator)

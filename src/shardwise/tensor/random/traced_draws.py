@@ -75,7 +75,8 @@ def trace_draws(rows: Tensor) -> Iterator[DrawTrace]:
 def take_streams(requests: Sequence[StreamRequest]) -> Tensor:
     """The streams of a call, one row for each: seed and count as signed words."""
     found = [next_stream(r.comm, fields=r.fields, label=r.label, generator=r.generator, seed=r.seed) for r in requests]
-    return torch.tensor([[_signed(s.seed), _signed(s.count)] for s in found], dtype=torch.int64).reshape(-1, 2)
+    rows = [[_signed(s.seed), _signed(s.count)] for s in found]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def _signed(word: int) -> int:

@@ -46,7 +46,8 @@ def difference(found: Any, wanted: Any, near: float = EXACTLY) -> str | None:
 
 def _other(found: Any, wanted: Any, near: float) -> str | None:
     if isinstance(wanted, float) and isinstance(found, float):
-        return difference(torch.tensor(found), torch.tensor(wanted), near)
+        one, other = (torch.tensor(v, dtype=torch.float32, device="cpu") for v in (found, wanted))
+        return difference(one, other, near)
     return None if type(found) is type(wanted) and found == wanted else f"{found!r}, expected {wanted!r}"
 
 
@@ -65,11 +66,13 @@ def _numbers(found: Tensor, wanted: Tensor, near: float) -> str | None:
 
 def loss_of(values: Iterable[Any]) -> Tensor:
     """A weighted sum of every element that is on the tape; the weights are small whole numbers and differ."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for value in values:
         if isinstance(value, tuple | list):
             total = total + loss_of(value)
         elif isinstance(value, Tensor) and value.requires_grad:
-            weights = (torch.arange(value.numel(), dtype=torch.float64) % 5 - 1).reshape(value.shape)
+            weights = (torch.arange(value.numel(), dtype=torch.float64, device=value.device) % 5 - 1).reshape(
+                value.shape
+            )
             total = total + ((value.real + 2 * value.imag if value.is_complex() else value) * weights).sum()
     return total

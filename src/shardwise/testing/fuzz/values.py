@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import Comm, MeshSpec, Partial, Replicate, ShardedTensor, from_local, parse_spec, shard
+from shardwise.comm.local import default_device
 from shardwise.testing.fuzz.program import Input, Round
 
 Place = Callable[[Input, Tensor, Round], Tensor]
@@ -25,15 +26,15 @@ def fill(item: Input, seed: int) -> Tensor:
     dtype: torch.dtype = getattr(torch, item.dtype)
     kind, _, bound = item.fill.partition(":")
     if kind == "normal":
-        return torch.randn(item.shape, generator=generator, dtype=dtype)
+        return torch.randn(item.shape, generator=generator, dtype=dtype, device="cpu").to(default_device())
     low, high = {"index": (0, int(bound or 1)), "positive": (1, 5)}.get(kind, (-4, 5))
     if dtype == torch.bool:
         low, high = 0, 2
     shape = () if kind == "constant" else item.shape
-    values = torch.randint(low, high, shape, generator=generator).to(dtype)
+    values = torch.randint(low, high, shape, generator=generator, device="cpu").to(dtype)
     if dtype.is_complex:
-        values = values + 1j * torch.randint(low, high, shape, generator=generator)
-    return values.to(dtype).expand(item.shape).clone()
+        values = values + 1j * torch.randint(low, high, shape, generator=generator, device="cpu")
+    return values.to(default_device(), dtype).expand(item.shape).clone()
 
 
 def make_inputs(inputs: tuple[Input, ...], round_: Round, place: Place) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ def addends(values: Tensor, op: str, count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
 
     def draw(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, values.shape, generator=generator).to(values.dtype)
+        return torch.randint(low, high, values.shape, generator=generator, device="cpu").to(values)
 
     if op in ("min", "max"):
         if values.dtype == torch.bool:

@@ -1,0 +1,209 @@
+// A device in host memory, registered as torch's PrivateUse1 backend. Its tensors are told apart from host tensors as
+// those of a GPU are: operators refuse to mix them, generators belong to one of them, a backward pass runs on the
+// device's own autograd thread. Operators are computed by copies to the host and back (at::native::cpu_fallback).
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+
+namespace {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+const c10::Device device0(kDevice, 0);
+const c10::DispatchKeySet device_keys(c10::DispatchKey::PrivateUse1);
+
+struct StandinAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);
+    return {memory, memory, &release, device0};
+  }
+  static void release(void* memory) { c10::GetDefaultCPUAllocator()->raw_deallocate(memory); }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+StandinAllocator allocator;
+REGISTER_ALLOCATOR(kDevice, &allocator)
+
+struct StandinGuard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
+  c10::Device exchangeDevice(c10::Device) const override { return device0; }
+  c10::Device getDevice() const override { return device0; }
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, device0); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, device0); }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, StandinGuard);
+
+struct StandinGenerator final : at::CPUGeneratorImpl {
+  StandinGenerator() {
+    device_ = device0;
+    key_set_ = device_keys;
+  }
+};
+
+const at::Generator& default_generator() {
+  static const at::Generator generator = at::make_generator<StandinGenerator>();
+  return generator;
+}
+
+struct StandinHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  at::Device getDeviceFromPtr(void*) const override { return device0; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<StandinGenerator>(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, &allocator, device_keys, c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &allocator, device_keys, c10::dtype_or_default(dtype));
+}
+
+// The same memory as a host tensor.
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  auto host = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+  host._set_conj(tensor.is_conj());
+  host._set_neg(tensor.is_neg());
+  return host;
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+  on_host(target).copy_(on_host(source));
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& tensor) { return at::native::_local_scalar_dense_cpu(on_host(tensor)); }
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  const auto length = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return at::native::set_storage_cpu_(self, std::move(source), 0, {length}, {1});
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  return set_storage(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, allocator.allocate(0), &allocator, true));
+}
+
+int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                         double, bool, std::optional<double>, bool) {
+  return 0;  // computed by matrix products
+}
+
+using Sizes = at::IntArrayRef;
+at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, Sizes stride,
+                       Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, int64_t groups) {
+  const auto added = bias.has_value() ? std::optional(on_host(*bias)) : std::nullopt;
+  return at::convolution(on_host(x), on_host(weight), added, stride, padding, dilation, transposed, output_padding, groups)
+      .to(device0);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, Sizes stride, Sizes padding, Sizes dilation,
+    bool transposed, Sizes output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const auto to_device = [](const at::Tensor& t) { return t.defined() ? t.to(device0) : t; };
+  const Sizes bias(weight.sizes().data() + (transposed ? 1 : 0), 1);
+  const auto [a, b, c] = at::convolution_backward(on_host(grad), on_host(x), on_host(weight), bias, stride, padding,
+                                                  dilation, transposed, output_padding, groups, mask);
+  return {to_device(a), to_device(b), to_device(c)};
+}
+
+// Operators that take host tensors of indices beside device tensors, as those of CUDA do.
+bool takes_host_indices(const std::string& name) {
+  return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
+}
+
+void count_devices(const at::Tensor& tensor, bool& host, bool& device) {
+  if (!tensor.defined()) return;
+  device = device || !tensor.is_cpu();
+  host = host || (tensor.is_cpu() && tensor.dim() > 0);  // a host tensor of one number is taken as that number
+}
+
+void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  bool host = false, device = false;
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) count_devices(value.toTensor(), host, device);
+    if (value.isTensorList()) for (const at::Tensor& t : value.toTensorVector()) count_devices(t, host, device);
+    if (value.isOptionalTensorList())
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) if (t) count_devices(*t, host, device);
+  }
+  TORCH_CHECK(!(host && device) || takes_host_indices(op.schema().name()),
+              "Expected all tensors to be on the same device, but found at least two devices, standin:0 and cpu! (",
+              op.schema().name(), ")");
+}
+
+// Compute on the host. A generator of the device lends its state to one of the host.
+void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_one_device(op, *stack);
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].type()->str().find("Generator") == std::string::npos) continue;
+    auto& value = (*stack)[stack->size() - arguments.size() + i];
+    auto source = value.isNone() ? default_generator() : value.toGenerator();
+    TORCH_CHECK(source.device().type() == kDevice, "Expected a 'standin' device type for generator but found 'cpu'");
+    std::lock_guard<std::mutex> lock(source.mutex());
+    auto host = at::detail::createCPUGenerator();
+    host.set_state(source.get_state());
+    value = host;
+    at::native::cpu_fallback(op, stack, true);
+    source.set_state(host.get_state());
+    return;
+  }
+  at::native::cpu_fallback(op, stack, true);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("view", &at::native::view);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("resize_", &at::native::resize_);
+  m.impl("set_", &set_empty);
+  m.impl("set_.source_Tensor", &at::native::set_tensor_);
+  m.impl("set_.source_Storage", &set_storage);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("_fused_sdp_choice", &choose_attention);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
+}
+
+// A copy reads conjugated and negated tensors as they are.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  at::RegisterPrivateUse1HooksInterface(new StandinHooks());
+  m.def("default_generator", [] { return default_generator(); });
+}
