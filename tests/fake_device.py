@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.transports.device_connect import DeviceEntry
 from shardwise.comm.transports.device_memory import DeviceSegment, OpenedSegments, SharedSegments
 from shardwise.comm.transports.device_peers import DevicePeers
-from shardwise.comm.transports.links import PeerSockets
+from shardwise.comm.transports.links import Listener, PeerSockets
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 
 CPU = torch.device("cpu")
@@ -107,3 +110,49 @@ def run(made: Sequence[SameHostDeviceEngine], body: Callable[..., Any]) -> list[
 def on_device(device: FakeDevice, values: Tensor) -> Tensor:
     memory = device.allocate(values.nbytes)
     return memory.view(values.dtype).view(values.shape).copy_(values)
+
+
+class SharedFileDevice(FakeDevice):
+    """Segments in files of a folder, which other processes open by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def allocate(self, size: int, address: int | None = None) -> Tensor:
+        assert address is None
+        number = next(self._numbers)
+        path = self._folder / f"{os.getpid()}-{number}"
+        path.write_bytes(bytes(size))
+        memory = self.open(str(path).encode(), size)
+        self.segments[memory.data_ptr()] = number, memory
+        return memory
+
+    def export(self, segment: DeviceSegment) -> bytes:
+        return str(self._folder / f"{os.getpid()}-{segment.number}").encode()
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        return torch.from_file(handle.decode(), shared=True, size=size, dtype=torch.uint8)
+
+
+class HostEvents:
+    """Events of a device whose work is done when a call returns."""
+
+    def open(self, handles: Any) -> None:
+        """Nothing to open."""
+
+    def record(self, moment: int, number: int, stream: Any) -> None:
+        """Everything before is done."""
+
+    def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """The message came after the work."""
+
+
+def open_fake_entry(device: FakeDevice, events: Any, **fields: Any) -> tuple[DeviceEntry, dict[str, Any]]:
+    """What `device_connect` makes of a rank's GPU, of a stand-in; `fields` replace those of the card."""
+    secret, listener, shared = secrets.token_bytes(16), Listener(), SharedSegments(device)
+    probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+    messages, _ = shared.describe({-1: [probe]})
+    card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
+    card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(os.getpid())}
+    return DeviceEntry(CPU, listener, shared, events, probe), card | fields

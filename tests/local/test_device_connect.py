@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,10 +12,9 @@ import torch
 
 from shardwise.comm.transports import device_connect
 from shardwise.comm.transports.device_connect import DeviceEntry, connect_devices
-from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
-from shardwise.comm.transports.links import Listener
+from shardwise.comm.transports.device_memory import OpenedSegments
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
-from tests.fake_device import CPU, FakeDevice, NoEvents, on_device
+from tests.fake_device import CPU, FakeDevice, NoEvents, open_fake_entry
 
 
 class ThreadGatherer:
@@ -55,14 +52,8 @@ def connect(
         given = cards[local.rank]
         if "problem" in given:
             return None, given
-        secret, listener, shared = secrets.token_bytes(16), Listener(), SharedSegments(device)
-        probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        messages, _ = shared.describe({-1: [probe]})
-        card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
-        card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(local.rank)}
-        card |= {"gpu": f"GPU-{local.rank}"}
-        entry = DeviceEntry(CPU, listener, shared, OpenEvents(local.rank, recorded), probe)  # type: ignore[arg-type]
-        return entry, card | given
+        fields = {"process": str(local.rank), "gpu": f"GPU-{local.rank}"} | given
+        return open_fake_entry(device, OpenEvents(local.rank, recorded), **fields)
 
     monkeypatch.setattr(device_connect, "_open_entry", open_entry)
     monkeypatch.setattr(device_connect, "opened_segments", lambda _: OpenedSegments(device))

@@ -33,6 +33,7 @@ from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 from shardwise.comm.turns import TurnTaking
+from shardwise.transfer.device_cost import DeviceTraffic
 
 RendezvousJob = Callable[[], None]
 
@@ -301,6 +302,10 @@ class LocalComm:
     def lends_memory(self) -> bool:
         """Whether boxes are read where they are: on a GPU, where a copy only has to be queued."""
         return self.device.type == "cuda"
+
+    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
+        """Threads have nothing faster."""
+        return True
 
     def exchange_boxes(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str

@@ -2,7 +2,8 @@
 
 Which engine moves the bytes is decided once, at the first operation, together by all ranks:
 
-1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device;
+1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device; between GPUs of one
+   host each transfer is read out of device memory instead where that is faster (`device_choice`);
 2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`same_host_device`);
 3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`same_host`);
 4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
@@ -39,12 +40,14 @@ from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_tra
 from shardwise.comm.local import default_device
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
+from shardwise.comm.transports.device_choice import choose_device_engine, find_request
 from shardwise.comm.transports.device_connect import connect_devices
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage, find_agreeing
 from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import connect_same_host, find_hosts
 from shardwise.comm.transports.several_hosts import compose_engines
+from shardwise.transfer.device_cost import DeviceTraffic
 from shardwise.transfer.topology import Topology
 
 _FAULT_GRACE_SECONDS = 1.0
@@ -58,7 +61,8 @@ class ProcessGroupComm:
 
     `device` is where tensors normally live: by default the current GPU for a group with nccl, else torch's default
     device. Ranks of one host whose comm has a GPU read each other's device memory where it is.
-    `shared_memory=False` keeps to the group's own backend even for ranks that share a host.
+    `shared_memory=False` keeps to the group's own backend even for ranks that share a host. `device_transport` is for
+    groups with nccl: "auto", "measured", "ipc" or "nccl"; by default what SHARDWISE_DEVICE_TRANSPORT says, else "auto".
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> ProcessGroupComm()
@@ -73,6 +77,7 @@ class ProcessGroupComm:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         shared_memory: bool = True,
+        device_transport: str | None = None,
     ) -> None:
         self.process_group: dist.ProcessGroup = _resolve_group(group)
         self._backends = group_backends(self.process_group)
@@ -80,6 +85,7 @@ class ProcessGroupComm:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group))
         self.device = torch.device(device) if device is not None else _default_device(self._backends)
         self.timeout, self._shared_memory = timeout, shared_memory
+        self._device_transport = find_request(device_transport if shared_memory else "nccl")
         self._calls = 0
         self._agreed_call = 0, 0  # numbers of the last call in which bytes were gathered: the comm's and the engine's
         self._engine: Engine | None = None
@@ -144,6 +150,11 @@ class ProcessGroupComm:
     def lends_memory(self) -> bool:
         """Whether ranks read each other's tensors where they are: device memory of one host does."""
         return hasattr(self._engine, "lend")
+
+    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
+        """Whether memory that can be lent is to be lent: if there is another transport, it may be faster."""
+        chooser = getattr(self._engine, "prefers_lending", None)
+        return chooser is None or chooser(count())
 
     def exchange_boxes(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
@@ -217,7 +228,11 @@ class ProcessGroupComm:
         if wanted not in self._subsets:
             group = self._new_group(wanted)
             self._subsets[wanted] = ProcessGroupComm(
-                group, self.device, self.timeout, shared_memory=self._shared_memory
+                group,
+                self.device,
+                self.timeout,
+                shared_memory=self._shared_memory,
+                device_transport=self._device_transport,
             )
         return self._subsets[wanted]
 
@@ -362,8 +377,11 @@ class ProcessGroupComm:
             group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
             host = GlooEngine(group, self.rank, self.ranks, self.timeout)
             native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
-            self._topology = _topology_of(self.ranks, find_hosts(native, self.ranks))
-            return native
+            hosts = find_hosts(native, self.ranks)
+            self._topology = _topology_of(self.ranks, hosts)
+            if self.device.type != "cuda" or self.world_size == 1 or hosts is None or len(set(hosts)) > 1:
+                return native
+            return choose_device_engine(native, host, self.rank, self.ranks, self.timeout, self._device_transport)
         gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
         wanted = self._shared_memory
         if self.device.type == "cuda":

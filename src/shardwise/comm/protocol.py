@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.transfer.device_cost import DeviceTraffic
 from shardwise.transfer.topology import Topology
 
 
@@ -176,6 +177,10 @@ class LendingComm(Comm, Protocol):
     @property
     def lends_memory(self) -> bool:
         """Whether `exchange_boxes` and `lend` can be called; the same on every rank."""
+        ...
+
+    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
+        """Whether a transfer is to be lent, where `count` says what it asks of the ranks; the same on every rank."""
         ...
 
     def exchange_boxes(

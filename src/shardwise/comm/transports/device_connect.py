@@ -32,8 +32,9 @@ from shardwise.comm.transports.device_memory import (
     opened_segments,
 )
 from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import Door, Listener, PeerSockets
-from shardwise.comm.transports.same_host import Gatherer, identify_host
+from shardwise.comm.transports.same_host import identify_host
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 
 _CONNECT_SECONDS = 10.0

@@ -17,6 +17,14 @@ from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import ReduceOp, TakeLent, Work
 
 
+class Gatherer(Protocol):
+    """The means by which the ranks talk before they are connected."""
+
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
+        """Return the bytes of all ranks in group order."""
+        ...
+
+
 class Engine(Protocol):
     """The operations of a `Comm` on checked, contiguous, flat tensors on one device; ranks are global ones.
 

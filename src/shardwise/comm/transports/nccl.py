@@ -1,7 +1,8 @@
 """Device memory over a group whose backend takes it (nccl): torch's own collectives, on the current stream.
 
 Ranks compare what they call before a collective starts, over a host backend: that of the group (`cpu:gloo,cuda:nccl`),
-or of a gloo group of the same ranks. So nothing that the host has to know goes through the device, which would stop it.
+or of a gloo group of the same ranks, or over the sockets of ranks of one host. So nothing that the host has to know
+goes through the device, which would stop it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.comm.faults import to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.transports.gloo import GlooEngine
+from shardwise.comm.transports.engine import Gatherer
 
 
 class NativeEngine:
-    """Moves device tensors between the ranks of a group; `host` moves what is on the host."""
+    """Moves device tensors between the ranks of a group; over `host` they compare their calls."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class NativeEngine:
         rank: int,
         ranks: tuple[int, ...],
         device: torch.device,
-        host: GlooEngine,
+        host: Gatherer,
     ) -> None:
         self._group, self._ranks, self.device, self._host = group, ranks, device, host
         self._others = self.awaited = tuple(r for r in ranks if r != rank)
@@ -65,6 +66,10 @@ class NativeEngine:
         self._compare(call)
         view = as_bytes(tensor, label=call)
         return self._start(partial(dist.broadcast, view, src, group=self._group, async_op=True))
+
+    def compare_over(self, host: Gatherer) -> None:
+        """Compare calls over something else from now on."""
+        self._host = host
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Gather over the host."""

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
+from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets, different_calls_error
 from shardwise.comm.transports.remote_memory import (
     CollectOperation,
@@ -58,14 +59,6 @@ from shardwise.comm.transports.remote_memory import (
 _CONNECT_SECONDS = 10.0
 _REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
 _log = package_logger(__name__)
-
-
-class Gatherer(Protocol):
-    """The means by which the ranks talk before they are connected."""
-
-    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
-        """Return the bytes of all ranks in group order."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from shardwise.comm.transports.device_memory import LENT, READ
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
-
-_ONE_SHOT_BYTES = 1 << 20  # a reduction of so few bytes from all ranks together is made by every rank for itself
+from shardwise.transfer.device_cost import ONE_SHOT_BYTES
 
 
 class LendCall(PeerCall):
@@ -161,7 +160,7 @@ class SameHostDeviceEngine:
         if self._has_leader:
             boxes = RankBoxes({}, {self._rank: [tensor]})
             return self._lead(boxes, partial(_reduce_to_all, call, op), call)
-        if tensor.nbytes * len(self._ranks) <= _ONE_SHOT_BYTES:
+        if tensor.nbytes * len(self._ranks) <= ONE_SHOT_BYTES:
             total = torch.empty_like(tensor)
             work = self._reduce(total, [tensor] * len(self._ranks), op, call)
             return PendingWork(partial(_copy_after, work, tensor, total))
@@ -190,6 +189,11 @@ class SameHostDeviceEngine:
         Its messages are taken from those ranks only that sent the same bytes.
         """
         return self._start_collecting(data, call, agreeing=True)
+
+    @property
+    def is_agreeing(self) -> bool:
+        """Whether ranks compare what they ask for: a call that is started now may be withdrawn."""
+        return self._calls.agreeing is not None
 
     def withdraw_call(self, number: int) -> None:
         """Take back a call that some ranks have started and others have not."""

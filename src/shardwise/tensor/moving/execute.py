@@ -29,12 +29,19 @@ from shardwise.comm.flat_tensors import cut_for_one_thread
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
 from shardwise.tensor.moving.box_slices import slices_by_round
-from shardwise.tensor.moving.parts import Message, find_whole_collective, local_only_kind, work_out_rank_part
+from shardwise.tensor.moving.parts import (
+    Message,
+    find_traffic,
+    find_whole_collective,
+    local_only_kind,
+    work_out_rank_part,
+)
 from shardwise.tensor.moving.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
 from shardwise.tensor.moving.staging_pool import staging_pool
 from shardwise.tensor.recorder import profiled_move, record_moves, recorders
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Move, Step, Transfer
+from shardwise.transfer.device_cost import DeviceTraffic
 
 BACKGROUND_BYTES = 1 << 16  # fewer are moved in less time than another thread takes to begin
 
@@ -181,12 +188,12 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
         whole = yield from _reduce_whole(jobs[0], comm, kind, label)
         return [tuple(t.to(jobs[0].out_dtype or t.dtype) for t in whole)]
     current = [job.sources for job in jobs]
+    lending = _choose_lending(jobs, comm)
     for index in range(max((len(job.transfer.steps) for job in jobs), default=0)):
         active = [i for i, job in enumerate(jobs) if index < len(job.transfer.steps)]
         runs = [_StepRun(jobs[i].transfer.steps[index], comm.rank, current[i], jobs[i]) for i in active]
         quiet = all(run.step.rounds == 0 and jobs[i].transfer.rank is None for i, run in zip(active, runs, strict=True))
         for number in range(0 if quiet else max(1, *(run.step.rounds for run in runs))):
-            lending = find_lending(comm)
             if lending is not None:
                 yield _start_lending(runs, number, lending, label)
                 continue
@@ -204,6 +211,18 @@ def _run_batch(jobs: Sequence[TransferJob], comm: Comm, label: str) -> Generator
         for i, run in zip(active, runs, strict=True):
             current[i] = run.finish(last=index == len(jobs[i].transfer.steps) - 1)
     return current
+
+
+def _choose_lending(jobs: Sequence[TransferJob], comm: Comm) -> LendingComm | None:
+    """The comm, if it lends memory and that is how these transfers are to be made; the same on every rank."""
+    lending = find_lending(comm)
+
+    def count() -> DeviceTraffic | None:
+        counted = [find_traffic(job.transfer, job.dtype.itemsize) for job in jobs]
+        known = [each for each in counted if each is not None]
+        return sum(known, DeviceTraffic(0, 0, 0)) if len(known) == len(jobs) else None
+
+    return lending if lending is not None and lending.prefers_lending(count) else None
 
 
 def _start_lending(runs: Sequence[_StepRun], number: int, comm: LendingComm, label: str) -> Work:
@@ -238,7 +257,7 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     first, source = job.transfer.steps[0], job.sources[0]
     assert first.op is not None
     op = cast(ReduceOp, first.op)
-    if kind == "all_reduce" and find_lending(comm) is not None and source.numel() % comm.world_size == 0:
+    if kind == "all_reduce" and source.numel() % comm.world_size == 0 and _choose_lending([job], comm) is not None:
         target = torch.empty_like(source, memory_format=torch.contiguous_format)
         run = target.view(comm.world_size, -1)[comm.ranks.index(comm.rank)]
         comm.reduce_scatter_into(run, source.contiguous(), op, label=label).wait()

@@ -16,6 +16,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout
 from shardwise.tensor.caches import cache_plans
 from shardwise.transfer import Copy, Move, Step, Topology, Transfer, plan_transfer
+from shardwise.transfer.device_cost import DeviceTraffic, count_traffic
 
 
 class PlannedMove(Protocol):
@@ -144,6 +145,12 @@ def local_only_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["co
     if not part.fills and len(part.copies) == 1:
         return "copy" if part.copies[0].src_box == part.copies[0].dst_box == whole else None
     return "fill" if not part.copies and [box for _, box in part.fills] == [whole] else None
+
+
+@cache_plans
+def find_traffic(transfer: Transfer, itemsize: int) -> DeviceTraffic | None:
+    """What a transfer asks of its busiest rank, the same on every rank; None if the plan is that of one rank alone."""
+    return count_traffic(transfer)
 
 
 @cache_plans
