@@ -28,14 +28,22 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.box_copies import copy_boxes
-from shardwise.comm.flat_tensors import Edges
+from shardwise.comm.local_jobs import (
+    JobPlanner,
+    RendezvousJob,
+    plan_all_reduce,
+    plan_boxes,
+    plan_broadcast,
+    plan_exchange,
+    plan_gather,
+    plan_lending,
+    plan_nothing,
+    plan_reduce_scatter,
+)
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 from shardwise.comm.turns import TurnTaking
 from shardwise.transfer.device_cost import DeviceTraffic
-
-RendezvousJob = Callable[[], None]
 
 
 def default_device() -> torch.device:
@@ -250,9 +258,6 @@ def _mismatch_error(calls: Mapping[int, CollectiveCall]) -> CommError | None:
     return CommError(f"the ranks made different calls ({who}); every rank must make the same calls in the same order")
 
 
-JobPlanner = Callable[[Mapping[int, Any]], list[RendezvousJob]]
-
-
 class LocalComm:
     """One rank's comm in a world of threads; see `Comm` for the methods and `run_local` to start such a world.
 
@@ -296,7 +301,7 @@ class LocalComm:
         """Copy each edge's k-th sent tensor into its k-th received one."""
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
-        return self._start("exchange", label, "", (outgoing, incoming), partial(_plan_exchange, label=label))
+        return self._start("exchange", label, "", (outgoing, incoming), partial(plan_exchange, label=label))
 
     @property
     def lends_memory(self) -> bool:
@@ -311,13 +316,13 @@ class LocalComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Copy tensors of any strides, all ranks' in one job."""
-        return self._start("exchange", label, "", (sends, receives), partial(_plan_boxes, label=label))
+        return self._start("exchange", label, "", (sends, receives), partial(plan_boxes, label=label))
 
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
-        return self._start("exchange", label, "", (sends, set(receives), take), partial(_plan_lending, label=label))
+        return self._start("exchange", label, "", (sends, set(receives), take), partial(plan_lending, label=label))
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
@@ -329,7 +334,7 @@ class LocalComm:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
         payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
-        return self._start("all_gather", label, tensors.describe_run(tensor), payload, _plan_gather)
+        return self._start("all_gather", label, tensors.describe_run(tensor), payload, plan_gather)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
@@ -341,7 +346,7 @@ class LocalComm:
             label,
             f"{op} of {tensors.describe_run(out)}",
             payload,
-            partial(_plan_reduce_scatter, op=op),
+            partial(plan_reduce_scatter, op=op),
         )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
@@ -349,18 +354,18 @@ class LocalComm:
         tensors.check_op(op, tensor.dtype, label=label)
         detail = f"{op} of {tensors.describe_run(tensor)}"
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start("all_reduce", label, detail, whole, partial(_plan_all_reduce, op=op))
+        return self._start("all_reduce", label, detail, whole, partial(plan_all_reduce, op=op))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
         tensors.check_member(self, src, "source rank", label=label)
         detail = f"{tensors.describe_run(tensor)} from rank {src}"
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start("broadcast", label, detail, whole, partial(_plan_broadcast, src=src))
+        return self._start("broadcast", label, detail, whole, partial(plan_broadcast, src=src))
 
     def barrier(self, *, label: str) -> None:
         """Return when every rank has called it."""
-        self._start("barrier", label, "", None, _plan_nothing).wait()
+        self._start("barrier", label, "", None, plan_nothing).wait()
 
     def subset(self, ranks: Sequence[int]) -> LocalComm:
         """Return the comm of some of these ranks; only they call it."""
@@ -382,7 +387,7 @@ class LocalComm:
         self._hub.withdraw(self.rank, self._agreed_call + 1)
 
     def _start_collecting(self, data: bytes, label: str) -> Callable[[], list[bytes]]:
-        meeting = self._hub.post(self.rank, CollectiveCall("all_gather_bytes", label, "", data), _plan_nothing)
+        meeting = self._hub.post(self.rank, CollectiveCall("all_gather_bytes", label, "", data), plan_nothing)
         self._agreed_call = self._hub.last_call(self.rank)
 
         def finish() -> list[bytes]:
@@ -414,88 +419,3 @@ class LocalComm:
 def _default_stream(stream: Any) -> Any:
     """The default stream of a stream's device: ranks that use others of their own still share tensors made on it."""
     return torch.cuda.default_stream(stream.device)
-
-
-def _plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:
-    return []
-
-
-def _plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -> list[RendezvousJob]:
-    jobs: list[RendezvousJob] = []
-    for src, (outgoing, _) in payloads.items():
-        for dst, (_, incoming) in payloads.items():
-            sent, wanted = outgoing.get(dst, []), incoming.get(src, [])
-            wrong = tensors.check_edge(src, dst, [len(t) for t in sent], [len(t) for t in wanted], label=label)
-            if wrong:
-                raise CommError(wrong, (src, dst))
-            jobs += [partial(_copy_run, target, source) for target, source in zip(wanted, sent, strict=True)]
-    return jobs
-
-
-def _plan_boxes(
-    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]], *, label: str
-) -> list[RendezvousJob]:
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for src, (outgoing, _) in payloads.items():
-        for dst, (_, incoming) in payloads.items():
-            sent, wanted = outgoing.get(dst, ()), incoming.get(src, ())
-            if [t.shape for t in sent] != [t.shape for t in wanted]:
-                sizes = ([t.nbytes for t in sent], [t.nbytes for t in wanted])
-                raise CommError(tensors.check_edge(src, dst, *sizes, label=label) or f"{label!r}: shapes", (src, dst))
-            pairs += zip(wanted, sent, strict=True)
-    return [partial(_copy_pairs, pairs)]
-
-
-def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    copy_boxes(pairs)
-
-
-def _plan_lending(
-    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], set[int], TakeLent]], *, label: str
-) -> list[RendezvousJob]:
-    jobs: list[RendezvousJob] = []
-    for rank, (_, receives, take) in payloads.items():
-        senders = {peer for peer, (sends, _, _) in payloads.items() if rank in sends}
-        if senders != receives:
-            text = f"{label!r}: {name_ranks(senders)} lend to rank {rank}, which expects {sorted(receives)}"
-            raise CommError(text, (rank,))
-        jobs.append(partial(take, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
-    return jobs
-
-
-def _plan_gather(payloads: Mapping[int, tuple[Tensor, Tensor]]) -> list[RendezvousJob]:
-    parts = [tensor for _, tensor in payloads.values()]
-    count = len(parts[0])
-    return [
-        partial(_copy_run, out[i * count : (i + 1) * count], part)
-        for out, _ in payloads.values()
-        for i, part in enumerate(parts)
-    ]
-
-
-def _plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[RendezvousJob]:
-    wholes = [tensor for _, tensor in payloads.values()]
-    count = len(wholes[0]) // len(wholes)
-    return [
-        partial(tensors.reduce_runs, out, [whole[i * count : (i + 1) * count] for whole in wholes], op)
-        for i, (out, _) in enumerate(payloads.values())
-    ]
-
-
-def _plan_all_reduce(payloads: Mapping[int, Tensor], *, op: ReduceOp) -> list[RendezvousJob]:
-    pieces = zip(*(tensor.tensor_split(len(payloads)) for tensor in payloads.values()), strict=True)
-    return [partial(_reduce_to_all, list(runs), op) for runs in pieces]
-
-
-def _plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[RendezvousJob]:
-    return [partial(_copy_run, tensor, payloads[src]) for rank, tensor in payloads.items() if rank != src]
-
-
-def _copy_run(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
-def _reduce_to_all(runs: Sequence[Tensor], op: ReduceOp) -> None:
-    tensors.reduce_runs(runs[0], runs, op)
-    for other in runs[1:]:
-        other.copy_(runs[0])
