@@ -57,7 +57,7 @@ def browser(shared_browser: Browser) -> Iterator[Browser]:
 
 def open_file(browser: Browser, target: PageTarget, folder: Path) -> None:
     path = folder / "page.html"
-    path.write_text(render_document(target.facts()))
+    path.write_text(render_document(target.facts(written=True)))
     browser.open(path.as_uri())
     browser.wait_for(SHOWN)
 
@@ -276,6 +276,24 @@ def test_sixteen_thousand_ranks_are_drawn_and_zoomed(browser: Browser) -> None:
             "return Math.max(...[...document.querySelectorAll('canvas')].map((c) => Number(c.dataset.redrawMs)))"
         )
         print(f"slowest redraw at 16,384 ranks: {slowest} ms")
+
+
+def test_a_file_is_zoomed_into_without_a_server(browser: Browser, tmp_path: Path) -> None:
+    """Rank 150 of 300 sends its 3 columns of 1 row, 4 bytes each, to every rank that has 3 columns."""
+    target = MoveTarget("f32[300,900] on tp=300: S(0)", "on tp=300: S(1)")
+    open_file(browser, target, tmp_path)
+    assert "Click to look closer" in browser.text("[data-card=matrix] .note")
+    assert re.match(r"ranks \d+ to \d+ → ranks \d+ to \d+", tip_at(browser, canvas("matrix"), 0.5, 0.5))
+    browser.click(canvas("matrix"), 0.5, 0.5)
+    browser.wait_for("!document.querySelector('[data-card=matrix] button').hidden")
+    zoomed = tip_at(browser, canvas("matrix"), 0.45, 0.6)
+    assert re.match(r"rank \d+ → rank \d+\s*12 B", zoomed)
+    browser.click("[data-card=matrix] button")
+    browser.run(f"document.querySelector('{canvas('matrix')}').focus()")
+    browser.press("End", "Enter")
+    assert browser.run("return document.activeElement.dataset.name") == "matrix"
+    browser.press("End")
+    assert "rank 299 → rank 299" in browser.text("#status")
 
 
 PLAN = {

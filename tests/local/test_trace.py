@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, ModelPlan, run_local, shard_module
+from shardwise.comm.background import BackgroundQueue
+from shardwise.nn import ShardingPlan
+from shardwise.tensor.moving.execute import BackgroundMoves
 from shardwise.tensor.recorder import recorders
 from shardwise.tracing.chrome import find_offset, merge_parts
 
@@ -90,6 +94,7 @@ def test_waiting_is_apart_from_moving(tmp_path: Path) -> None:
     run_local(body, 2)
     waited = {rank: sum(e["dur"] for e in read(path, "wait") if e["pid"] == rank) for rank in (0, 1)}
     moved = {e["pid"]: e["dur"] for e in read(path, "move")}
+    assert {e["args"]["line"].partition(":")[0] for e in read(path, "wait")} == {"test_trace.py"}
     assert waited[0] > 100_000, "rank 0 waits for rank 1, which slept 200 ms"
     assert waited[1] < 100_000 and max(moved.values()) < 100_000
 
@@ -105,6 +110,40 @@ def test_moves_that_run_beside_others_have_tracks_of_their_own(tmp_path: Path) -
 
     run_local(body, 2)
     assert {(e["pid"], e["tid"]) for e in read(path, "move")} == {(0, 1), (0, 2), (1, 1), (1, 2)}
+
+
+def test_lookups_show_their_rows_as_moves(tmp_path: Path) -> None:
+    """Rank 0 holds rows 0 to 3 and rank 1 rows 4 to 7, of 2 numbers each; rank 0 wants two rows of rank 1."""
+    path = tmp_path / "step.json"
+
+    def body(comm: Comm) -> None:
+        table = nn.Embedding(8, 2)
+        shard_module(table, ShardingPlan({"weight": ROWS}))
+        ids = torch.tensor([0, 5, 6] if comm.rank == 0 else [7])
+        with shardwise.trace(path):
+            table(ids).sum().backward()
+
+    run_local(body, 2)
+    moves = {(e["pid"], e["name"].rpartition(": ")[2]): e["args"] for e in read(path, "move")}
+    assert (moves[0, "rows"]["bytes"], moves[1, "rows"]["sent_bytes"]) == (16, 16)
+    assert (moves[1, "gradients"]["bytes"], moves[0, "gradients"]["sent_bytes"]) == (16, 16)
+    assert all(details["line"].startswith("test_trace.py:") for details in moves.values())
+    assert {e["pid"] for e in read(path, "wait") if e["name"].endswith(": agree")} == {0, 1}
+
+
+def test_waiting_for_a_move_in_the_background_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+
+    def body(comm: Comm) -> None:
+        queue, begin = BackgroundQueue(), threading.Event()
+        with shardwise.trace(path):
+            moves = BackgroundMoves(queue.submit(lambda: begin.wait(10) and []), comm, "linear, ahead")
+            threading.Timer(0.05, begin.set).start()
+            assert moves.wait() == [] and moves.wait() == []
+
+    run_local(body, 2)
+    waits = [(e["pid"], e["tid"], e["dur"] > 10_000) for e in read(path, "wait") if e["name"] == "linear, ahead: wait"]
+    assert sorted(waits) == [(0, 1000, True), (1, 1000, True)]
 
 
 def test_a_compiled_step_shows_its_moves(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +21,8 @@ from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarge
 from shardwise.geometry import LayoutError, parse_layout
 from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
 from shardwise.page.layout_facts import MOST_OWNERS, layout_facts
-from shardwise.page.move_facts import MATRIX_CELLS, SHOWN_RANKS, MoveQuestion, move_facts
+from shardwise.page.matrix_facts import MATRIX_CELLS
+from shardwise.page.move_facts import SHOWN_RANKS, MoveQuestion, move_facts
 from shardwise.page.step_facts import step_facts
 from shardwise.transfer import Topology
 
@@ -185,6 +187,52 @@ def test_a_move_of_sixteen_thousand_ranks_is_sampled_and_can_be_looked_into() ->
     sent = [sum(row) for row in near["matrix"]["values"]]
     assert sent == facts["by_rank"]["sent"][128:256]
     assert near["lanes"]["ranks"][0] == 200
+
+
+def spread_runs(detail: dict[str, Any], count: int) -> np.ndarray[Any, Any]:
+    """The matrix that the runs of a written file stand for."""
+    found = np.zeros((len(detail["ends"]), count), np.int64)
+    first = 0
+    for row, end in enumerate(detail["ends"]):
+        for run in range(first, end):
+            start = detail["starts"][run]
+            found[row, start : start + detail["lengths"][run]] += detail["bytes"][run]
+        first = end
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("f32[300,90] on tp=300: S(0)", "on dp=10,tp=30: S(1), S(0)"),
+        ("f32[512,64] on dp=4,tp=64: P, S(0)", "on dp=4,tp=64: S(0), R"),
+        ("f32[8,8] on tp=200: R", "on tp=200: R"),
+    ],
+)
+def test_a_file_has_the_matrix_rank_by_rank(source: str, target: str) -> None:
+    """Runs of equal cells, spread out and added up in groups, are the coarse matrix."""
+    facts = MoveTarget(source, target).facts(written=True)
+    matrix, detail = facts["matrix"], facts["matrix"]["detail"]
+    count, step = matrix["count"], matrix["rows"][2]
+    assert detail["step"] == 1 and step > 1
+    found = spread_runs(detail, count)
+    assert found.sum(axis=1).tolist() == facts["by_rank"]["sent"]
+    assert found.sum(axis=0).tolist() == facts["by_rank"]["received"]
+    edges = np.arange(0, count, step)
+    coarse = np.add.reduceat(np.add.reduceat(found, edges, axis=0), edges, axis=1)
+    assert coarse.tolist() == matrix["values"]
+    assert "detail" not in MoveTarget(source, target).facts()["matrix"]
+
+
+def test_a_file_of_very_many_ranks_has_one_sender_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = "bf16[131072,131072] on dp=128,tp=128: S(0), S(1)", "on tp=16384: S(0)"
+    facts = MoveTarget(source, target).facts(written=True)
+    detail = facts["matrix"]["detail"]
+    assert detail["step"] == 128 and len(detail["ends"]) == MATRIX_CELLS
+    assert spread_runs(detail, 16384).sum(axis=1).tolist() == facts["by_rank"]["sent"][::128]
+    assert len(facts_to_json(facts)) < 3_000_000
+    monkeypatch.setattr("shardwise.page.matrix_facts.MOST_RUNS", 10)
+    assert MoveTarget(source, target).facts(written=True)["matrix"]["detail"] is None
 
 
 def safetensors(path: Path, *names: str) -> Path:

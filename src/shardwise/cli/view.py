@@ -67,7 +67,7 @@ def view(
     """
     settings = {"batch": batch, "sequence": sequence, "optimizer": optimizer, "dtype": dtype, "device": device}
     target = find_target(targets, ranks_per_host, buffer or "", model, settings)
-    facts = target.facts()
+    facts = target.facts(written=output is not None)
     if as_json:
         print_json(facts)
     elif output is not None:

@@ -23,8 +23,8 @@ from shardwise.page.step_facts import step_facts
 class PageTarget(Protocol):
     """Something that the page shows."""
 
-    def facts(self) -> dict[str, Any]:
-        """What the page shows first."""
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
+        """What the page shows first; `written`: in a file, which cannot ask for more."""
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """What it shows after a person changed something."""
@@ -37,7 +37,7 @@ class LayoutTarget:
     notation: str
     ranks_per_host: int = 8
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
         return layout_facts(parse_layout(self.notation), self.ranks_per_host)
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class MoveTarget:
     topology: str = "8"
     buffer: str = ""
 
-    def facts(self) -> dict[str, Any]:
-        return self._facts(MoveQuestion())
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
+        return self._facts(MoveQuestion(written=written))
 
     def _facts(self, question: MoveQuestion) -> dict[str, Any]:
         source = parse_layout(self.source)
@@ -87,7 +87,7 @@ class CheckpointTarget:
 
     opened: OpenedCheckpoint
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
         return checkpoint_facts(self.opened.path, self.opened.store)
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class StepTarget:
     title: str
     trace: Mapping[str, Any]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
         return step_facts(self.title, self.trace)
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from shardwise.comm import Comm
 from shardwise.embedding.lookup_call import LookupCall, exchange_requests
 from shardwise.embedding.routes import RowQuery, build_row_query
 from shardwise.embedding.slabs import ColumnSlab, RowIndex, RowNumbers, index_length, owned_rows
+from shardwise.tensor.recorder import observed_exchange
 
 BlocksByRank: TypeAlias = dict[int, list[Tensor]]
 SlabRows: TypeAlias = tuple[ColumnSlab, RowIndex]
@@ -165,7 +166,8 @@ def exchange_blocks(comm: Comm, sends: BlocksByRank, receives: BlocksByRank, lab
         if target is not source:
             target.copy_(source)
     outgoing, incoming = ({r: b for r, b in blocks.items() if r != own} for blocks in (sends, receives))
-    comm.exchange(outgoing, incoming, label=label).wait()
+    with observed_exchange(comm, label, outgoing, incoming):
+        comm.exchange(outgoing, incoming, label=label).wait()
 
 
 def _compose_index(outer: RowIndex, inner: RowIndex) -> RowIndex:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ import torch
 from shardwise.comm import Comm, agree
 from shardwise.embedding.routes import HolderRoutes, holder_routes, replica_asker
 from shardwise.geometry import Layout
+from shardwise.tensor.recorder import observed_exchange, recorded_wait, recorders
 
 RequestLists: TypeAlias = tuple[npt.NDArray[Any], ...]
 
@@ -84,7 +86,8 @@ def exchange_requests(
     head = [digest, int(problem is not None), int(inline), *notes, *map(len, parts)]
     body = [part.tobytes() for part in parts] if inline else []
     message = b"".join([np.array(head, np.int64).tobytes(), *body])
-    data = dict(zip(comm.ranks, comm.all_gather_bytes(message, label=call.label), strict=True))
+    with recorded_wait(comm, f"{call.label}: agree") if recorders else nullcontext():
+        data = dict(zip(comm.ranks, comm.all_gather_bytes(message, label=call.label), strict=True))
     heads = {r: np.frombuffer(d, np.int64, _FIXED).tolist() for r, d in data.items()}
     if any(h[0] != digest or h[1] for h in heads.values()):
         given = {**call.fields, "everyone": call.everyone, "layout": call.layout._layout_digest.hex()}
@@ -126,4 +129,6 @@ def _exchange_long_lists(
     holders = call.routes.group_of if own in long else {}
     sends = {holder: [torch.from_numpy(part) for part in groups[group]] for holder, group in holders.items()}
     receives = {r: [torch.from_numpy(part) for part in lists[r]] for r in long}
-    call.comm.exchange(sends, receives, label=f"{call.label}: row numbers").wait()
+    label = f"{call.label}: row numbers"
+    with observed_exchange(call.comm, label, sends, receives):
+        call.comm.exchange(sends, receives, label=label).wait()

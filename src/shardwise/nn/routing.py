@@ -29,6 +29,7 @@ from shardwise.ops.engine.explain import check_may_communicate
 from shardwise.ops.engine.mixed import replicate
 from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.tensor.moving.parts import notify_watchers
+from shardwise.tensor.recorder import observed_exchange
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -69,7 +70,8 @@ class RowSwap:
         incoming.pop(self.comm.rank).copy_(outgoing.pop(self.comm.rank))
         sends = {r: [t] for r, t in outgoing.items() if len(t)}
         receives = {r: [t] for r, t in incoming.items() if len(t)}
-        self.comm.exchange(sends, receives, label=self.label).wait()
+        with observed_exchange(self.comm, self.label, sends, receives):
+            self.comm.exchange(sends, receives, label=self.label).wait()
         return result
 
 

@@ -1,9 +1,9 @@
 """What does the page need to show a transfer? Figures, bytes by rank, a matrix of ranks, and the boxes of some ranks.
 
-1. The matrix has at most 128 rows and columns: more ranks share them. Of a plan whose moves are not listed, one sender
-   of each row is planned, and the row is that sender's.
+1. The matrix is that of `matrix_facts`.
 2. The animation shows at most 16 ranks: what they hold before and after each step, and the boxes between them.
-3. Another part of the matrix, or other ranks, are asked for with `MoveQuestion`.
+3. Another part of the matrix, or other ranks, are asked for with `MoveQuestion`. A file has nobody to ask, so it has
+   the matrix rank by rank as well.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.geometry import Layout, TensorType
-from shardwise.geometry.mesh import IntArray
 from shardwise.page.layout_facts import layout_facts, shorten
+from shardwise.page.matrix_facts import RankWindow, matrix_detail, matrix_facts
 from shardwise.transfer import Routes, Step, Topology, Transfer
-from shardwise.transfer.steps import PlanOptions, plan_steps
+from shardwise.transfer.steps import plan_steps
 from shardwise.transfer.totals import StepOutline
-from shardwise.transfer.transfer import edge_bytes
 
-MATRIX_CELLS = 128
 SHOWN_RANKS = 16
 MOST_MOVES = 3000
 MOST_HELD = 512
@@ -30,11 +28,12 @@ MOST_HELD = 512
 
 @dataclass(frozen=True, slots=True)
 class MoveQuestion:
-    """Which ranks the matrix and the animation show: half-open ranges of positions in the list of ranks."""
+    """Which ranks the matrix and the animation show, by position in the list of ranks; `written`: for a file."""
 
-    senders: tuple[int, int] | None = None
-    receivers: tuple[int, int] | None = None
+    senders: RankWindow | None = None
+    receivers: RankWindow | None = None
     animated: int = 0
+    written: bool = False
 
 
 def move_facts(
@@ -53,6 +52,9 @@ def move_facts(
     question = question or MoveQuestion()
     per_host = topology.ranks_per_host or 1
     ranks = sorted({*source.layout.ranks, *target.layout.ranks})
+    matrix = matrix_facts(transfer, ranks, question.senders, question.receivers)
+    if question.written:
+        matrix["detail"] = matrix_detail(transfer, ranks)
     return {
         "kind": "move",
         "title": shorten(f"{source} -> {target}"),
@@ -62,7 +64,7 @@ def move_facts(
         "topology": topology.to_json(),
         "explain": transfer.explain().split("\n"),
         "by_rank": _bytes_by_rank(transfer, ranks),
-        "matrix": matrix_facts(transfer, ranks, question),
+        "matrix": matrix,
         "lanes": lane_facts(transfer, ranks, question.animated),
     }
 
@@ -101,52 +103,6 @@ def _needed_bytes(transfer: Transfer, ranks: Sequence[int]) -> list[int]:
     needed = transfer.dst.bytes_per_rank(transfer.itemsize)
     copied = transfer.totals[0].copied
     return [needed.get(r, 0) - (int(copied[r]) * transfer.itemsize if r < len(copied) else 0) for r in ranks]
-
-
-def matrix_facts(transfer: Transfer, ranks: Sequence[int], question: MoveQuestion) -> dict[str, Any]:
-    """Bytes from groups of senders to groups of receivers within the windows that are asked for."""
-    rows, columns = (_window(window, len(ranks)) for window in (question.senders, question.receivers))
-    row_step, column_step = (-(-(high - low) // MATRIX_CELLS) or 1 for low, high in (rows, columns))
-    place = np.full(max(ranks, default=0) + 1, -1, np.int64)
-    place[list(ranks)] = np.arange(len(ranks))
-    values = np.zeros((-(-(rows[1] - rows[0]) // row_step), -(-(columns[1] - columns[0]) // column_step)), np.int64)
-    largest: tuple[int, int, int] | None = None
-    senders = range(rows[0], rows[1], row_step)
-    for sources, targets, nbytes in _edges(transfer, [ranks[i] for i in senders]):
-        y, x = place[sources], place[targets]
-        inside = (y >= rows[0]) & (y < rows[1]) & (x >= columns[0]) & (x < columns[1])
-        y, x, amount = y[inside], x[inside], nbytes[inside]
-        np.add.at(values, ((y - rows[0]) // row_step, (x - columns[0]) // column_step), amount)
-        if len(amount) and (largest is None or int(amount.max()) > largest[2]):
-            most = int(amount.argmax())
-            largest = (int(ranks[y[most]]), int(ranks[x[most]]), int(amount[most]))
-    return {
-        "count": len(ranks),
-        "rows": [*rows, row_step],
-        "columns": [*columns, column_step],
-        "sampled": not transfer.is_listed and row_step > 1,
-        "values": values.tolist(),
-        "busiest_link": largest,
-    }
-
-
-def _window(window: tuple[int, int] | None, count: int) -> tuple[int, int]:
-    low, high = window or (0, count)
-    low = min(max(0, low), max(0, count - 1))
-    return low, max(low + 1, min(high, count)) if count else low
-
-
-def _edges(transfer: Transfer, senders: Sequence[int]) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
-    """Source, destination and bytes of edges: all of a listed plan, else those of some senders."""
-    if transfer.is_listed:
-        for step in transfer.unsplit_steps:
-            yield edge_bytes(step.routes, transfer.itemsize)
-        return
-    options = PlanOptions(transfer.itemsize, transfer.options.topology)
-    for rank in senders:
-        for step in plan_steps(transfer.outlines, options, rank):
-            mine = step.routes.take(np.flatnonzero(step.routes.src_ranks == rank))
-            yield edge_bytes(mine, transfer.itemsize)
 
 
 def lane_facts(transfer: Transfer, ranks: Sequence[int], first: int = 0) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class PlanTarget:
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
     _known: dict[str, Estimate] = field(default_factory=dict, repr=False)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, written: bool = False) -> dict[str, Any]:
         settings = {**SETTINGS, **self.settings}
         topology = Topology(int(settings["ranks_per_host"]))
         try:

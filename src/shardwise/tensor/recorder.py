@@ -7,10 +7,10 @@ rank, since ranks may be threads of one process, and a backward pass may run on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from shardwise.tensor.caches import cache_by_identity, cache_plans
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Transfer
 
-OPERATORS, FIRST_MOVES, AGREEMENTS = 0, 1, 1000  # tracks of a rank; there are as many of moves as run at once
+OPERATORS, FIRST_MOVES, WAITS = 0, 1, 1000  # tracks of a rank; there are as many of moves as run at once
+Blocks: TypeAlias = Mapping[int, Sequence[Tensor]]
 
 
 @dataclass(slots=True)
@@ -59,27 +60,39 @@ class StepRecorder:
         self, comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str, line: str
     ) -> Callable[[], None]:
         """Note that moves begin, which share their exchanges; returns what notes their end."""
+        figures = [count_move(transfer, self.rank) for transfer, _ in moves]
+        sources = {s for one in figures for s in one.sources}
+        return self._begin(comm, label, _describe_moves(moves, figures) | {"line": line or self._find_line()}, sources)
+
+    def begin_exchange(self, comm: Comm, label: str, sends: Blocks, receives: Blocks) -> Callable[[], None]:
+        """Note that an exchange begins whose bytes follow from values, as the rows of a lookup do."""
+        sources = {rank: sum(t.nbytes for t in part) for rank, part in receives.items() if rank != self.rank}
+        received, sent = sum(sources.values()), sum(t.nbytes for r, p in sends.items() if r != self.rank for t in p)
+        details = {"bytes": received, "sent_bytes": sent, "line": self._find_line()}
+        return self._begin(comm, label, details, {rank for rank, nbytes in sources.items() if nbytes})
+
+    def _find_line(self) -> str:
+        return self.line or user_line()
+
+    def _begin(self, comm: Comm, label: str, details: dict[str, Any], sources: Iterable[int]) -> Callable[[], None]:
         number = self._counts.get(comm.ranks, 0)
         self._counts[comm.ranks] = number + 1
         track = next(t for t in range(FIRST_MOVES, len(self._busy) + 2) if t not in self._busy)
         self._busy.add(track)
-        figures = [count_move(transfer, self.rank) for transfer, _ in moves]
-        details = _describe_moves(moves, figures) | {"line": line or self.line or user_line()}
-        sources = tuple(sorted({s for one in figures for s in one.sources}))
-        move = f"{hash(comm.ranks)}#{number}"
+        move, waits_for = f"{hash(comm.ranks)}#{number}", tuple(sorted(sources))
         begin = time.monotonic_ns()
 
         def finish() -> None:
             self._busy.discard(track)
             if not details["bytes"] and not details["sent_bytes"]:
                 return  # nothing leaves or reaches this rank
-            self.spans.append(RecordedSpan(label, "move", begin, time.monotonic_ns(), track, details, move, sources))
+            self.spans.append(RecordedSpan(label, "move", begin, time.monotonic_ns(), track, details, move, waits_for))
 
         return finish
 
     def add_wait(self, name: str, begin: int) -> None:
         """Note that this rank waited for the others until now."""
-        self.spans.append(RecordedSpan(name, "wait", begin, time.monotonic_ns(), AGREEMENTS, {"line": user_line()}))
+        self.spans.append(RecordedSpan(name, "wait", begin, time.monotonic_ns(), WAITS, {"line": user_line()}))
 
     def watch_backward(self, results: Sequence[Tensor], inputs: Sequence[Tensor], line: str) -> None:
         """Note when the backward pass runs the nodes that lie between these tensors, with the line of the forward."""
@@ -120,8 +133,19 @@ def find_recorder(comm: Comm) -> StepRecorder | None:
 
 
 @contextmanager
+def observed_exchange(comm: Comm, label: str, sends: Blocks, receives: Blocks) -> Iterator[None]:
+    """Note an exchange that is not a move between layouts: in traces as a move, and as a range of torch's profiler."""
+    recorder = find_recorder(comm)
+    finish = None if recorder is None else recorder.begin_exchange(comm, label, sends, receives)
+    with profiled_move(label):
+        yield
+    if finish is not None:
+        finish()
+
+
+@contextmanager
 def recorded_wait(comm: Comm, label: str) -> Iterator[None]:
-    """Note the time of a small exchange with all ranks, such as an agreement, as waiting."""
+    """Note the time of a small exchange with all ranks, or until a move in the background has ended, as waiting."""
     recorder, begin = find_recorder(comm), time.monotonic_ns()
     yield
     if recorder is not None:

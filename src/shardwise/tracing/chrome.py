@@ -1,12 +1,14 @@
 """The file of a trace: JSON that Perfetto, Chrome's tracing page and `shardwise view` open.
 
 - `pid` is the rank, and metadata names it; `tid` 0 are operators, 1 and on moves that run at the same
-  time, 1000 agreements of the ranks.
+  time, 1000 waiting outside of moves.
 - `cat` is "operator", "move" or "wait". A move is cut in two: *wait* until the last of the ranks that it receives from
   has begun the same move, *move* from then on. So a rank that comes late shows as the others' waiting.
-  Agreements before a move ("redistribute: agree") are waiting as well.
+  Agreements before a move ("redistribute: agree") are waiting as well, and so is the time in which the
+  program has to wait for a move in the background ("linear, ahead: wait").
 - `ts` and `dur` are microseconds on the clock of the first rank. `args` of operators: `from` and `to` in the notation,
   the user's `line`, and `pass`; of moves also `bytes` that the rank receives, `sent_bytes`, `moved_bytes` of all ranks.
+  Exchanges of rows that values decide about (lookups, tokens of experts) have neither layouts nor `moved_bytes`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.tensor.recorder import AGREEMENTS, FIRST_MOVES, OPERATORS
+from shardwise.tensor.recorder import FIRST_MOVES, OPERATORS, WAITS
 
 MOVE, WAIT = "move", "wait"
 
@@ -69,7 +71,7 @@ def _name_tracks(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     for track in sorted({span["track"] for span in part["spans"]} | {0}):
-        name = {OPERATORS: "operators", FIRST_MOVES: "moves", AGREEMENTS: "agreements"}.get(track, f"moves {track}")
+        name = {OPERATORS: "operators", FIRST_MOVES: "moves", WAITS: "waiting"}.get(track, f"moves {track}")
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 

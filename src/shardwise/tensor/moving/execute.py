@@ -16,6 +16,7 @@ Sources are only read. If an exchange fails they are whole, and the destinations
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
-from shardwise.comm.background import BackgroundQueue
+from shardwise.comm.background import BackgroundCall, BackgroundQueue
 from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import cut_for_one_thread
 from shardwise.comm.protocol import LendingComm, find_lending
@@ -38,7 +39,7 @@ from shardwise.tensor.moving.parts import (
 )
 from shardwise.tensor.moving.reductions import accumulation_dtype, combine_term, reduction_identity, rescale
 from shardwise.tensor.moving.staging_pool import staging_pool
-from shardwise.tensor.recorder import profiled_move, record_moves, recorders
+from shardwise.tensor.recorder import profiled_move, record_moves, recorded_wait, recorders
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer import Move, Step, Transfer
 from shardwise.transfer.device_cost import DeviceTraffic
@@ -137,7 +138,21 @@ def start_transfers(
         with torch.no_grad():
             return RunningTransfers(prepared, comm, label, line).wait()
 
-    return queue.submit(run)
+    return BackgroundMoves(queue.submit(run), comm, label)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BackgroundMoves:
+    """Moves in the background; a trace shows when this rank has nothing to do until they end."""
+
+    call: BackgroundCall[list[tuple[Tensor, ...]]]
+    comm: Comm
+    label: str
+
+    def wait(self) -> list[tuple[Tensor, ...]]:
+        """The destination tensors of each job, in order."""
+        with recorded_wait(self.comm, f"{self.label}: wait") if recorders and not self.call.is_done else nullcontext():
+            return self.call.wait()
 
 
 def execute(

@@ -24,6 +24,7 @@ from shardwise.geometry import Layout, MeshSpec, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.moving.parts import find_moved_bytes
+from shardwise.tensor.recorder import observed_exchange
 
 _MAX_KEPT_ROWS = 1 << 16  # of a layout that is used again and again; rows of longer dims are worked out each time
 
@@ -141,7 +142,9 @@ def exchange_rows(plan: RowExchange, local: Tensor, comm: Comm, label: str) -> T
     sends = {r: [_take_rows(local, plan.dim, at)] for r, at in plan.sends.items() if r != own and len(at)}
     receives = {r: at for r, at in plan.receives.items() if r != own and len(at)}
     buffers = {r: _receive_into(result, plan.dim, at) for r, at in receives.items()}
-    comm.exchange(sends, {r: [buffer] for r, buffer in buffers.items()}, label=label).wait()
+    into = {r: [buffer] for r, buffer in buffers.items()}
+    with observed_exchange(comm, label, sends, into):
+        comm.exchange(sends, into, label=label).wait()
     for peer, at in receives.items():
         if not _is_run(at, plan.dim):
             _put_rows(result, plan.dim, at, buffers[peer])

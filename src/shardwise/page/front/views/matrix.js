@@ -1,11 +1,12 @@
 // Bytes from each rank (down) to each rank (across). Where ranks are many, a cell is a group of them; click to look into
-// it, if a server is there to answer.
+// it: a server answers, or the file has the cells of single ranks.
 
 import { createPlot } from "../parts/canvas.js";
 import { mix, themeColour } from "../parts/colours.js";
 import { element, legend } from "../parts/dom.js";
 import { formatBytes, formatNumber } from "../parts/format.js";
 
+const CELLS = 128;
 const LEFT = 56;
 const TOP = 30;
 
@@ -109,8 +110,7 @@ export function createMatrix(matrix, numbers, onzoom) {
       return describe(...cursor);
     },
   });
-  const zoomed = matrix.rows[2] > 1 || matrix.columns[2] > 1;
-  if (onzoom && zoomed) {
+  if (onzoom) {
     const zoom = (x, y) => onzoom({ senders: around(matrix.rows, y), receivers: around(matrix.columns, x) });
     plot.canvas.addEventListener("click", () => {
       if (plot.found) zoom(plot.found.x, plot.found.y);
@@ -127,7 +127,41 @@ export function createMatrix(matrix, numbers, onzoom) {
     [ramp, `0 B to ${formatBytes(most)}`],
     [element("span"), "senders down, receivers across"],
   ]);
-  return { node: element("div", {}, plot.node, key), plot, zoomed };
+  return { node: element("div", {}, plot.node, key), plot };
+}
+
+// Whether cells stand for several ranks that can be looked at one by one; of sampled senders only the receivers can.
+export function canZoom(matrix, served) {
+  const detail = matrix.detail;
+  if (!served && !detail) return false;
+  return matrix.columns[2] > 1 || (matrix.rows[2] > 1 && (served || detail.step === 1));
+}
+
+// A part of the matrix of a written file, put together from the runs of equal cells that the file has.
+export function cutMatrix(matrix, { senders, receivers }) {
+  const { step, ends, starts, lengths, bytes } = matrix.detail;
+  const [top, bottom] = step === 1 ? senders : [0, matrix.count];
+  const [left, right] = receivers;
+  const rowStep = step === 1 ? Math.ceil((bottom - top) / CELLS) : step;
+  const columnStep = Math.ceil((right - left) / CELLS);
+  const values = Array.from({ length: Math.ceil((bottom - top) / rowStep) }, () =>
+    new Array(Math.ceil((right - left) / columnStep)).fill(0),
+  );
+  for (let sender = top; sender < bottom; sender += step) {
+    const row = values[Math.floor((sender - top) / rowStep)];
+    const index = sender / step;
+    for (let run = index ? ends[index - 1] : 0; run < ends[index]; run += 1) {
+      const last = Math.min(right, starts[run] + lengths[run]);
+      for (let x = Math.max(left, starts[run]); x < last; x += 1) row[Math.floor((x - left) / columnStep)] += bytes[run];
+    }
+  }
+  return {
+    ...matrix,
+    rows: [top, bottom, rowStep],
+    columns: [left, right, columnStep],
+    sampled: step > 1,
+    values,
+  };
 }
 
 // The ranks of a cell, and their neighbours as far as they are drawn rank by rank.

@@ -9,7 +9,7 @@ import { createTable } from "../parts/table.js";
 import { announce } from "../parts/tooltip.js";
 import { axisChips, createLayoutPanel } from "./layout_panel.js";
 import { createLanes } from "./lanes.js";
-import { createMatrix } from "./matrix.js";
+import { canZoom, createMatrix, cutMatrix } from "./matrix.js";
 
 const SENT = "#e69f00";
 const RECEIVED = "#0072b2";
@@ -142,12 +142,15 @@ function matrixCard(facts, served, form) {
   );
   const numbers = facts.by_rank.numbers;
   const put = (matrix) => {
+    const focused = holder.contains(document.activeElement);
+    const { node, plot } = createMatrix(matrix, numbers, canZoom(matrix, served) ? zoom : null);
     back.hidden = matrix === facts.matrix;
-    holder.replaceChildren(createMatrix(matrix, numbers, served ? zoom : null).node);
+    holder.replaceChildren(node);
+    if (focused) plot.canvas.focus();
   };
   const zoom = async (window) => {
     try {
-      put((await ask({ ...form.read(), ...window })).matrix);
+      put(served ? (await ask({ ...form.read(), ...window })).matrix : cutMatrix(facts.matrix, window));
     } catch (problem) {
       announce(problem.message);
     }
@@ -156,7 +159,7 @@ function matrixCard(facts, served, form) {
   const { rows, count, sampled } = facts.matrix;
   let note = "Bytes from rank to rank.";
   if (rows[2] > 1)
-    note = `${formatNumber(count)} ranks, ${formatNumber(rows[2])} in a cell${sampled ? "; a row is one of its senders" : ""}.${served ? " Click to look closer." : ""}`;
+    note = `${formatNumber(count)} ranks, ${formatNumber(rows[2])} in a cell${sampled ? "; a row is one of its senders" : ""}.${canZoom(facts.matrix, served) ? " Click to look closer." : ""}`;
   return card("Who sends to whom", note, { class: "half", "data-card": "matrix" }, holder, back);
 }
 
