@@ -90,8 +90,15 @@ def load_config_model(path: Path) -> nn.Module:
             make = transformers.AutoModelForCausalLM.from_config if kind is None else kind
             made: nn.Module = make(config)
     except Exception as error:  # of any kind: the file may have anything in it
-        raise PlanError(f"{path}: transformers cannot make a model of it: {type(error).__name__}: {error}") from error
+        raise PlanError(f"{path}: transformers cannot make a model of it: {_describe_cause(error)}") from error
     return made
+
+
+def _describe_cause(error: BaseException) -> str:
+    """What an error was raised for first: a failed import hides that behind errors of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 def _read_config(path: Path) -> dict[str, Any]:

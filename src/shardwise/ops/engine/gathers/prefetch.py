@@ -181,6 +181,8 @@ class ParameterPrefetcher:
         leaf = getattr(nodes[0], "variable", None) if len(nodes) == 1 else None
         if leaf is None or torch.is_grad_enabled() or is_tracing() or is_dual_level() or link.changes_nothing:
             return False
+        if grad.is_meta:
+            return False  # nothing is sent: what counts is that the move is seen, as in a rehearsal of the planner
         if not only_accumulates(nodes[0], leaf):
             return False
         if find_whole_collective(link.record().make_plan(), link.comm.ranks, link.dtype) == "all_reduce":
