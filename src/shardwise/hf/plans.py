@@ -59,13 +59,23 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     if EXPERT_AXIS in mesh.axes:
         _add(placements, EXPERT_AXIS, _split_experts(model))
     if FSDP_AXIS in mesh.axes:
-        _add(placements, FSDP_AXIS, {n: "S(0)" for n, p in model.named_parameters() if p.ndim > 1})
+        _add(placements, FSDP_AXIS, _split_fully(model, placements))
     names = [name for name, _ in model.named_parameters()]
     texts = {n: ", ".join(f"{a}: {t}" for a, t in _in_order(placements[n], mesh)) for n in names if n in placements}
     data = [f"{axis}: S(0)" for axis in mesh.axes if axis in DATA_AXES]
     source = "its own plan" if getattr(model, "_tp_plan", None) else "its structure"
     _log.info("a plan of %s for %s from %s: %d sharded parameters", type(model).__name__, mesh, source, len(texts))
     return ModelPlan(mesh, fold_patterns(texts, names), input_plan=", ".join(data) or REPLICATED, output_plan=PLAIN)
+
+
+def _split_fully(model: nn.Module, placements: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """A dim of each parameter that no other axis splits: what is gathered along this axis is then cut as they say."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            taken = any(text.startswith("S(0)") for text in placements.get(name, {}).values())
+            found[name] = "S(1)" if taken else "S(0)"
+    return found
 
 
 def _add(placements: dict[str, dict[str, str]], axis: str, found: Mapping[str, str]) -> None:
