@@ -117,6 +117,16 @@ def test_traffic_is_that_of_a_real_step(plan: ModelPlan) -> None:
     assert set(found.traffic) == {"tp" if plan is TENSOR else "dp"}
 
 
+def test_sums_of_large_gradients_are_counted() -> None:
+    """Training sums them beside the backward pass. Each weight is gathered once: the last one is kept for its end."""
+    net = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+    plan = ModelPlan(Mesh.of(dp=2), {"**": "S(0)"}, input_plan="dp: S(0)")
+    found = estimate(net, plan, inputs=(torch.ones(4096, 256, device="meta"),))
+    half = 256 * 512 * 4 // 2
+    assert [(row.traffic_bytes, row.name) for row in found.rows] == [(2 * half, "0.weight"), (2 * half, "1.weight")]
+    assert found.traffic == {"dp": 4 * half}
+
+
 def test_checkpointed_blocks_keep_less_and_compute_more() -> None:
     plain, again = (estimate(Net(a), TENSOR, batch=64, sequence=SEQUENCE) for a in (False, True))
     assert again.activation_bytes is not None and plain.activation_bytes is not None

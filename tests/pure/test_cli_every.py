@@ -47,6 +47,11 @@ def test_a_command_loads_no_other_and_a_wrong_name_gets_a_suggestion() -> None:
     assert wrong.exit_code == 2 and wrong.stderr == "error: no such command 'inspct'; did you mean 'inspect'?\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "shardwise", "show"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: missing argument 'LAYOUT'; see shardwise show --help\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -> None:
     text = output_of(command, "--help")

@@ -5,7 +5,7 @@ The names of the mesh's axes say what each is for:
 - `tp`: linear layers are split by columns and then by rows, embeddings by rows of the table;
 - `ep`: experts are divided, each rank has some of them whole;
 - `dp`: each rank has its own part of the batch;
-- `fsdp`: as `dp`, and parameters of two dims and more are split along dim 0 as well.
+- `fsdp`: as `dp`, and parameters of two dims and more are split as well, along the first dim that no other axis splits.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     [parameters]
     "up.*" = "tp: S(0)"
     "down.weight" = "tp: S(1)"
+    >>> plan(Block(), Mesh.of(fsdp=2, tp=2), {"x": torch.ones(1, 4)}).parameters["up.weight"]
+    'fsdp: S(1), tp: S(0)'
     """
     unknown = [axis for axis in mesh.axes if axis not in _AXES]
     if unknown:
