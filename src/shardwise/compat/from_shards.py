@@ -91,9 +91,8 @@ def gather_parts_from_shards(local_shards: Sequence[Shard], global_size: Sequenc
         _check_one_each(whole, comm)
         local_shards[0].metadata = whole.shards_metadata[comm.ranks.index(comm.rank)]
     layout = infer_sharding_spec(whole.shards_metadata).layout(whole.size)
-    locals_ = tuple(shard.tensor for shard in local_shards)
     kept = local_shards if isinstance(local_shards, list) else list(local_shards)
-    return TensorParts(layout, locals_, whole.tensor_properties.dtype, kept)
+    return TensorParts(layout, _sort_locals(kept, layout, comm.rank), whole.tensor_properties.dtype, kept)
 
 
 def _pack_own_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> bytes:
@@ -211,21 +210,35 @@ def _raise_mismatch(source: str, name: str, expected: object, actual: object, ra
 
 def _sort_locals(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
     """The local tensors in the order in which a layout numbers them."""
-    pieces = [(list(p.box.offsets), list(p.box.sizes)) for p in layout.pieces_of(rank)]
-    left = list(local_shards)
-    ordered = []
-    for offsets, sizes in pieces:
-        empty = 0 in sizes
-        found = [s for s in left if s.metadata.shard_sizes == sizes and (empty or s.metadata.shard_offsets == offsets)]
+    order = find_shard_order(local_shards, layout, rank)
+    if order is None:
+        asked = [(list(p.box.offsets), list(p.box.sizes)) for p in layout.pieces_of(rank)]
+        held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in local_shards]
+        raise ValueError(
+            f"the sharding spec assigns rank {rank} the shards with offsets and sizes {asked}, and its local shards "
+            f"are {held}; pass a spec and shards that agree"
+        )
+    return tuple(local_shards[index].tensor for index in order)
+
+
+def find_shard_order(local_shards: Sequence[Shard], layout: Layout, rank: int) -> tuple[int, ...] | None:
+    """Which of a rank's shards holds each piece that a layout assigns to it; None if they are not those pieces.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> shards = [Shard.from_tensor_and_offsets(torch.zeros(2), [start], rank=0) for start in (2, 0)]
+    >>> find_shard_order(shards, ChunkSpec(0, ranks=[0, 0]).layout((4,)), rank=0)
+    (1, 0)
+    """
+    left, order = list(range(len(local_shards))), []
+    for piece in layout.pieces_of(rank):
+        offsets, sizes = list(piece.box.offsets), list(piece.box.sizes)
+        held = ((index, local_shards[index].metadata) for index in left)
+        found = [i for i, m in held if m.shard_sizes == sizes and (0 in sizes or m.shard_offsets == offsets)][:1]
         if not found:
-            held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in local_shards]
-            raise ValueError(
-                f"the sharding spec assigns rank {rank} the shard with offsets {offsets} and sizes {sizes}, and its "
-                f"local shards are {held}; pass a spec and shards that agree"
-            )
-        left = [shard for shard in left if shard is not found[0]]
-        ordered.append(found[0].tensor)
-    return tuple(ordered)
+            return None
+        left.remove(found[0])
+        order += found
+    return None if left else tuple(order)
 
 
 def agree_on_parts_of_tensor(

@@ -85,6 +85,12 @@ def _make_contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return args[0] if plain else NotImplemented
 
 
+def _convert_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dtype of another tensor; the spec, which may be of a user's class, is kept."""
+    known = len(args) == 2 and not kwargs and isinstance(args[0], ShardedTensor) and isinstance(args[1], Tensor)
+    return args[0].to(args[1].dtype) if known else NotImplemented
+
+
 _MEANINGS: dict[Callable[..., Any], Meaning] = {
     nn.init.uniform_: _fill_each_shard,
     nn.init.normal_: _fill_each_shard,
@@ -97,6 +103,7 @@ _MEANINGS: dict[Callable[..., Any], Meaning] = {
     Tensor.equal: _compare_shards,
     Tensor.allclose: _compare_shards,
     Tensor.contiguous: _make_contiguous,
+    Tensor.type_as: _convert_like,
     F.embedding: _look_up_own_ids,
     F.embedding_bag: _look_up_own_ids,
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import Comm, default_comm
-from shardwise.tensor.comms import GroupOrComm, loading_group, resolve_comm
+from shardwise.tensor.comms import GroupOrComm, resolve_comm
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,16 @@ class OutsideComm:
 
 
 def resolve_group(process_group: GroupOrComm | None = None) -> Comm:
-    """Return the comm of a group, also of one that this rank is not a member of; without one, that of the moment.
+    """Return the comm of a group, also of one that this rank is not a member of; without one, the default comm.
+
+    `load_with_process_group` is for tensors that are unpickled: new ones inside its block are on the default group.
 
     >>> resolve_group().ranks
     (0,)
     """
-    group: object = loading_group() if process_group is None else process_group
+    if process_group is None:
+        return default_comm()
+    group: object = process_group
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         return resolve_comm(process_group)
     around = default_comm()

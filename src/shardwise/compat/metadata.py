@@ -317,7 +317,7 @@ def global_metadata(
     shards = [copy.deepcopy(shard) for _, part in given for shard in part.shards_metadata]
     whole = ShardedTensorMetadata(shards, given[0][1].size, copy.deepcopy(given[0][1].tensor_properties))
     if recalc_metadata:
-        stack_along_dim_0(whole)
+        stack_along_dim(whole)
     check_no_overlap(whole.shards_metadata)
     check_tiles(whole.shards_metadata, whole.size)
     return whole
@@ -336,11 +336,21 @@ def _check_same_tensor(first: tuple[int, ShardedTensorMetadata], other: tuple[in
             )
 
 
-def stack_along_dim_0(metadata: ShardedTensorMetadata) -> None:
-    """Place the shards one after another along dim 0, in the order of their ranks, and set the size that follows."""
-    shards = metadata.shards_metadata
-    ordered = sorted(shards, key=lambda shard: rank_of(shard.placement))
-    ends = list(accumulate(shard.shard_sizes[0] for shard in ordered))
+def stack_along_dim(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int = 0) -> None:
+    """Place the shards one after another along a dim, in the order of their ranks, and set the size that follows.
+
+    >>> shards = [ShardMetadata([0, 0], [2, 3], f"rank:{rank}/cpu") for rank in range(2)]
+    >>> metadata = ShardedTensorMetadata(shards, torch.Size([0, 3]))
+    >>> stack_along_dim(metadata)
+    >>> shards[1].shard_offsets, metadata.size
+    ([2, 0], torch.Size([4, 3]))
+    """
+    metadata, dim = global_sharded_tensor_metadata, sharded_dim
+    ordered = sorted(metadata.shards_metadata, key=lambda shard: rank_of(shard.placement))
+    ends = list(accumulate(shard.shard_sizes[dim] for shard in ordered))
     for shard, end in zip(ordered, ends, strict=True):
-        shard.shard_offsets = [end - shard.shard_sizes[0]] + [0] * (len(shard.shard_sizes) - 1)
-    metadata.size = torch.Size([ends[-1], *ordered[0].shard_sizes[1:]])
+        shard.shard_offsets = [0] * len(shard.shard_sizes)
+        shard.shard_offsets[dim] = end - shard.shard_sizes[dim]
+    size = list(ordered[0].shard_sizes)
+    size[dim] = ends[-1]
+    metadata.size = torch.Size(size)

@@ -1,4 +1,8 @@
-"""torch's `shard_parameter` and `shard_module`: the native ones, whose parameters get torch's meaning."""
+"""torch's functions on modules, and its optimizer: the native ones with torch's meaning.
+
+1. Parameters are tensors of torch's class, and take gradients even if they were frozen before they were sharded.
+2. The parameter groups of an optimizer have the local tensors: programs clip, scale and read their gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise import nn as native
 from shardwise.compat.creation import check_same_request
-from shardwise.compat.sharded_tensor import set_tensor_type
+from shardwise.compat.sharded_tensor import TorchShardedTensor, set_tensor_type
 from shardwise.geometry import ShardingSpec
 from shardwise.nn.model_plan import ShardingPlan
 from shardwise.tensor.comms import GroupOrComm
@@ -32,8 +36,9 @@ def shard_parameter(
     tensor = getattr(module, param_name, None)
     if isinstance(tensor, Tensor) and tensor.is_contiguous():  # what else may be wrong is found on every rank
         check_same_request(src_rank, sharding_spec, process_group)
-    native.shard_parameter(module, param_name, sharding_spec, src_rank, process_group)
-    set_tensor_type(getattr(module, param_name))
+    comm = TorchShardedTensor._resolve_comm(process_group)
+    native.shard_parameter(module, param_name, sharding_spec, src_rank, comm)
+    _unfreeze(set_tensor_type(getattr(module, param_name)))
 
 
 def shard_module(
@@ -44,6 +49,48 @@ def shard_module(
     **options: Any,
 ) -> None:
     """Shard a model in place as a plan says; called on every rank. Options as of `shardwise.shard_module`."""
-    native.shard_module(module, plan, src_rank, process_group, **options)
+    native.shard_module(module, plan, src_rank, TorchShardedTensor._resolve_comm(process_group), **options)
     for tensor in (*module.parameters(), *module.buffers()):
         set_tensor_type(tensor)
+    named: dict[str, Any] = getattr(plan, "plan", {})  # a ModelPlan, which is taken as well, has none
+    for name, spec in named.items():
+        if isinstance(spec, ShardingSpec):
+            _unfreeze(module.get_parameter(name))
+
+
+def _unfreeze(parameter: Tensor) -> None:
+    """As torch, whose sharded parameters are made by `nn.Parameter(tensor)`."""
+    if parameter.is_floating_point() or parameter.is_complex():
+        parameter.requires_grad_()
+
+
+def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """Make a module reshard its sharded output in place; other outputs pass.
+
+    >>> from shardwise.compat.specs import ChunkShardingSpec
+    >>> reshard_output(nn.ReLU(), ChunkShardingSpec(0, ["rank:0/cpu"]))
+    ReLU()
+    """
+
+    def hook(_module: nn.Module, _input: Any, output: Any) -> Any:
+        return output.reshard(resharding_spec) if isinstance(output, TorchShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+class TorchShardedOptimizer(native.ShardedOptimizer):
+    """torch's `ShardedOptimizer`: its parameter groups are those of the optimizer on the local tensors.
+
+    >>> import torch
+    >>> optimizer = TorchShardedOptimizer({"weight": nn.Parameter(torch.ones(2))}, torch.optim.SGD, lr=0.5)
+    >>> optimizer.param_groups is optimizer._optim.param_groups
+    True
+    """
+
+    def _share(self) -> None:
+        super()._share()
+        self.param_groups = self._optim.param_groups
+
+
+TorchShardedOptimizer.__name__ = "ShardedOptimizer"  # programs print and compare the names of classes

@@ -25,6 +25,7 @@ from shardwise.compat.from_shards import (
     agree_on_parts_of_tensor,
     build_parts_from_metadata,
     build_parts_of_any_rank,
+    find_shard_order,
     gather_parts_from_shards,
 )
 from shardwise.compat.functions import call_torch_meaning
@@ -35,9 +36,10 @@ from shardwise.geometry import Layout, MeshSpec, ShardingSpec
 from shardwise.geometry import Shard as Split
 from shardwise.geometry.layout import rebuild_layout
 from shardwise.tensor import pickling
-from shardwise.tensor.comms import GroupOrComm
+from shardwise.tensor.comms import GroupOrComm, group_of
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.shards import (
+    MEM_FORMAT_ENCODING,
     Shard,
     ShardedTensorMetadata,
     ShardMetadata,
@@ -82,7 +84,7 @@ class TorchShardedTensorBase(ShardedTensor):
         if shards is None or not self.__dict__["_shards_are_parts"]:
             parts: tuple[Tensor, ...] = _PARTS.__get__(self)
             return parts
-        return tuple(shard.tensor for shard in shards)
+        return tuple(shard.tensor for shard in self._sort_shards(shards))
 
     @local_parts.setter
     def local_parts(self, parts: tuple[Tensor, ...]) -> None:
@@ -90,22 +92,41 @@ class TorchShardedTensorBase(ShardedTensor):
         shards: list[Shard] | None = self.__dict__.get("_shards")
         if shards is None or not self.__dict__["_shards_are_parts"]:
             return
+        shards = self._sort_shards(shards)
         if [tuple(s.tensor.shape) for s in shards] != [tuple(part.shape) for part in parts]:
             del self.__dict__["_shards"]
             return
         for shard, part in zip(shards, parts, strict=True):
             object.__setattr__(shard, "tensor", part)  # past the hook of a Shard, which leads here
 
+    def _sort_shards(self, shards: list[Shard]) -> list[Shard]:
+        """The shards in the order of the layout; programs may list them in another."""
+        order: tuple[int, ...] | None = self.__dict__.get("_shard_order")
+        return shards if order is None or len(order) != len(shards) else [shards[index] for index in order]
+
     def local_shards(self) -> list[Shard]:
         """This rank's shards; what is assigned to one of them, or to the list, becomes a local tensor."""
         if "_shards" not in self.__dict__:
-            # Not by the metadata, which may have been assigned in another order.
-            described = describe_layout(self.sharding, self.metadata().tensor_properties, self.device)
-            parts, shards = self.local_parts, make_local_shards(self, described.shards_metadata)
+            parts, shards = self.local_parts, make_local_shards(self, self._describe_pieces())
             self.__dict__["_shards_are_parts"] = list(map(id, parts)) == [id(shard.tensor) for shard in shards]
+            order: tuple[int, ...] | None = self.__dict__.get("_shard_order")
+            if order is not None and len(order) == len(shards):
+                shards = [shards[order.index(place)] for place in range(len(shards))]
             self.__dict__["_shards"] = shards
         found: list[Shard] = self.__dict__["_shards"]
         return found
+
+    def _describe_pieces(self) -> list[ShardMetadata]:
+        """The metadata of all pieces in the order of the layout: the objects of `metadata()`, where it has them."""
+        if "_described" not in self.__dict__:
+            return self.metadata().shards_metadata
+        # What is there may have been assigned, in another order.
+        known = {piece: piece for piece in self.metadata().shards_metadata}
+        return [known.get(piece, piece) for piece in self._build_metadata().shards_metadata]
+
+    def _build_metadata(self) -> ShardedTensorMetadata:
+        """What the layout says, whatever was assigned."""
+        return describe_layout(self.sharding, self.metadata().tensor_properties, self.device)
 
     @property
     def _local_shards(self) -> list[Shard]:
@@ -114,6 +135,17 @@ class TorchShardedTensorBase(ShardedTensor):
     @_local_shards.setter
     def _local_shards(self, shards: list[Shard]) -> None:
         self.__dict__["_shards"], self.__dict__["_shards_are_parts"] = shards, True
+        self._find_shard_order()
+
+    def _find_shard_order(self) -> None:
+        self.__dict__["_shard_order"] = find_shard_order(self.local_shards(), self.sharding, self.comm.rank)
+
+    def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> Self:
+        made: Any = super()._like(layout, locals_, anchor)
+        if layout is self.sharding:
+            made.__dict__["_shard_order"] = self.__dict__.get("_shard_order")
+        copied: Self = made
+        return copied
 
     @property
     def _metadata(self) -> ShardedTensorMetadata:
@@ -136,6 +168,13 @@ class TorchShardedTensorBase(ShardedTensor):
     def _sharding_spec(self, spec: ShardingSpec) -> None:
         self.__dict__["_given_spec"] = spec
         self.sharding = spec.layout(tuple(self.shape))
+        if "_shards" in self.__dict__:
+            self._find_shard_order()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # as the native one
+        """All metadata, as torch prints it; layouts that torch does not have are printed by their own names."""
+        known = isinstance(self.sharding.spec, PlacementShardingSpec)
+        return f"ShardedTensor({self.metadata()})" if known else super().__repr__()
 
     def _forget(self) -> None:
         """Keep shards and metadata, which programs may hold; write what may have changed into them."""
@@ -222,12 +261,12 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     @classmethod
     def _from_parts(
-        cls, parts: TensorParts, comm: Comm, spec: ShardingSpec | None = None, shards: list[Shard] | None = None
+        cls, parts: TensorParts, comm: Comm, spec: ShardingSpec | None = None, shards: Sequence[Shard] | None = None
     ) -> Self:
         made: Any = wrap(parts.layout, parts.locals, comm, dtype=parts.dtype, cls=cls)
         if spec is not None:
             made.__dict__["_given_spec"] = spec
-        if shards is not None and [id(shard.tensor) for shard in shards] == list(map(id, parts.locals)):
+        if shards is not None and {id(shard.tensor) for shard in shards} == set(map(id, parts.locals)):
             made._local_shards = shards
         tensor: Self = made
         return tensor
@@ -246,7 +285,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
         return self.comm.process_group
 
     @_process_group.setter
-    def _process_group(self, group: GroupOrComm) -> None:
+    def _process_group(self, group: GroupOrComm | None) -> None:
         self.comm = self._resolve_comm(group)
 
     def _get_preferred_device(self) -> torch.device:
@@ -257,10 +296,21 @@ class TorchShardedTensor(TorchShardedTensorBase):
         found: dict[int, list[Any]] = self.__dict__.setdefault("_rrefs", {})
         return found
 
+    @classmethod
+    def _normalize_pg(cls, process_group: GroupOrComm | None) -> GroupOrComm:
+        return group_of(cls._resolve_comm(None)) if process_group is None else process_group
+
+    def _prepare_init(self, process_group: GroupOrComm | None = None, init_rrefs: bool = False) -> None:
+        self._init_rrefs, self._sharded_tensor_id = init_rrefs, None
+        self._process_group = process_group
+
+    def _post_init(self) -> None:
+        if self._init_rrefs:
+            rrefs.register_rrefs(self)
+
     def _with_rrefs(self, init_rrefs: bool) -> Self:
         self._init_rrefs = init_rrefs
-        if init_rrefs:
-            rrefs.register_rrefs(self)
+        self._post_init()
         return self
 
     def remote_shards(self) -> dict[int, list[Any]]:
@@ -286,7 +336,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
     ) -> Self:
         comm = cls._resolve_comm(process_group)
         parts = build_parts_from_metadata(local_shards, sharded_tensor_metadata, comm, sharding_spec)
-        return cls._from_parts(parts, comm, sharding_spec, list(local_shards))._with_rrefs(init_rrefs)
+        return cls._from_parts(parts, comm, sharding_spec, local_shards)._with_rrefs(init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
@@ -305,19 +355,44 @@ class TorchShardedTensor(TorchShardedTensorBase):
         """Convert dtype or device of every local tensor; the same object if nothing changes."""
         if args and not isinstance(args[0], torch.dtype | torch.device | str | int | Tensor):
             raise RuntimeError(f"ShardedTensor.to() have wrong arguments: got {type(args[0]).__name__} first")
-        if kwargs.get("memory_format", torch.preserve_format) not in (torch.contiguous_format, torch.preserve_format):
-            raise RuntimeError(
-                f"Only `torch.contiguous_format` or `torch.preserve_format` is supported! Got {kwargs['memory_format']}"
-            )
-        if (group := kwargs.get("process_group")) is not None and self._resolve_comm(group) is self.comm:
-            kwargs = {name: value for name, value in kwargs.items() if name != "process_group"}
-        return super().to(*args, **kwargs)
+        _check_memory_format(kwargs.get("memory_format", torch.preserve_format))
+        group = kwargs.pop("process_group", None)
+        made: Any = super().to(*args, **kwargs)
+        if made is not self:
+            made.comm = self.comm if group is None else self._resolve_comm(group)
+            made.__dict__["_shard_order"] = self.__dict__.get("_shard_order")
+        return made
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> Any:
+        """This tensor with its local tensors on this rank's current GPU."""
+        _check_memory_format(memory_format)
+        return super().cuda(device, non_blocking, memory_format, process_group)
 
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # as the native one
         """A copy of this tensor; differentiable."""
         if memory_format is not torch.preserve_format:
             raise RuntimeError(f"Only support torch.preserve_format for ShardedTensor! Got {memory_format}")
         return super().clone()
+
+    def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        """The whole tensor on rank `dst`, written to `out` if it is passed. Not recorded: `out` stays a leaf."""
+        if isinstance(out, ShardedTensor):
+            return super().gather(dst, out)
+        with torch.no_grad():
+            return super().gather(dst, out, enforce_dtype, dtype, **options)
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         try:
@@ -339,16 +414,26 @@ class TorchShardedTensor(TorchShardedTensorBase):
         new: ShardedTensor = self.redistribute(resharding_spec, label="reshard")
         metadata = self.metadata()
         metadata.shards_metadata = sorted(new.metadata().shards_metadata, key=lambda shard: rank_of(shard.placement))
-        self.__dict__.pop("_shards", None)
+        for name in ("_shards", "_shard_order"):
+            self.__dict__.pop(name, None)
         self.sharding, self.local_parts, self._anchor = new.sharding, new.local_parts, new._anchor
         self._sharding_spec = resharding_spec
         return self
 
     def _extra_state(self) -> dict[str, Any]:
-        return {"_init_rrefs": self._init_rrefs}
+        return {"_init_rrefs": self._init_rrefs, "_shard_order": self.__dict__.get("_shard_order")}
 
     def _restore_extra_state(self, extra: dict[str, Any]) -> None:
+        self.__dict__.update({name: value for name, value in extra.items() if name != "_init_rrefs"})
         self._with_rrefs(extra["_init_rrefs"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the native one, with metadata that is not what the layout says: resharded, changed, or assigned."""
+        function, (kind, saved) = super().__reduce_ex__(protocol)
+        metadata = self.__dict__.get("_described")
+        if metadata is not None and metadata.shards_metadata != self._build_metadata().shards_metadata:
+            saved.extra["_described"] = metadata
+        return function, (kind, saved)
 
     def __getstate__(self) -> Any:
         return state_dict.get_state(self)
@@ -362,8 +447,25 @@ PlacementShardingSpec.tensor_type = TorchShardedTensor
 TorchShardedTensor.__name__, TorchShardedTensorBase.__name__ = "ShardedTensor", "ShardedTensorBase"
 # What torch.load makes of a file with weights_only=True: the tensor, and its spec in torch's form.
 torch.serialization.add_safe_globals(
-    [TorchShardedTensor, ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, _remote_device, rebuild_layout]
+    [
+        TorchShardedTensor,
+        ChunkShardingSpec,
+        EnumerableShardingSpec,
+        ShardMetadata,
+        ShardedTensorMetadata,
+        TensorProperties,
+        MEM_FORMAT_ENCODING,
+        _remote_device,
+        rebuild_layout,
+    ]
 )
+
+
+def _check_memory_format(memory_format: torch.memory_format) -> None:
+    if memory_format not in (torch.contiguous_format, torch.preserve_format):
+        raise RuntimeError(
+            f"Only `torch.contiguous_format` or `torch.preserve_format` is supported! Got {memory_format}"
+        )
 
 
 # By the identity of layouts, which equal ones of other specs do not share; each is kept alive beside its answer.

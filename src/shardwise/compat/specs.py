@@ -220,8 +220,9 @@ def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ChunkShardi
         dim = int(moved[0])
         order = np.argsort(offsets[:, dim], kind="stable")
         placements = [shards_metadata[int(row)].placement for row in order]
-        if _are_chunks(offsets[order], sizes[order], dim) and _keeps_turns(order, placements):
-            return ChunkShardingSpec(dim, [p for p in placements if p is not None])
+        named = [placement for placement in placements if placement is not None]
+        if len(named) == len(placements) and _are_chunks(offsets[order], sizes[order], dim):
+            return ChunkShardingSpec(dim, list(named))
     return EnumerableShardingSpec(list(shards_metadata))
 
 
@@ -235,16 +236,6 @@ def _are_chunks(offsets: IntArray, sizes: IntArray, dim: int) -> bool:
         and bool(((offsets[:, dim] == starts) | (lengths == 0)).all())
         and bool((others == others[0]).all())
     )
-
-
-def _keeps_turns(order: IntArray, placements: Sequence[_remote_device | None]) -> bool:
-    """Return whether all have a placement and each placement keeps its shards in their original order."""
-    last: dict[_remote_device, int] = {}
-    for row, placement in zip(order.tolist(), placements, strict=True):
-        if placement is None or row < last.get(placement, -1):
-            return False
-        last[placement] = row
-    return True
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:

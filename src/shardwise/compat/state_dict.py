@@ -103,10 +103,13 @@ def set_state(tensor: TorchShardedTensor, state: TorchState) -> None:
             "make a tensor of the state's shape and dtype, or use pickle, which does"
         )
     layout = spec.layout(metadata.size)
-    tensor.__dict__.pop("_shards", None)
+    for name in ("_shards", "_shard_order"):
+        tensor.__dict__.pop(name, None)
     tensor.local_parts = _locals_of(shards, layout, comm.rank)
     tensor.sharding, tensor.comm, tensor._anchor = layout, comm, None
     tensor._metadata, tensor._sharding_spec = metadata, spec
+    if len(shards) == len(tensor.local_parts):
+        tensor._local_shards = shards
     tensor.requires_grad_(metadata.tensor_properties.requires_grad)
     tensor._with_rrefs(init_rrefs)
 

@@ -143,12 +143,13 @@ def _finish_rebuild(tensor: ShardedTensor, extra: dict[str, Any], is_parameter: 
 
 def comm_to_load_on(cls: type[ShardedTensor], saved: ProcessGroupState) -> Comm:
     """Return the comm of the moment, checked to be like the one that a tensor was written on."""
-    if loading_group() is None and saved.global_world_size > 1:
+    group = loading_group()
+    if group is None and saved.global_world_size > 1:
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor; '
             f"this one was written by rank {saved.global_rank} of a world of {saved.global_world_size}{_PICKLE_HINT}"
         )
-    comm = cls._resolve_comm(None)
+    comm = cls._resolve_comm(group)
     saved.check(comm)
     return comm
 

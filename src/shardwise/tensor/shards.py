@@ -86,8 +86,8 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    # Of torch 2.15; by keyword and not printed, so that it reads and is called as in earlier releases too.
-    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=False)
+    # Of torch 2.15; by keyword, not printed and not compared, so that it is used as in earlier releases too.
+    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Five entries, as before torch 2.15; strides follow where there are any."""
@@ -130,7 +130,7 @@ class ShardedTensorMetadata:
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
 
-@dataclass(slots=True)
+@dataclass
 class Shard:
     """A local tensor and the metadata of the shard it holds; the two are checked against each other.
 
@@ -140,11 +140,11 @@ class Shard:
     [2, 0]
     """
 
+    __slots__ = ("_replaced", "metadata", "tensor")
     tensor: torch.Tensor
     metadata: ShardMetadata
-    _replaced: Callable[[torch.Tensor, torch.Tensor], None] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
+    if TYPE_CHECKING:  # a slot, but no field: programs list and copy the fields of torch's Shard
+        _replaced: Callable[[torch.Tensor, torch.Tensor], None] | None = field(init=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         replaced = getattr(self, "_replaced", None) if name == "tensor" else None

@@ -1,5 +1,5 @@
 """The names of `torch.distributed._shard.sharded_tensor.shard`."""
 
-from shardwise.tensor.shards import Shard
+from shardwise.tensor.shards import Shard, ShardMetadata
 
-__all__ = ["Shard"]
+__all__ = ["Shard", "ShardMetadata"]

@@ -1,5 +1,6 @@
 """The names of `torch.distributed._shard.sharding_plan.api`."""
 
-from shardwise.nn.model_plan import ShardingPlan, ShardingPlanner
+from shardwise.compat.specs import PlacementShardingSpec as ShardingSpec
+from shardwise.nn.model_plan import Sharder, ShardingPlan, ShardingPlanner
 
-__all__ = ["ShardingPlan", "ShardingPlanner"]
+__all__ = ["Sharder", "ShardingPlan", "ShardingPlanner", "ShardingSpec"]
