@@ -14,27 +14,35 @@ TORCH, OURS = "torch.distributed._shard", "shardwise.compat._shard"
 NAMES = {
     "": "_shard_tensor load_with_process_group shard_module shard_parameter sharded_tensor sharding_spec",
     ".api": "_shard_tensor shard_parameter shard_module load_with_process_group _get_current_process_group"
-    " _reshard_output _collect_local_shard",
+    " _reshard_output _collect_local_shard ChunkShardingSpec ShardedTensor Sharder ShardingPlan ShardingSpec",
     ".metadata": "ShardMetadata",
     ".sharder": "Sharder",
     ".sharding_plan": "ShardingPlan ShardingPlanner",
-    ".sharding_plan.api": "ShardingPlan ShardingPlanner",
+    ".sharding_plan.api": "ShardingPlan ShardingPlanner Sharder ShardingSpec",
     ".sharding_spec": "ChunkShardingSpec DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata"
     " ShardingSpec _infer_sharding_spec_from_shards_metadata",
     ".sharding_spec.api": "DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata ShardingSpec"
-    " _infer_sharding_spec_from_shards_metadata custom_sharding_spec_op _has_custom_op _dispatch_custom_op",
-    ".sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    " _infer_sharding_spec_from_shards_metadata custom_sharding_spec_op _has_custom_op _dispatch_custom_op"
+    " check_tensor get_chunked_dim_size get_split_size validate_non_overlapping_shards_metadata",
+    ".sharding_spec.chunk_sharding_spec": "ChunkShardingSpec Shard ShardMetadata ShardingSpec get_chunked_dim_size"
+    " get_split_size narrow_tensor _parse_and_validate_remote_device",
+    ".sharding_spec.chunk_sharding_spec_ops._common": "_chunk_sharding_spec_check _sharded_op_common"
+    " _register_sharded_op_on_local_tensor",
     ".sharding_spec._internals": "check_tensor get_chunk_sharding_params get_chunked_dim_size get_split_size"
     " validate_non_overlapping_shards_metadata _check_shard_metadata_pair_overlap",
     ".sharded_tensor": "Shard ShardedTensor ShardedTensorBase ShardedTensorMetadata ShardMetadata TensorProperties"
     " empty ones zeros full rand randn init_from_local_shards state_dict_hook pre_load_state_dict_hook"
     " custom_sharded_op_impl _sharded_op_impl",
     ".sharded_tensor.api": "ShardedTensor ShardedTensorBase Shard TensorProperties ShardedTensorMetadata"
-    " _create_tensor_from_params _register_remote_shards _sharded_tensor_map",
+    " _create_tensor_from_params _register_remote_shards _sharded_tensor_map check_tensor build_global_metadata"
+    " build_metadata_from_local_shards validate_non_overlapping_shards_metadata _flatten_tensor_size"
+    " _parse_and_validate_remote_device _validate_output_tensor_for_gather",
+    ".sharded_tensor._ops._common": "_register_sharded_op_on_local_shards _sharded_op_common",
     ".sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING ShardMetadata",
-    ".sharded_tensor.shard": "Shard",
+    ".sharded_tensor.shard": "Shard ShardMetadata",
     ".sharded_tensor.utils": "_parse_and_validate_remote_device _flatten_tensor_size _validate_output_tensor_for_gather"
-    " build_metadata_from_local_shards build_global_metadata",
+    " build_metadata_from_local_shards build_global_metadata recalc_global_sharded_tensor_metadata check_tensor"
+    " validate_non_overlapping_shards_metadata Shard ShardedTensorMetadata TensorProperties",
     ".sharded_tensor.reshard": "reshard_local_shard reshuffle_local_shard get_idx_from_placements"
     " build_reshard_metadata",
     ".sharded_tensor.logger": "_get_or_create_logger",
@@ -47,6 +55,7 @@ NAMES = {
 MEMBERS = (
     "metadata local_shards local_tensor remote_shards sharding_spec gather reshard cpu cuda is_pinned"
     " _init_from_local_shards _init_from_local_shards_and_global_metadata _init_from_local_tensor _get_preferred_device"
+    " _prepare_init _post_init _normalize_pg"
     " __getstate__ __setstate__ __torch_function__ __torch_dispatch__ __hash__ __repr__"
 )
 FIELDS = (

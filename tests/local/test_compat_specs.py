@@ -294,13 +294,20 @@ def test_shards_of_two_dims_are_never_taken_for_chunks() -> None:
         [([0], [4], "rank:0/cpu")],
         [([0], [1], "rank:0/cpu"), ([1], [3], "rank:1/cpu")],
         [([0], [2]), ([2], [2])],
-        [([2], [2], "rank:0/cpu"), ([0], [2], "rank:0/cpu")],
     ],
-    ids=["one shard", "ragged", "no placements", "a rank's shards in another order"],
+    ids=["one shard", "ragged", "no placements"],
 )
 def test_other_shards_are_enumerated(shards: list[Any]) -> None:
     given = [ShardMetadata(*shard) for shard in shards]
     assert infer(given) == EnumerableShardingSpec(given)
+
+
+def test_chunks_of_one_rank_in_another_order_are_chunks() -> None:
+    given = [([2], [2], "rank:0/cpu"), ([0], [2], "rank:0/cpu")]
+    infer_as_torch: Any = torch_api._infer_sharding_spec_from_shards_metadata
+    theirs = infer_as_torch([torch_metadata.ShardMetadata(*shard) for shard in given])
+    ours = infer([ShardMetadata(*shard) for shard in given])
+    assert repr(ours) == repr(theirs) == "ChunkShardingSpec(dim=0, placements=[rank:0/cpu, rank:0/cpu])"
 
 
 # Metadata of native layouts

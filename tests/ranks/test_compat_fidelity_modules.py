@@ -80,6 +80,8 @@ PARAMETERS: dict[str, Program] = {
         layer.requires_grad_(False),
         facts(layer.weight),
     )[2],
+    "a parameter that was frozen before": lambda names: frozen_before(names, by_plan=False),
+    "a parameter of a plan that was frozen before": lambda names: frozen_before(names, by_plan=True),
     "zero_grad": lambda names: (layer := linear(names), layer.zero_grad(), str(layer.weight.grad))[2],
     "copies of modules": lambda names: facts(copy.deepcopy(linear(names)).weight),
     "named_params_with_sharded_tensor": lambda names: [
@@ -87,6 +89,17 @@ PARAMETERS: dict[str, Program] = {
         for name, value in names.sharded_optim.named_params_with_sharded_tensor(holder(names))
     ],
 }
+
+
+def frozen_before(names: Names, by_plan: bool) -> list[Any]:
+    """`nn.Parameter(tensor)` makes it take gradients."""
+    layer = nn.Linear(3, 8).requires_grad_(False)
+    nn.init.ones_(layer.weight)
+    if by_plan:
+        names.api.shard_module(layer, names.sharding_plan.ShardingPlan({"weight": names.chunks(0)}))
+    else:
+        names.api.shard_parameter(layer, "weight", names.chunks(0))
+    return [facts(layer.weight), layer.bias.requires_grad]
 
 
 def holder(names: Names) -> nn.Module:
@@ -139,7 +152,18 @@ def planned(names: Names) -> list[Any]:
     return [told, facts(model[0].weight), model(torch.tensor([[1, 2]])).tolist()]
 
 
+def resharded_in_place(names: Names) -> list[Any]:
+    class Keeper(nn.Module):
+        def forward(self, kept: Any) -> Any:
+            return kept
+
+    kept, keeper = names.shard(numbers(4, 4), names.chunks(0)), Keeper()
+    hooked = names.api._reshard_output(keeper, names.chunks(1))
+    return [hooked is keeper, keeper(kept) is kept, facts(kept)]
+
+
 HOOKS: dict[str, Program] = {
+    "an output that is kept": resharded_in_place,
     "the local result": lambda names: collected(names, (8, 3), 0),
     "the local result without a dim of one": lambda names: collected(names, (4, 3), 0),
     "the local result without a column": lambda names: collected(names, (3, 4), 1),
@@ -205,7 +229,65 @@ def named(names: Names) -> list[str]:
     return [made.__name__, str(made.__doc__)]
 
 
+def on_local_shards(names: Names) -> list[Any]:
+    """Operators that programs define by what they do to each shard."""
+    common = names.module("sharded_tensor._ops._common")
+    common._register_sharded_op_on_local_shards(
+        torch.pow, early_stop_func=lambda x, exponent: exponent == 1, extra_check=lambda x, exponent: 1 / exponent
+    )
+    common._register_sharded_op_on_local_shards(
+        torch.erfinv,
+        customized_func=lambda args, kwargs, group: (
+            [names.sharded_tensor.Shard(shard.tensor * 3, shard.metadata) for shard in args[0].local_shards()],
+            args[0].metadata(),
+        ),
+    )
+    common._register_sharded_op_on_local_shards(torch.nn.functional.hardsigmoid)
+    made = names.shard(numbers(8, 2), names.chunks(0))
+    shown = [locals_of(torch.erfinv(made)), locals_of(torch.nn.functional.hardsigmoid(made))]
+    shown += [locals_of(torch.pow(made, 2)), torch.pow(made, 1) is made]
+    try:
+        torch.pow(made, 0)
+    except ZeroDivisionError as error:
+        shown.append(str(error))
+    return shown
+
+
+def on_local_tensors(names: Names) -> list[Any]:
+    """Operators on the only local tensor of a tensor in chunks."""
+    common = names.module("sharding_spec.chunk_sharding_spec_ops._common")
+    common._register_sharded_op_on_local_tensor(torch.nn.functional.softmin)
+    common._register_sharded_op_on_local_tensor(
+        torch.Tensor.adjoint,
+        customized_func=lambda args, kwargs, group: (args[0].local_tensor().t(), names.chunks(1), (2, 8)),
+    )
+    made = names.shard(numbers(8, 2), names.chunks(0))
+    results = torch.nn.functional.softmin(made, dim=1), made.adjoint()
+    return [[locals_of(result), list(result.size()), repr(result.sharding_spec())] for result in results]
+
+
+def methods(names: Names) -> list[Any]:
+    """Methods that the class has of its own are asked for like functions."""
+    made, seen = names.shard(numbers(8, 2), names.chunks(0)), []
+
+    class Marked(names.sharding_spec.ChunkShardingSpec):  # type: ignore[name-defined,misc]  # one of each package
+        pass
+
+    def implementation(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        seen.append([len(args), process_group is dist.group.WORLD])
+        return 5
+
+    for method in ("clone", "detach", "requires_grad_", "is_contiguous", "__deepcopy__", "size", "numel", "tolist"):
+        names.module("sharding_spec.api").custom_sharding_spec_op(Marked, getattr(torch.Tensor, method))(implementation)
+    made._sharding_spec = Marked(0, list(names.chunks(0).placements))
+    called = [made.clone(), made.detach(), made.requires_grad_(True), made.is_contiguous(), copy.deepcopy(made)]
+    return [called, made.size(0), made.numel(), made.tolist(), seen]
+
+
 OPERATORS: dict[str, Program] = {
+    "operators on local shards": on_local_shards,
+    "operators on local tensors": on_local_tensors,
+    "methods": methods,
     "what an implementation sees": called,
     "the order of tables": order_of_tables,
     "a replaced function": replaced,
@@ -245,6 +327,27 @@ def optimized(names: Names) -> list[Any]:
 
 def test_the_optimizer_steps_on_local_shards(world: Ranks) -> None:
     same_values(world, optimized)
+
+
+def groups_of_the_optimizer(names: Names) -> list[Any]:
+    """Programs scale and clip the gradients of what is in the groups."""
+    layer = linear(names)
+    params = dict(names.sharded_optim.named_params_with_sharded_tensor(layer))
+    optimizer = names.sharded_optim.ShardedOptimizer(params, torch.optim.SGD, lr=0.5)
+    local = layer.weight.local_tensor()
+    local.grad, layer.bias.grad = torch.ones_like(local), torch.zeros_like(layer.bias)
+    norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    return [
+        [parameter is local for parameter in optimizer.param_groups[0]["params"]],
+        optimizer.param_groups is optimizer._optim.param_groups,
+        norm.item(),
+        local.grad.tolist(),
+        type(optimizer).__name__,
+    ]
+
+
+def test_groups_of_the_optimizer_have_local_tensors(world: Ranks) -> None:
+    same_values(world, groups_of_the_optimizer)
 
 
 def local_optimizer(names: Names) -> list[Any]:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.tensor.comms import GroupOrComm, comm_of, same_group
-from shardwise.tensor.dispatch import DEFAULT, EVERY, Override, find_override, set_override
+from shardwise.tensor.dispatch import DEFAULT, EVERY, Override, find_override, override_for, set_override
 from shardwise.tensor.dispatch import overrides_scope as custom_ops_scope
 
 Op: TypeAlias = Callable[..., Any]
@@ -31,6 +33,7 @@ __all__ = [
     "Impl",
     "Op",
     "Table",
+    "ask_custom_ops",
     "check_op_arguments",
     "custom_ops_scope",
     "custom_sharded_op_impl",
@@ -153,6 +156,22 @@ def dispatch_custom_op(
             "register it with custom_sharding_spec_op"
         )
     return impl(types, args, kwargs, process_group)
+
+
+def ask_custom_ops(cls: type[Tensor], *names: str) -> None:
+    """Let implementations of `torch.Tensor.<name>` answer methods that a class of sharded tensors has of its own."""
+    for name in names:
+        setattr(cls, name, _ask_first(getattr(cls, name), getattr(Tensor, name)))
+
+
+def _ask_first(own: Op, func: Op) -> Op:
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if override_for(func, self.sharding.spec) is None:
+            return own(self, *args, **kwargs)
+        return type(self).__torch_function__(func, (type(self),), (self, *args), kwargs)
+
+    return method
 
 
 def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:

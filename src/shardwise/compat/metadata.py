@@ -317,7 +317,7 @@ def global_metadata(
     shards = [copy.deepcopy(shard) for _, part in given for shard in part.shards_metadata]
     whole = ShardedTensorMetadata(shards, given[0][1].size, copy.deepcopy(given[0][1].tensor_properties))
     if recalc_metadata:
-        stack_along_dim(whole)
+        stack_along_dim(whole, 0)
     check_no_overlap(whole.shards_metadata)
     check_tiles(whole.shards_metadata, whole.size)
     return whole
@@ -336,12 +336,12 @@ def _check_same_tensor(first: tuple[int, ShardedTensorMetadata], other: tuple[in
             )
 
 
-def stack_along_dim(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int = 0) -> None:
+def stack_along_dim(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
     """Place the shards one after another along a dim, in the order of their ranks, and set the size that follows.
 
     >>> shards = [ShardMetadata([0, 0], [2, 3], f"rank:{rank}/cpu") for rank in range(2)]
     >>> metadata = ShardedTensorMetadata(shards, torch.Size([0, 3]))
-    >>> stack_along_dim(metadata)
+    >>> stack_along_dim(metadata, 0)
     >>> shards[1].shard_offsets, metadata.size
     ([2, 0], torch.Size([4, 3]))
     """

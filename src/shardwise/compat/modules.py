@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from shardwise import nn as native
 from shardwise.compat.creation import check_same_request
-from shardwise.compat.sharded_tensor import TorchShardedTensor, set_tensor_type
+from shardwise.compat.results import set_tensor_type
+from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.geometry import ShardingSpec
 from shardwise.nn.model_plan import ShardingPlan
 from shardwise.tensor.comms import GroupOrComm
@@ -38,7 +39,7 @@ def shard_parameter(
         check_same_request(src_rank, sharding_spec, process_group)
     comm = TorchShardedTensor._resolve_comm(process_group)
     native.shard_parameter(module, param_name, sharding_spec, src_rank, comm)
-    _unfreeze(set_tensor_type(getattr(module, param_name)))
+    _unfreeze(set_tensor_type(getattr(module, param_name), TorchShardedTensor))
 
 
 def shard_module(
@@ -51,7 +52,7 @@ def shard_module(
     """Shard a model in place as a plan says; called on every rank. Options as of `shardwise.shard_module`."""
     native.shard_module(module, plan, src_rank, TorchShardedTensor._resolve_comm(process_group), **options)
     for tensor in (*module.parameters(), *module.buffers()):
-        set_tensor_type(tensor)
+        set_tensor_type(tensor, TorchShardedTensor)
     named: dict[str, Any] = getattr(plan, "plan", {})  # a ModelPlan, which is taken as well, has none
     for name, spec in named.items():
         if isinstance(spec, ShardingSpec):

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise._torch import _remote_device, pytree
 from shardwise.comm import Comm
 from shardwise.compat import rrefs, state_dict
+from shardwise.compat.custom_ops import ask_custom_ops
 from shardwise.compat.from_shards import (
     TensorParts,
     agree_on_parts_of_tensor,
@@ -31,9 +32,9 @@ from shardwise.compat.from_shards import (
 from shardwise.compat.functions import call_torch_meaning
 from shardwise.compat.groups import OutsideComm, resolve_group
 from shardwise.compat.metadata import check_gather_output, flatten_size, rank_of
+from shardwise.compat.results import set_tensor_type
 from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
-from shardwise.geometry import Layout, MeshSpec, ShardingSpec
-from shardwise.geometry import Shard as Split
+from shardwise.geometry import Layout, ShardingSpec
 from shardwise.geometry.layout import rebuild_layout
 from shardwise.tensor import pickling
 from shardwise.tensor.comms import GroupOrComm, group_of
@@ -443,6 +444,8 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
 
 PlacementShardingSpec.tensor_type = TorchShardedTensor
+ask_custom_ops(TorchShardedTensor, "clone", "detach", "requires_grad_", "is_contiguous", "__deepcopy__")
+ask_custom_ops(TorchShardedTensor, "size", "dim", "numel", "tolist", "backward")
 # Programs print and compare the names of classes.
 TorchShardedTensor.__name__, TorchShardedTensorBase.__name__ = "ShardedTensor", "ShardedTensorBase"
 # What torch.load makes of a file with weights_only=True: the tensor, and its spec in torch's form.
@@ -466,38 +469,6 @@ def _check_memory_format(memory_format: torch.memory_format) -> None:
         raise RuntimeError(
             f"Only `torch.contiguous_format` or `torch.preserve_format` is supported! Got {memory_format}"
         )
-
-
-# By the identity of layouts, which equal ones of other specs do not share; each is kept alive beside its answer.
-_chunk_layouts: dict[tuple[int, torch.device], tuple[Layout, Layout]] = {}
-_MAX_CHUNK_LAYOUTS = 8192
-
-
-def set_tensor_type(value: Any, cls: type[ShardedTensor] = TorchShardedTensor) -> Any:
-    """Make a native ShardedTensor one of torch's meaning, in place; anything else passes."""
-    if type(value) is ShardedTensor:
-        value.__class__ = cls
-        value.sharding = _layout_of_chunks(value.sharding, value.device)
-    return value
-
-
-def _layout_of_chunks(layout: Layout, device: torch.device) -> Layout:
-    """The same layout by a ChunkShardingSpec, whose `dim` and `placements` programs read; unchanged if it has none."""
-    known = _chunk_layouts.get((id(layout), device))
-    if known is None:
-        if len(_chunk_layouts) >= _MAX_CHUNK_LAYOUTS:
-            _chunk_layouts.clear()
-        known = _chunk_layouts[id(layout), device] = (layout, _find_chunks(layout, device))
-    return known[1]
-
-
-def _find_chunks(layout: Layout, device: torch.device) -> Layout:
-    spec = layout.spec
-    if not isinstance(spec, MeshSpec) or spec.mesh.ndim != 1 or not isinstance(spec.placements[0], Split):
-        return layout
-    placements = [f"rank:{rank}/{device}" for rank in spec.mesh.ranks.tolist()]
-    same = ChunkShardingSpec(spec.placements[0].dim, list(placements)).layout(layout.shape)
-    return same if same == layout else layout
 
 
 def _no_comm() -> OutsideComm:

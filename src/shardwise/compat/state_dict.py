@@ -93,25 +93,33 @@ def get_state(tensor: TorchShardedTensor) -> TorchState:
 
 
 def set_state(tensor: TorchShardedTensor, state: TorchState) -> None:
-    """Give a tensor of the same size and dtype torch's state, on the process group of the moment."""
+    """Give a tensor of the same size and dtype torch's state, on the process group of the moment.
+
+    A file that torch's own class wrote is read in this way: pickle makes a tensor that has nothing yet.
+    """
     shards, metadata, group, spec, init_rrefs = state
     comm = comm_to_load_on(type(tensor), group)
+    if hasattr(tensor, "sharding"):
+        _check_same_kind(tensor, metadata)
+    layout = spec.layout(metadata.size)
+    for name in ("_shards", "_shard_order"):
+        tensor.__dict__.pop(name, None)
+    tensor.sharding, tensor.comm, tensor._anchor, tensor._fingerprint = layout, comm, None, None
+    tensor.local_parts = _locals_of(shards, layout, comm.rank)
+    tensor._metadata, tensor._sharding_spec = metadata, spec
+    if len(shards) == len(tensor.local_parts):
+        tensor._local_shards = shards
+    tensor.requires_grad_(metadata.tensor_properties.requires_grad)
+    tensor._with_rrefs(init_rrefs)
+
+
+def _check_same_kind(tensor: TorchShardedTensor, metadata: ShardedTensorMetadata) -> None:
     have, given = (tuple(tensor.shape), tensor.dtype), (tuple(metadata.size), metadata.tensor_properties.dtype)
     if have != given:
         raise ValueError(
             f"a ShardedTensor of shape {have[0]} and {have[1]} cannot take a state of shape {given[0]} and {given[1]}; "
             "make a tensor of the state's shape and dtype, or use pickle, which does"
         )
-    layout = spec.layout(metadata.size)
-    for name in ("_shards", "_shard_order"):
-        tensor.__dict__.pop(name, None)
-    tensor.local_parts = _locals_of(shards, layout, comm.rank)
-    tensor.sharding, tensor.comm, tensor._anchor = layout, comm, None
-    tensor._metadata, tensor._sharding_spec = metadata, spec
-    if len(shards) == len(tensor.local_parts):
-        tensor._local_shards = shards
-    tensor.requires_grad_(metadata.tensor_properties.requires_grad)
-    tensor._with_rrefs(init_rrefs)
 
 
 def _locals_of(shards: list[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
