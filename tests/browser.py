@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -33,6 +33,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--force-device-scale-factor=1",
 )
+START_SECONDS = 120  # of a browser on a busy machine
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {"ArrowRight": "\ue014", "ArrowLeft": "\ue012", "ArrowDown": "\ue015", "ArrowUp": "\ue013", "Tab": "\ue004"}
 KEYS |= {"Enter": "\ue007", "End": "\ue010", "Home": "\ue011", "Escape": "\ue00c"}
@@ -53,34 +54,36 @@ class Browser:
         assert found is not None
         browser, driver = found
         self._profile = tempfile.TemporaryDirectory(prefix="shardwise-browser-", ignore_cleanup_errors=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         environment = {**os.environ, "HOME": self._profile.name}
-        self._driver = subprocess.Popen(
-            [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        )
-        self._base = f"http://127.0.0.1:{port}"
+        said = Path(self._profile.name) / "driver.log"
+        with said.open("w") as out:
+            self._driver = subprocess.Popen(
+                [driver, "--port=0"], stdout=out, stderr=subprocess.DEVNULL, env=environment
+            )
+        self._base = f"http://127.0.0.1:{self._find_port(said)}"
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._session = ""
         self._start(browser)
         self.call("POST", "/window/rect", {"width": width, "height": height})
+
+    def _find_port(self, said: Path) -> int:
+        """The free port that the driver has chosen, which it prints."""
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._driver.poll() is None:
+            found = re.search(r"successfully on port (\d+)", said.read_text())
+            if found:
+                return int(found[1])
+            time.sleep(0.05)
+        raise RuntimeError(f"chromedriver does not start: {said.read_text()}")
 
     def _start(self, browser: str) -> None:
         flags = [*FLAGS, f"--user-data-dir={self._profile.name}/profile"]
         wanted = {
             "goog:chromeOptions": {"binary": browser, "args": flags},
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
-            "timeouts": {"script": 20000, "pageLoad": 30000},
+            "timeouts": {"script": 60000, "pageLoad": 60000},
         }
-        for _ in range(100):
-            try:
-                answer = self._request("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.1)
-        else:
-            raise RuntimeError("chromedriver does not answer")
+        answer = self._request("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{answer['sessionId']}"
 
     def __enter__(self) -> Browser:
@@ -93,7 +96,7 @@ class Browser:
             self._request("DELETE", self._session)
         finally:
             self._driver.terminate()
-            self._driver.wait(timeout=20)
+            self._driver.wait(timeout=60)
             self._profile.cleanup()
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -104,7 +107,7 @@ class Browser:
         data = json.dumps(body or {}).encode() if method == "POST" else None
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with self._open(request, timeout=60) as response:
+            with self._open(request, timeout=START_SECONDS) as response:
                 return json.load(response)["value"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(json.load(error)["value"]["message"]) from None

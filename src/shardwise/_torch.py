@@ -23,6 +23,8 @@ from torch import Tensor
 
 from shardwise._version import SUPPORTED_TORCH
 
+TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
 
 def private_name(path: str) -> Any:
     """Return a private name of torch, or say in one sentence which versions have it.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import Event, Thread, get_ident
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,24 @@ _set_hooks_tracing = private_name("_C._autograd._saved_tensors_hooks_set_tracing
 
 # Which code dynamo leaves alone; in C, so that dynamo itself is not loaded.
 _eval_frame: Any = private_name("_C._dynamo.eval_frame")
+
+
+_CompileContext: Any = private_name("_guards.CompileContext")
+
+
+def is_dynamo_at_work() -> bool:
+    """Whether dynamo follows a function now; `torch.compiler.is_compiling` does not say so in torch 2.11."""
+    return _CompileContext.try_get() is not None
+
+
+def is_called_by_compiled_code() -> bool:
+    """Whether what `torch.compile` returned for a function is being called, by the stack: dynamo does not say so."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -129,7 +148,8 @@ def inductor_compiler() -> Any:
 def _load_quietly(path: str) -> Any:
     """Load a module of torch that warns of its own deprecated parts when it is loaded."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):  # torch 2.15 warns of TorchScript by the latter
+            warnings.simplefilter("ignore", category)
         return private_name(path)
 
 

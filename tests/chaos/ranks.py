@@ -39,6 +39,7 @@ from shardwise.comm import CommError, DisagreementError, ProcessGroupComm
 from shardwise.comm.current import use_comm
 from shardwise.comm.faults import report_exception
 from tests.moving import local_parts, same_bytes
+from tests.ranks.world import set_up_comm
 
 GRACE = 5.0
 FEW_LINES = 40  # torch prints a trace of 17 when the store's host dies in the middle of a call
@@ -194,8 +195,7 @@ def run_rank(case: RankCase, rank: int, store: Any, folder: Path, say: Callable[
     timeout = float(os.environ["CHAOS_TIMEOUT"])
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=limit)
-    comm = ProcessGroupComm(timeout=timeout, shared_memory=case.shared)
-    comm.barrier(label="set up")
+    comm = set_up_comm(timeout, shared=case.shared)
     program = Program(case, comm, folder)
     last, began = ("barrier", -1, 0, False), time.monotonic()
     try:
@@ -274,7 +274,7 @@ def watch_ranks(case: RankCase, children: list[int], pipes: list[int], timeout: 
     """Send the signals of the case, and read messages until all ranks have ended that can."""
     found: list[dict[str, Any] | None] = [None] * case.ranks
     waiting = dict(zip(pipes, range(case.ranks), strict=True))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120  # of the start
     while waiting and time.monotonic() < deadline:
         ready, _, _ = select.select(list(waiting), [], [], 0.5)
         for pipe in ready:

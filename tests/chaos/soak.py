@@ -22,6 +22,7 @@ import torch
 
 import shardwise
 from shardwise import ChunkSpec, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor
+from shardwise.checkpoint import leftovers
 from shardwise.comm import Comm, LocalWorld, default_comm
 from tests.moving import local_parts, same_bytes
 
@@ -112,6 +113,14 @@ class Soak:
         shardwise.load(into, self.folder / "c")
         self.check(into["x"], whole)
 
+    def look(self) -> Held:
+        """A sample, once no rank removes in the background what a save has replaced."""
+        leftovers(self.folder / "c")
+        self.comm.barrier(label="nothing is being removed")
+        held = look(self.folder)
+        self.comm.barrier(label="all ranks have looked")
+        return held
+
 
 def soak_rank(seconds: float, folder: Path, seed: int) -> tuple[int, list[Held]]:
     """Random operations for so long; how many, and samples."""
@@ -126,7 +135,7 @@ def soak_rank(seconds: float, folder: Path, seed: int) -> tuple[int, list[Held]]
         spent = torch.tensor([time.monotonic() - started])
         soak.comm.broadcast(spent, 0, label="time").wait()  # all ranks end together
         if float(spent) >= seconds * (len(samples) + 1) / SAMPLES:
-            samples.append(look(folder))
+            samples.append(soak.look())
         if float(spent) >= seconds:
             return done, samples
 

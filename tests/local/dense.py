@@ -36,7 +36,7 @@ from tests.device import DEVICE
 
 Program: TypeAlias = Callable[..., Any]
 Call: TypeAlias = Sequence[Any]
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 REFUSALS = ("UnsupportedOpError", "MixedTensorsError", "LayoutError")
 
 # Layouts of a tensor of 4 rows or more over 2 ranks, by the words of the notation.

@@ -29,7 +29,6 @@ Worlds: TypeAlias = Sequence[tuple[int, ...]]
 WORLDS: Worlds = ((1,), (2,), (3,), (2, 2))
 LINES: Worlds = ((1,), (2,), (3,))
 AXES = ("dp", "tp", "pp")
-TORCH_RELEASE = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
 def ramp(*shape: int, start: float = -1.0, step: float = 0.37, grad: bool = True) -> Tensor:

@@ -7,6 +7,7 @@ Full backward hooks of modules, activation checkpointing of both kinds and insid
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,7 +89,7 @@ def test_full_backward_hooks(layouts: tuple[str, str], second: bool, replace: bo
                 assert_same([g for g in given_grads if g is not None], [g for g in dense_grads if g is not None])
 
     forget()
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("layout", (BOXES, OUTSIDE, "on tp=3: S(0) sizes(0,4,0)"))
@@ -105,7 +106,7 @@ def test_full_backward_hooks_where_a_rank_has_nothing(layout: str) -> None:
         return heard
 
     forget()
-    assert run_local(body, 3, timeout=20) == [[1]] * 3
+    assert run_local(body, 3, timeout=60) == [[1]] * 3
 
 
 def test_a_hook_of_all_modules_and_one_that_is_removed() -> None:
@@ -121,7 +122,7 @@ def test_a_hook_of_all_modules_and_one_that_is_removed() -> None:
 
     every = nn.modules.module.register_module_full_backward_hook(lambda m, i, o: heard.append(type(m).__name__))
     try:
-        run_local(body, 2, timeout=20)
+        run_local(body, 2, timeout=60)
     finally:
         every.remove()
     assert heard == ["Linear"] * 2
@@ -142,7 +143,7 @@ def test_a_gradient_in_another_layout_is_moved() -> None:
         assert_gradient(x, whole)
 
     for plain in (False, True):
-        run_local(body, 2, plain, timeout=20)
+        run_local(body, 2, plain, timeout=60)
 
 
 def test_a_wrong_number_of_gradients_is_an_error_on_every_rank() -> None:
@@ -152,7 +153,7 @@ def test_a_wrong_number_of_gradients_is_an_error_on_every_rank() -> None:
         with pytest.raises(RuntimeError, match="invalid number of grad_input, got 2, but expected 1"):
             module(lay(matrix(1).requires_grad_(), S0)).sum().backward()
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 def test_hooks_of_tensors_and_nodes() -> None:
@@ -172,7 +173,7 @@ def test_hooks_of_tensors_and_nodes() -> None:
         assert_gradient(x, whole)
         assert counted == ["tensor", "module", "leaf"]
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 @register_autograd_function
@@ -268,7 +269,17 @@ def test_a_function_of_ones_own_beside_plain_tensors() -> None:
         assert_same(plain.grad, torch.full((4, 4), 2.0, dtype=torch.float64))
         assert_same(x.grad, torch.full((4, 4), 3.0, dtype=torch.float64))
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
+
+
+def is_freed(watched: weakref.ref[Any]) -> bool:
+    """Whether a collection frees it; while another rank's thread collects, a collection of this thread does nothing."""
+    for _ in range(50):
+        gc.collect()
+        if watched() is None:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_what_a_function_returned_is_freed() -> None:
@@ -278,10 +289,9 @@ def test_what_a_function_returned_is_freed() -> None:
         out = cube(lay(matrix(1).requires_grad_(), S0), 2.0)
         watched = weakref.ref(out.local_tensor().untyped_storage())
         del out
-        gc.collect()
-        return watched() is None
+        return is_freed(watched)
 
-    assert run_local(body, 2, timeout=20) == [True, True]
+    assert run_local(body, 2, timeout=60) == [True, True]
 
 
 def test_a_function_that_writes_is_refused() -> None:
@@ -296,7 +306,7 @@ def test_a_function_that_writes_is_refused() -> None:
         with pytest.raises(UnsupportedOpError, match="writes to a ShardedTensor"):
             Writes.apply(lay(matrix(1).requires_grad_(), S0))  # type: ignore[no-untyped-call]  # untyped in torch
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 def test_a_function_that_is_not_registered_is_refused_with_the_way_out() -> None:
@@ -309,7 +319,7 @@ def test_a_function_that_is_not_registered_is_refused_with_the_way_out() -> None
         with pytest.raises(UnsupportedOpError, match=r"shardwise\.register_autograd_function"):
             Own.apply(lay(matrix(1).requires_grad_(), S0))  # type: ignore[no-untyped-call]  # untyped in torch
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 def mlp(x: Any, w: Any) -> Any:
@@ -386,10 +396,9 @@ def test_activation_checkpointing_frees_what_it_computes_again(reentrant: bool) 
 
         x: Any = lay(matrix(1).requires_grad_(), S0)
         out: Any = checkpoint(program, x * 1, use_reentrant=reentrant)
-        gc.collect()
-        freed = made[0]() is None
+        freed = is_freed(made[0])
         out.sum().backward()
         return freed, len(made)
 
     forget()
-    assert run_local(body, 2, timeout=20) == [(True, 2)] * 2
+    assert run_local(body, 2, timeout=60) == [(True, 2)] * 2

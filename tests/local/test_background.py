@@ -41,7 +41,7 @@ def test_the_thread_ends_when_nothing_is_left_and_begins_again(monkeypatch: pyte
     for number in range(2):
         assert queue.submit(lambda number=number: number).wait() == number  # type: ignore[misc]  # bound
         thread = queue._thread
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while thread is not None and thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert queue._thread is None

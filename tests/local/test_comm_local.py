@@ -197,7 +197,7 @@ def test_a_time_out_names_the_absent_rank() -> None:
 
     def body(comm: Comm) -> None:
         if comm.rank == 1:
-            hold.wait(20)
+            hold.wait(60)
         else:
             try:
                 comm.barrier(label="wait for it")
@@ -216,7 +216,7 @@ def test_a_late_rank_does_not_read_what_was_written_after_the_time_out(kind: str
     def body(comm: Comm) -> str:
         x = torch.full((4,), 7.0 if comm.rank == 0 else 0.0)
         if comm.rank == 1:
-            gave_up.wait(20)
+            gave_up.wait(60)
         try:
             if kind == "exchange":
                 comm.exchange({1: [x]} if comm.rank == 0 else {}, {0: [x]} if comm.rank else {}, label="w").wait()

@@ -26,8 +26,12 @@ def lay(spec: Any, *shape: int, seed: int = 0, grad: bool = False) -> ShardedTen
     return shard(numbers(*shape, seed=seed, dtype=torch.float32), spec, None).requires_grad_(grad)
 
 
-def ranks(body: Callable[[Comm], Any]) -> list[Any]:
-    return run_local(body, 2, timeout=60.0)
+def ranks(body: Callable[[Comm], Any], *, warns: bool = False) -> list[Any]:
+    """What two ranks return; warnings are ignored around them: their filters belong to the process, not to a thread."""
+    with warnings.catch_warnings():
+        if warns:
+            warnings.simplefilter("ignore")
+        return run_local(body, 2, timeout=60.0)
 
 
 def alone(body: Callable[[], Any]) -> Any:
@@ -230,13 +234,11 @@ def test_autocast_means_what_it_means_without_a_graph() -> None:
 def test_what_depends_on_values_runs_without_a_graph_on_every_rank(program: Callable[..., Any], reason: str) -> None:
     def body(comm: Comm) -> tuple[Any, Any, str]:
         run, x = compile_quietly(program), lay(ROWS, 4, 6)
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            first, second = run(x), run(x)
+        first, second = run(x), run(x)
         assert_close(first.full(), second.full())
         return first.full(), program(x).full(), run.explain()
 
-    for compiled, eager, text in ranks(body):
+    for compiled, eager, text in ranks(body, warns=True):
         assert_close(compiled, eager)
         assert "runs without a graph: ranks 0, 1: " in text and "kind 0, 2 calls" in text
 
@@ -282,30 +284,26 @@ def test_an_attribute_that_is_set_is_not_forgotten() -> None:
 def test_errors_of_the_program_are_its_own_on_every_rank() -> None:
     def body(comm: Comm) -> str:
         run = compile_quietly(lambda x: x.redistribute(3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                run(lay(ROWS, 4, 6))
-            except (LayoutError, ValueError) as error:
-                return str(error)
+        try:
+            run(lay(ROWS, 4, 6))
+        except (LayoutError, ValueError) as error:
+            return str(error)
         return "no error"
 
-    one, other = ranks(body)
+    one, other = ranks(body, warns=True)
     assert one == other and "redistribute takes a spec" in one
 
 
 def test_ranks_that_trace_different_programs_raise_as_without_a_graph() -> None:
     def body(comm: Comm) -> str:
         run = compile_quietly(lambda x: x.redistribute(COLUMNS if comm.rank else WHOLE))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                run(lay(ROWS, 4, 6))
-            except shardwise.DisagreementError as error:
-                return str(error)
+        try:
+            run(lay(ROWS, 4, 6))
+        except shardwise.DisagreementError as error:
+            return str(error)
         return "no error"
 
-    one, other = ranks(body)
+    one, other = ranks(body, warns=True)
     assert one == other and "the ranks pass different arguments: to is" in one
 
 

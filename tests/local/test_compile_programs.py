@@ -216,11 +216,12 @@ def test_a_mixture_of_experts_runs_without_a_graph_and_says_where() -> None:
 
     def body(comm: Comm) -> tuple[str, bool]:
         batches = [numbers(ROWS, WIDTH, seed=i, dtype=torch.float32) for i in range(2)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run = train_beside(lambda: make(Mixture(), plan), batches)
+        run = train_beside(lambda: make(Mixture(), plan), batches)
         return str(run.explain()), reads_plain_as_replicated()
 
-    for text, is_left_open in run_local(body, 2, timeout=60.0):
+    with warnings.catch_warnings():  # around the ranks: filters belong to the process, not to a thread
+        warnings.simplefilter("ignore")
+        ended = run_local(body, 2, timeout=60.0)
+    for text, is_left_open in ended:
         assert "runs without a graph: ranks 0, 1: DataDependentOutputException" in text
         assert "(at test_compile_programs.py:" in text and not is_left_open

@@ -75,7 +75,7 @@ def chances(seed: int = 1) -> Tensor:
 
 def run(body: Callable[[Comm], Any], world: int = 2) -> list[Any]:
     forget()
-    return run_local(body, world, timeout=30)
+    return run_local(body, world, timeout=60)
 
 
 def is_known(distribution: Any, name: str) -> bool:

@@ -19,7 +19,7 @@ from tests.local.dense import BOXES, S0, S1, P, R, assert_same, forget, lay, num
 
 forward_ad: Any = torch.autograd.forward_ad  # untyped in torch
 # Torch's own, when it loads its formulas.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 LAYOUTS = {"S0": S0, "S1": S1, "R": R, "P": P, "P(avg)": "on tp=2: P(avg)", "uneven": "on tp=2: S(0) sizes(0,4)"}
 PLACES = {**LAYOUTS, "block": "on tp=2: S(0) block(1)"}
 
@@ -84,7 +84,7 @@ def assert_pair(found: Sequence[Any], expected: Sequence[Any]) -> None:
 def run_in_level(body: Callable[[Comm], Any], world: int = 2) -> list[Any]:
     forget()
     with forward_ad.dual_level():
-        return run_local(body, world, timeout=20)
+        return run_local(body, world, timeout=60)
 
 
 @pytest.mark.parametrize("layout", PLACES)
@@ -105,9 +105,9 @@ def test_tangents(name: str, layout: str) -> None:
             program(lay(matrix(seed), where))
 
     forget()
-    run_local(before, 2, timeout=20)
+    run_local(before, 2, timeout=60)
     with forward_ad.dual_level():
-        run_local(body, 2, timeout=20)
+        run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("layout", ("boxes", "outside", "empty"))
@@ -217,7 +217,7 @@ def test_a_level_ends() -> None:
             assert forward_ad.unpack_dual(kept).tangent is None
 
     forget()
-    run_local(body, 1, timeout=20)
+    run_local(body, 1, timeout=60)
 
 
 @pytest.mark.parametrize("name", ("square", "mlp", "softmax", "sum", "amax", "cat", "in place", "constant"))
@@ -233,7 +233,7 @@ def test_jvp(name: str) -> None:
             assert_pair(found, torch.func.jvp(program, (whole,), (along,)))
 
     forget()
-    run_local(body, 1, timeout=20)
+    run_local(body, 1, timeout=60)
 
 
 def test_jvp_of_a_gradient() -> None:
@@ -252,7 +252,7 @@ def test_jvp_of_a_gradient() -> None:
         with pytest.raises(UnsupportedOpError, match=r"use torch\.autograd\.grad inside of torch\.func\.jvp"):
             torch.func.jvp(torch.func.grad(lambda y: (y.exp() * y).sum()), (x.detach(),), (t,))
 
-    run_local(body, 1, timeout=20)
+    run_local(body, 1, timeout=60)
 
 
 BATCHED: dict[str, Callable[[Any], Any]] = {
@@ -267,4 +267,4 @@ def test_many_tangents_at_once_are_refused(name: str) -> None:
         with pytest.raises(UnsupportedOpError, match=r"call torch\.func\.jvp for one tangent after the other"):
             BATCHED[name](lay(matrix(1), "on tp=1: S(0)"))
 
-    run_local(body, 1, timeout=20)
+    run_local(body, 1, timeout=60)

@@ -251,7 +251,7 @@ def test_chunks_on_some_of_the_ranks_stay_there(ranks: str) -> None:
         assert set(found.sharding.ranks) == set(x.sharding.ranks)
 
     forget()
-    run_local(body, 3, timeout=20)
+    run_local(body, 3, timeout=60)
 
 
 def test_a_view_of_pieces_that_had_to_move_is_refused() -> None:
@@ -267,7 +267,7 @@ def test_a_view_of_pieces_that_had_to_move_is_refused() -> None:
             x.cumsum_(0)
 
     forget()
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -318,7 +318,7 @@ def test_a_step_of_training(layout: str) -> None:
             assert_gradient(laid, whole)
             assert_same(laid, whole)
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 def test_a_tensor_of_two_worlds_is_refused_alike() -> None:

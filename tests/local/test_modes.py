@@ -133,7 +133,7 @@ def test_autocast_of_modules() -> None:
                 assert_gradient(one, other, rtol=0.1, atol=0.1)
 
     forget()
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 def test_a_grad_scaler_skips_on_every_rank() -> None:
@@ -160,7 +160,7 @@ def test_a_grad_scaler_skips_on_every_rank() -> None:
         return float(scaler.get_scale())
 
     forget()
-    assert run_local(body, 2, timeout=20) == [128.0, 128.0]
+    assert run_local(body, 2, timeout=60) == [128.0, 128.0]
 
 
 COMMON: dict[str, Callable[[Any], Any]] = {
@@ -228,7 +228,7 @@ def test_a_mode_at_the_first_call(name: str, layout: str, mode: str) -> None:
             assert_gradient(laid, leaf)
 
     forget()
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 COMPOSITE: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -284,7 +284,7 @@ def test_the_rule_of_a_composite_operator_is_asked(name: str, mode: Any, layout:
                 assert_gradient(laid, whole)
 
     with sharding_rule(op, rule):
-        run_local(body, 2, timeout=20)
+        run_local(body, 2, timeout=60)
     assert asked, f"the rule of {op} was never asked"
 
 

@@ -27,7 +27,7 @@ from shardwise.tensor import ShardedTensor
 from tests.local.dense import WaitsForAnotherThread
 
 ROWS = "on tp=2: S(0)"
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 def endings(call: Callable[[bool], Any]) -> list[str]:

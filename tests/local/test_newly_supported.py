@@ -31,7 +31,7 @@ def matrix(seed: int) -> Tensor:
 
 def run(body: Callable[[Comm], Any], world: int = 2) -> list[Any]:
     forget()
-    return run_local(body, world, timeout=20)
+    return run_local(body, world, timeout=60)
 
 
 def filled(module: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import TORCH_RELEASE
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import (
     Box,
@@ -26,7 +27,7 @@ from shardwise.geometry import (
     Shard,
 )
 from shardwise.tensor import ShardedTensor, shard
-from tests.local.op_cases import LINES, TORCH_RELEASE, Combination, check_op, lay_out, ramp
+from tests.local.op_cases import LINES, Combination, check_op, lay_out, ramp
 
 SMOOTH: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(),

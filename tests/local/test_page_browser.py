@@ -6,6 +6,7 @@ console is empty, and no request went anywhere but to the page itself.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from tests.browser import Browser, find_browser
 
 pytestmark = [
     pytest.mark.skipif(find_browser() is None, reason="chromium and chromedriver are not installed: no browser"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 SHOWN = """document.getElementById('content').dataset.shown
     && [...document.querySelectorAll('canvas')].every((canvas) => canvas.dataset.redrawMs)"""
@@ -77,7 +78,8 @@ def served(browser: Browser, target: PageTarget) -> Iterator[None]:
 
 
 def tip_at(browser: Browser, selector: str, x: float, y: float) -> str:
-    """The text beside the pointer at a place of an element."""
+    """The text beside the pointer at a place of an element; what was there before is put away first."""
+    browser.run("document.getElementById('tooltip').hidden = true")
     browser.hover(selector, x, y)
     browser.wait_for("!document.getElementById('tooltip').hidden")
     return browser.text("#tooltip")
@@ -149,6 +151,8 @@ def test_colours_follow_host_axis_and_scheme(browser: Browser, tmp_path: Path) -
     assert "tp 3" in browser.texts(".legend li")
     browser.emulate(prefers_color_scheme="dark")
     browser.wait_for("getComputedStyle(document.body).backgroundColor === 'rgb(15, 20, 26)'")
+    drawn = f"document.querySelector('{canvas('layout')}').toDataURL()"
+    browser.wait_for(f"!{json.dumps(sorted(pictures))}.includes({drawn})")  # drawn anew a moment after the style
     pictures.add(pixels_of(browser, "layout"))
     assert len(pictures) == 4
 

@@ -156,7 +156,7 @@ def test_forward_mode_is_off_inside_an_autograd_function() -> None:
     assert (_torch.is_forward_grad_enabled(), inside) == (True, [False])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual number
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, at the first dual number
 def test_dual_numbers_are_noticed() -> None:
     one = torch.ones(1)
     assert not _torch.is_dual_level()

@@ -206,7 +206,7 @@ def test_streams_count_up_and_the_first_rank_decides() -> None:
         torch.manual_seed(20 + comm.rank)
         return [*(asked(comm, generator) for _ in range(3)), *(asked(comm) for _ in range(3))]
 
-    first, *others = run_local(body, 3, timeout=20.0)
+    first, *others = run_local(body, 3, timeout=60)
     assert others == [first] * 2
     assert first[0] == Stream(10) and len(set(first)) == 6
     assert [stream.count for stream in first[3:]] == [0, 1, 2]
@@ -224,7 +224,7 @@ def test_the_state_of_a_generator_names_its_stream() -> None:
         again.set_state(state)
         assert len({first, second, third}) == 3 and [asked(comm, again), asked(comm, again)] == [second, third]
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 INVERSES: dict[str, tuple[tuple[float, ...], float]] = {  # arguments, and a quarter of the values is below
@@ -250,7 +250,7 @@ def test_values_by_inverse_functions_have_their_distribution(draw: str) -> None:
         with pytest.raises(RuntimeError, match=draw):
             getattr(cut, draw)(*arguments[:-1], -1.0)
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 def test_trials_up_to_the_first_success() -> None:
@@ -259,7 +259,7 @@ def test_trials_up_to_the_first_success() -> None:
         assert x.min() == 1 and abs(x.double().mean() - 4) < 0.3
         assert abs((x == 1).double().mean() - 0.25) < 0.03
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 def test_ones_with_the_probabilities_of_another_tensor() -> None:
@@ -268,7 +268,7 @@ def test_ones_with_the_probabilities_of_another_tensor() -> None:
         p = shardwise.shard(torch.tensor([0.0, 1.0] * 20), spec)
         assert torch.equal(shardwise.zeros(spec, 40).bernoulli_(p).full(), p.full())
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_generator_gives_other_numbers_at_each_call(draw: str) -> None:
         assert not torch.equal(one, other)
         assert torch.equal(one, values(generator.manual_seed(1)))
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 def test_seeding_again_starts_again_and_other_seeds_keep_their_count() -> None:

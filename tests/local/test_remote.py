@@ -304,7 +304,7 @@ def test_ranges_are_read_in_parallel_and_in_bounded_memory(monkeypatch: pytest.M
     def read(self: RemotePath, low: int, high: int) -> bytes:
         nonlocal most
         if low in (0, cache.chunk_bytes) and high - low == cache.chunk_bytes:
-            together.wait(20)  # each waits until the other is being read
+            together.wait(60)  # each waits until the other is being read
         assert high - low <= cache.chunk_bytes
         most = max(most, len(cache._chunks))
         return plain(self, low, high)

@@ -123,7 +123,7 @@ def test_parametrizations(name: str, layout: str) -> None:
             assert_gradient(one, other, rtol=1e-5, atol=1e-6)
 
     forget()
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)
 
 
 EQUAL: dict[str, Callable[[Any], Any]] = {
@@ -337,7 +337,7 @@ def test_pending_tensors_beside_empty_ones(pending: str, tmp_path: Path) -> None
             assert_same(back[str(number)], whole)
 
     for order in ([none, full], [full, none], [none, full, none], [none], [none, none]):
-        run_local(body, 2, order, timeout=20)
+        run_local(body, 2, order, timeout=60)
 
 
 @pytest.mark.parametrize("layout", ("on tp=2: S(0) sizes(0,4)", "on tp=2: S(0) sizes(4,0)", S0, R, "on tp=3: S(0)"))
@@ -416,4 +416,4 @@ def test_nothing_is_a_ShardedTensor_by_accident() -> None:
         x = lay(matrix(1), P)
         assert isinstance(x / 0, ShardedTensor) and isinstance(torch.cat([x, x]), ShardedTensor)
 
-    run_local(body, 2, timeout=20)
+    run_local(body, 2, timeout=60)

@@ -40,7 +40,7 @@ def test_random_takes_one_bound_as_the_end() -> None:
         assert set(x.random_(3).full().tolist()) == {0, 1, 2}
         assert set(x.random_(5, 7).full().tolist()) == {5, 6}
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 def test_ones_are_drawn_below_the_probability() -> None:
@@ -67,7 +67,7 @@ def test_randn_has_mean_zero() -> None:
         values = shardwise.randn(ChunkSpec(0, (0, 1)), 4000, seed=3).full()
         assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize(("sizes", "even"), [((2, 2), True), ((1, 3), False)])
@@ -88,7 +88,7 @@ def test_a_bad_spec_or_rank_is_refused_on_every_rank() -> None:
         with pytest.raises(ValueError, match="rank 9"):
             shardwise.shard(torch.ones(4), ChunkSpec(0, (0, 1))).gather(9)
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("data", [b"a.", b"0.", b"t.", b"u.", b"e.", b"q\x00.", b"(q\x00.", b"h\x05.", b"]t.", b"(."])
@@ -132,7 +132,7 @@ def test_bytes_with_checksums_are_counted(tmp_path: Path) -> None:
     def body(comm: Comm) -> None:
         shardwise.save({"w": shardwise.ones(ChunkSpec(0, (0, 1)), 10, 3)}, tmp_path / "c")
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
     with shardwise.open(tmp_path / "c") as opened:
         assert count_checked_bytes(opened._store) == 120
 
@@ -150,7 +150,7 @@ def test_pending_numbers_are_saved_as_cut_along_the_first_dim(tmp_path: Path) ->
         state = {"w": shardwise.from_local(torch.ones(4, 2), mesh, (4, 2))}
         shardwise.save(state, tmp_path / "c")
 
-    run_local(body, 2, timeout=20.0)
+    run_local(body, 2, timeout=60)
     with shardwise.open(tmp_path / "c") as opened:
         layout = opened["w"].layout
         assert [layout.local_shapes(rank) for rank in (0, 1)] == [((2, 2),), ((2, 2),)]

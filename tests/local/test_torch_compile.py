@@ -24,12 +24,18 @@ import sys, warnings
 import torch
 from torch import nn
 from shardwise import Mesh, ModelPlan, shard_module
+from shardwise._torch_graphs import is_called_by_compiled_code, is_dynamo_at_work
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 plain.load_state_dict(model.state_dict())
 shard_module(model, ModelPlan(Mesh.of(tp=1), {{"*.weight": "S(0)"}}, axis="tp", input_plan="replicated"))
 x = torch.ones(3, 4)
+
+def look(graph, inputs):
+    inside.append((is_called_by_compiled_code(), is_dynamo_at_work()))
+    return graph.forward
+
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     compiled = torch.compile(lambda x: model(x), backend="eager")
@@ -43,6 +49,14 @@ for one, other in zip(model.parameters(), plain.parameters()):
     torch.testing.assert_close(one.grad.full(), other.grad)
 again = torch.compile(plain, backend="eager", fullgraph=True)
 torch.testing.assert_close(again(x), plain(x))
+inside = []
+
+@torch.compiler.disable
+def note():
+    inside.append((is_called_by_compiled_code(), is_dynamo_at_work()))
+
+note(), torch.compile(lambda: note(), backend="eager")(), torch.compile(lambda x: x * 2, backend=look)(x)
+assert inside == [(False, False), (True, False), (True, True)], inside
 print(sum("use shardwise.compile(model)" in str(w.message) for w in seen))
 """
 

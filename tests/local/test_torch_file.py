@@ -253,7 +253,7 @@ def test_forged_files_are_refused(tmp_path: Path, data: bytes, message: str) -> 
 
 def test_cut_and_changed_files_give_errors_in_little_time_and_memory(file: Path, tmp_path: Path) -> None:
     whole, chance = file.read_bytes(), random.Random(3)
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     refused = 0
     for number in range(400):
         data = bytearray(whole)
@@ -271,7 +271,7 @@ def test_cut_and_changed_files_give_errors_in_little_time_and_memory(file: Path,
         except CheckpointError:
             refused += 1
     assert refused > 200
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10 and time.monotonic() - started < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10 and time.process_time() - started < 60
 
 
 def test_a_directory_that_claims_many_records_takes_no_memory(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,22 +82,34 @@ def test_a_step_has_operators_of_both_passes_and_the_forward_lines(tmp_path: Pat
     assert linear["args"]["to"] == "f32[2,8] on tp=2: S(1)"
 
 
-def test_waiting_is_apart_from_moving(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_waiting_is_apart_from_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on once, while rank 0 waits for rank 1."""
+    path, now, waits, begun = tmp_path / "step.json", [0], threading.Event(), threading.Event()
+
+    def read_clock() -> int:
+        time = now[0]
+        if begun.is_set() and threading.current_thread().name == "rank 0":
+            waits.set()
+        return time
+
+    for name in ("shardwise.tensor.recorder", "shardwise.tracing.trace"):
+        monkeypatch.setattr(import_module(name), "time", SimpleNamespace(monotonic_ns=read_clock))
 
     def body(comm: Comm) -> None:
         x = shardwise.ones(ROWS, 4, 2)
         with shardwise.trace(path):
-            if comm.rank == 1:
-                time.sleep(0.2)
+            if comm.rank == 0:
+                begun.set()
+            else:
+                assert waits.wait(60)
+                now[0] += 200_000_000
             x.redistribute(COLUMNS)
 
     run_local(body, 2)
     waited = {rank: sum(e["dur"] for e in read(path, "wait") if e["pid"] == rank) for rank in (0, 1)}
-    moved = {e["pid"]: e["dur"] for e in read(path, "move")}
     assert {e["args"]["line"].partition(":")[0] for e in read(path, "wait")} == {"test_trace.py"}
-    assert waited[0] > 100_000, "rank 0 waits for rank 1, which slept 200 ms"
-    assert waited[1] < 100_000 and max(moved.values()) < 100_000
+    assert waited == {0: 200_000, 1: 0}
+    assert {e["pid"]: e["dur"] for e in read(path, "move")} == {0: 0, 1: 0}
 
 
 def test_moves_that_run_beside_others_have_tracks_of_their_own(tmp_path: Path) -> None:

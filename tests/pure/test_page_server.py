@@ -34,7 +34,7 @@ def request(
     server: PageServer, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers of an answer; names of headers have _ for -."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()

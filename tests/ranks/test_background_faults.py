@@ -13,11 +13,11 @@ import torch
 
 from shardwise.comm import CommError, ProcessGroupComm, default_comm
 from tests.ranks.test_prefetch_ranks import AHEAD, Deep, batch, make_model
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import Ranks, announce, shorten_timeout, wait_for, world_fixture
 
 TIMEOUT = 4.0
 IN_TIME = TIMEOUT + 20
-world = world_fixture(2, timeout=TIMEOUT)
+world = world_fixture(2)
 
 
 def train(model: Deep, steps: int) -> None:
@@ -30,6 +30,7 @@ def _fail_in_a_step(kind: str) -> tuple[str, tuple[int, ...], bool]:
     torch.set_num_threads(1)
     model, rank = make_model(AHEAD), default_comm().rank
     train(model, 2)
+    shorten_timeout(default_comm(), TIMEOUT)
 
     def fail(number: int) -> None:
         if number == 2 and kind == "raises":
@@ -64,23 +65,25 @@ def _interrupt_a_wait() -> tuple[str, bool]:
     comm = default_comm()
     assert isinstance(comm, ProcessGroupComm) and comm.background is not None
     comm.barrier(label="set up")
+    shorten_timeout(comm, TIMEOUT)
     source, began = torch.ones(1 << 20), time.monotonic()
     targets = [torch.zeros(1 << 20), torch.zeros(1 << 20)]
     peer = 1 - comm.rank
 
     def swap() -> None:
+        if comm.rank == 0:  # soon after the program has begun to wait
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
         comm.exchange({peer: [source]}, {peer: [targets[comm.rank]]}, label="swap").wait()
 
     error: BaseException | None = None
     if comm.rank == 1:
-        time.sleep(1.0)
-    else:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        wait_for("interrupted")
     try:
         comm.background.submit(swap).wait()
     except (CommError, KeyboardInterrupt) as caught:
         error = caught
     source.zero_()  # the program goes on
+    announce("interrupted")
     with pytest.raises(CommError):
         comm.barrier(label="afterwards")
     taken: Any = targets[1].sum().item() if comm.rank == 1 and error is None else 0

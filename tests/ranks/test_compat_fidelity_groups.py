@@ -35,7 +35,7 @@ from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(4)
 MEMBERS = (1, 2, 3)
-RPC_SECONDS = 30.0
+RPC_SECONDS = 60.0
 
 
 def members(names: Names) -> tuple[Any, Any]:

@@ -13,26 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import CommError, DisagreementError, LocalWorld, ProcessGroupComm, default_comm
+from shardwise.comm import CommError, DisagreementError, LocalWorld, default_comm
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Partial, Shard
 from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
 from tests.moving import local_parts, same_bytes, values
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import PATIENT, Ranks, set_up_comm, world_fixture
 
 TIMEOUT = 4.0
 IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
 SHAPE = (300, 70)
 ROWS, COLUMNS = ChunkSpec(0, 3), ChunkSpec(1, 3)
 LIMIT = 20_000
-world = world_fixture(3, timeout=TIMEOUT)
-
-
-def comm_for(shared: bool) -> ProcessGroupComm:
-    """Return a fresh comm, set up before anything goes wrong."""
-    dist.barrier()
-    comm = ProcessGroupComm(timeout=TIMEOUT, shared_memory=shared)
-    comm.barrier(label="set up")
-    return comm
+world = world_fixture(3)
 
 
 def source(comm: Any, layout: Layout | None = None) -> ShardedTensor:
@@ -57,7 +49,7 @@ def report(tensor: ShardedTensor, call: Callable[[], Any]) -> Any:
 
 
 def makes_another_call() -> Any:
-    comm = comm_for(True)
+    comm = set_up_comm(TIMEOUT)
     tensor = source(comm)
     return report(tensor, lambda: tensor.gather(0) if comm.rank == 1 else tensor.redistribute(COLUMNS))
 
@@ -70,7 +62,7 @@ def test_a_rank_that_makes_another_call_is_told_to_all(world: Ranks) -> None:
 
 def disagree() -> Any:
     """Every kind of mismatch on rank 2; then the same tensor moves as if nothing had been."""
-    comm, texts = comm_for(True), []
+    comm, texts = set_up_comm(TIMEOUT), []
     odd, tensor, whole = comm.rank == 2, source(comm), values(SHAPE, torch.float32)
     taller = shard(values((301, 70), torch.float32), ROWS, None, comm=comm)
     calls: list[Callable[[], Any]] = [
@@ -114,7 +106,7 @@ def deviates_after_identical_calls(shared: bool) -> Any:
     What it asks for sends as much, less, nothing, has been asked for before or is a mistake. Small pieces come along
     with the messages, large ones are read from the sender's memory.
     """
-    comm, texts, moved = comm_for(shared), [], []
+    comm, texts, moved = set_up_comm(TIMEOUT, shared=shared), [], []
     for shape in ((30, 6), (600, 512)):
         whole = values(shape, torch.float32)
         tensor = from_local(local_parts(ROWS.layout(shape), comm.rank, whole), ROWS, shape, comm=comm)
@@ -158,7 +150,7 @@ def test_a_rank_that_deviates_after_identical_calls(world: Ranks, shared: bool) 
 
 
 def stays_away() -> Any:
-    comm = comm_for(True)
+    comm = set_up_comm(TIMEOUT)
     tensor = source(comm)
     if comm.rank == 1:
         return time.sleep(TIMEOUT + 2)
@@ -173,7 +165,7 @@ def test_a_rank_that_stays_away_is_named(world: Ranks) -> None:
 
 
 def skips_the_backward_pass() -> Any:
-    comm = comm_for(True)
+    comm = set_up_comm(TIMEOUT)
     tensor = source(comm).requires_grad_()
     loss = tensor.redistribute(COLUMNS).full().sum()
     if comm.rank == 2:
@@ -189,7 +181,7 @@ def test_a_rank_that_skips_the_backward_pass_is_named(world: Ranks) -> None:
 
 def killed_in_mid_exchange(shared: bool, victim: int, pending: bool) -> Any:
     """The victim takes part in the first of several rounds and is gone before the second."""
-    comm = comm_for(shared)
+    comm = set_up_comm(TIMEOUT, shared=shared)
     layout = MeshSpec(Mesh.of(tp=3), (Partial("sum"),)).layout(SHAPE) if pending else ROWS.layout(SHAPE)
     tensor = source(comm, layout)
     if comm.rank == victim:
@@ -219,8 +211,8 @@ def raises_before_the_move() -> Any:
 
 
 def test_a_rank_that_raises_before_the_move_is_named_with_its_error() -> None:
-    with LocalWorld(3, timeout=TIMEOUT) as ranks:
-        outcomes = ranks.outcomes(raises_before_the_move, limit=60, last=True)
+    with LocalWorld(3, timeout=PATIENT) as ranks:
+        outcomes = ranks.outcomes(raises_before_the_move, limit=240, last=True)
     expected = ("'redistribute': rank 1 raised KeyError: \"no weight 'w'\"", (1,), True, True)
     assert [outcomes[0].value, outcomes[2].value] == [expected] * 2
     assert isinstance(outcomes[1].error, KeyError)

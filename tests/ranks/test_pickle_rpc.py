@@ -26,7 +26,7 @@ from tests.ranks.world import Ranks, world_fixture
 
 world = world_fixture(2)
 ROWS = ChunkSpec(0, ranks=2)
-RPC_SECONDS = 20.0
+RPC_SECONDS = 60.0
 
 
 def numbered(*size: int, **options: Any) -> TorchShardedTensor:

@@ -12,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from shardwise.checkpoint.store import open_store
 from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
-LIMIT = 110
+LIMIT = 240
 CUT: dict[str, Any] = {"layout": "S(1)", "ranks": 3}
 
 
@@ -209,11 +211,21 @@ def test_a_worker_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypat
         processes.append(started(*args))
         return processes[-1]
 
+    asked, request, killed = count(), pool._request_segment, threading.Event()
+
+    def request_later(*args: Any) -> Any:
+        """All but the first segment are asked for when the workers are dead: they might all be done before."""
+        if next(asked):
+            assert killed.wait(LIMIT)
+        return request(*args)
+
     def kill(done: int, total: int) -> None:
         for process in processes:
             process.kill()
+        killed.set()
 
     monkeypatch.setattr(pool, "_start_worker", noted)
+    monkeypatch.setattr(pool, "_request_segment", request_later)
     with pytest.raises(
         CheckpointError, match=r"a worker ended with exit status -9 while it wrote rank.*the same again"
     ):

@@ -18,7 +18,7 @@ from shardwise.comm.transports.several_hosts import SeveralHostsEngine
 from shardwise.geometry import parse_spec
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts, why_no_network_hosts
 from shardwise.transfer import Topology, plan_transfer
-from tests.ranks.world import Ranks
+from tests.ranks.world import PATIENT, Ranks, set_up_comm
 
 TIMEOUT = 6.0
 SHAPE = (1024, 1024)
@@ -36,7 +36,7 @@ def hosts() -> Iterator[NetworkHosts]:
 
 @pytest.fixture(scope="module")
 def world(hosts: NetworkHosts) -> Iterator[Ranks]:
-    with HostsWorld(hosts, 4, timeout=TIMEOUT) as running:
+    with HostsWorld(hosts, 4, timeout=PATIENT) as running:
         yield Ranks(running)
 
 
@@ -131,9 +131,7 @@ def test_the_fewest_bytes_pass_the_link(
 
 def new_comm() -> ProcessGroupComm:
     """A comm over a group of its own: what breaks it breaks no other."""
-    comm = ProcessGroupComm(dist.new_group(), timeout=TIMEOUT)
-    comm.barrier(label="set up")
-    return comm
+    return set_up_comm(TIMEOUT, group=dist.new_group())
 
 
 def exchange_with_all(comm: Any, label: str) -> None:

@@ -22,11 +22,14 @@ def ranks() -> Iterator[LocalWorld]:
 
 
 def test_a_short_soak_has_right_results_and_leaves_nothing(ranks: LocalWorld, tmp_path: Path) -> None:
-    """Too short for memory to be judged; files, threads and temporary folders are flat from the start."""
-    for count, samples in ranks.run(soak_rank, 3.0, tmp_path, 5, limit=120):
+    """Too short for memory to be judged; files, threads and temporary folders are flat from the start.
+
+    One thread more waits a while for calls in the background, and one may be about to end.
+    """
+    for count, samples in ranks.run(soak_rank, 3.0, tmp_path, 5, limit=240):
         assert count >= 20 and samples
         assert samples[-1].temporary == samples[-1].shared == 0
-        assert samples[-1].files <= samples[0].files and samples[-1].threads <= samples[0].threads + 1
+        assert samples[-1].files <= samples[0].files and samples[-1].threads <= samples[0].threads + 2
 
 
 @pytest.mark.parametrize("growing", ["memory", "files", "threads", "shared", "temporary"])

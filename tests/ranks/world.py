@@ -8,17 +8,21 @@ world (`shared=True`): starting one costs more than most files.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from shardwise.comm import LocalWorld, Outcome
+from shardwise._torch import default_store
+from shardwise.comm import LocalWorld, Outcome, ProcessGroupComm
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
 from tests.device import DEVICE
 
 LIMIT = 240.0
+PATIENT = 60.0  # the time-out of what must not fail, however busy the machine is
 WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 
 
@@ -52,7 +56,7 @@ def start_world(nprocs: int, timeout: float) -> Iterator[LocalWorld]:
         yield running
 
 
-def world_fixture(nprocs: int, timeout: float = 60.0, *, shared: bool = False) -> Any:
+def world_fixture(nprocs: int, timeout: float = PATIENT, *, shared: bool = False) -> Any:
     """Return a module-scoped fixture that yields a world of `nprocs` ranks with this time-out for collectives."""
 
     @pytest.fixture(scope="module")
@@ -65,3 +69,36 @@ def world_fixture(nprocs: int, timeout: float = 60.0, *, shared: bool = False) -
         return Ranks(shared_worlds(nprocs, timeout))
 
     return one_of_all if shared else world
+
+
+def set_up_comm(timeout: float, *, shared: bool = True, group: dist.ProcessGroup | None = None) -> ProcessGroupComm:
+    """A fresh comm that has connected its ranks; `timeout` holds from then on: a busy machine is slow to connect."""
+    dist.barrier()
+    comm = ProcessGroupComm(group, timeout=PATIENT, shared_memory=shared)
+    comm.barrier(label="set up")
+    shorten_timeout(comm, timeout)
+    return comm
+
+
+def shorten_timeout(comm: Any, timeout: float) -> None:
+    """Let a comm that has connected its ranks give up sooner from now on."""
+    engine = comm._engine
+    comm.timeout = timeout
+    for part in (engine, getattr(engine, "_near", None), getattr(engine, "_far", None)):
+        if hasattr(part, "_timeout"):
+            part._timeout = timeout
+
+
+def announce(event: str) -> None:
+    """Let the ranks that wait for an event of this name go on; through the store, which the parent process hosts."""
+    store: Any = default_store()
+    store.set(f"test/{event}", "")
+
+
+def wait_for(event: str) -> None:
+    """Wait until a rank has announced an event."""
+    store: Any = default_store()
+    deadline = time.monotonic() + PATIENT
+    while not store.check([f"test/{event}"]):
+        assert time.monotonic() < deadline, f"no rank has announced {event!r}"
+        time.sleep(0.02)

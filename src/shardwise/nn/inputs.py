@@ -28,6 +28,7 @@ from shardwise.nn.model_plan import PLAIN, ModelPlan
 from shardwise.nn.plain_outputs import BatchSplits, find_batch_splits, make_plain
 from shardwise.ops.engine.mixed import plain_as_replicated
 from shardwise.ops.engine.view_sharding import NoViewError, express_shard
+from shardwise.tensor.dynamo import warn_compiled_callers
 from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -62,6 +63,7 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
     replicated = plan.replicated.placements
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        warn_compiled_callers()
         placements = replicated if _whole_batch.get() else given
         taken: tuple[Any, Any]
         if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests

@@ -16,15 +16,15 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
-from shardwise._torch_graphs import skip_package, skip_recursively
+from shardwise._torch import TORCH_RELEASE
+from shardwise._torch_graphs import is_called_by_compiled_code, is_dynamo_at_work, skip_package, skip_recursively
 from shardwise.comm.traced import is_tracing
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 DYNAMO = "torch._dynamo"
 _PACKAGE = "shardwise"
 _warned: list[bool] = []
+_MAY_SEE_NOTHING = TORCH_RELEASE < (2, 12)  # it does not follow the forward of torch's own modules after a hook of ours
 
 
 def watch_for_dynamo() -> None:
@@ -72,14 +72,24 @@ def _prepare() -> None:
 
 def _warn_once(tensor: ShardedTensor) -> Any:
     """Say that we are not a tensor subclass that dynamo can follow, and warn if it is dynamo that asks."""
-    if not _warned and torch.compiler.is_compiling() and not is_tracing():
-        _warned.append(True)
-        warnings.warn(
-            "torch.compile runs what touches ShardedTensors without compiling it; use shardwise.compile(model), which "
-            "compiles all of it",
-            stacklevel=2,
-        )
+    if not _warned and is_dynamo_at_work() and not is_tracing():
+        _warn()
     raise AttributeError("a ShardedTensor cannot be taken apart: its layout is not a constant of a graph")
+
+
+def warn_compiled_callers() -> None:
+    """Warn where a sharded module is called by compiled code: dynamo before torch 2.12 may never see its tensors."""
+    if _MAY_SEE_NOTHING and not _warned and DYNAMO in sys.modules and not is_tracing() and is_called_by_compiled_code():
+        _warn()
+
+
+def _warn() -> None:
+    _warned.append(True)
+    warnings.warn(
+        "torch.compile runs what touches ShardedTensors without compiling it; use shardwise.compile(model), which "
+        "compiles all of it",
+        stacklevel=3,
+    )
 
 
 def _all_code() -> Iterator[types.CodeType]:
