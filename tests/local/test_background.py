@@ -63,6 +63,6 @@ print("ends")
 
 def test_a_forked_child_has_its_own_thread_and_a_program_ends_beside_a_call() -> None:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")

@@ -47,7 +47,6 @@ def test_page_shows_every_kind_of_target(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(300)
 def test_move_runs_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = _tables("move", tmp_path)
     assert "Partial -> Shard(0)" in capsys.readouterr().out
@@ -58,7 +57,6 @@ def test_move_runs_and_checks_its_values(tmp_path: Path, capsys: pytest.CaptureF
     assert isinstance(targets["rows"], list) and isinstance(made["rows"], list)
 
 
-@pytest.mark.timeout(300)
 def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, offline = _tables("checkpoint", tmp_path)
     assert isinstance(offline["rows"], list) and offline["rows"]
@@ -74,7 +72,6 @@ def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest
     assert len(ways) == len(table["rows"]) == 8
 
 
-@pytest.mark.timeout(300)
 def test_modules_runs_and_gives_lookups_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lookups, steps, sharded = _tables("modules", tmp_path)
     assert "ours / by hand" in capsys.readouterr().out
@@ -119,7 +116,6 @@ def test_irregular_specs_cover_the_tensor() -> None:
         assert len(spec.layout((plans.SIDE, plans.SIDE)).pieces) == 16
 
 
-@pytest.mark.timeout(300)
 def test_compile_runs_all_ways_to_the_same_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = _tables("compile", tmp_path)
     assert isinstance(table["rows"], list)

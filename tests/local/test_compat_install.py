@@ -47,7 +47,7 @@ def path():
 def run(program: str) -> list[str]:
     """Run a program in a fresh interpreter; return the lines it prints."""
     command = [sys.executable, "-W", "error::FutureWarning", "-c", READ + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

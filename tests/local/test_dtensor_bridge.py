@@ -123,7 +123,7 @@ print("registered late")
 
 
 def test_a_rule_waits_until_dtensor_is_loaded() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "registered late\n"), done.stderr
 
 
@@ -144,5 +144,5 @@ print([op in funcs and "shardwise" in funcs[op].__module__ for op in (relu, tanh
 
 
 def test_the_drop_in_name_replaces_rules_of_both_and_the_native_one_leaves_dtensor_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "[True, False]\n"), done.stderr

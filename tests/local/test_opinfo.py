@@ -16,7 +16,6 @@ SAMPLES = 2
 LEAST_SHARE = 0.95
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_operators_are_right_or_refused(chunk: int) -> None:
     outcomes = [o for op in operators()[chunk::CHUNKS] for o in run_ours(list(trials(op, SAMPLES)))]

@@ -29,7 +29,6 @@ from tests.browser import Browser, find_browser
 
 pytestmark = [
     pytest.mark.skipif(find_browser() is None, reason="chromium and chromedriver are not installed: no browser"),
-    pytest.mark.timeout(300),
 ]
 SHOWN = """document.getElementById('content').dataset.shown
     && [...document.querySelectorAll('canvas')].every((canvas) => canvas.dataset.redrawMs)"""

@@ -64,7 +64,7 @@ print(sum("use shardwise.compile(model)" in str(w.message) for w in seen))
 def run(first: str) -> str:
     """What the program prints; `first` is run before anything is imported."""
     command = [sys.executable, "-c", PROGRAM.format(first=first)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

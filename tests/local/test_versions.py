@@ -44,7 +44,7 @@ print(run_local(lambda comm: (shard(torch.arange(8.0), ChunkSpec(0, 2)) + 1).sum
 def run_python(source: str) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": str(SRC.parent), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-W", "error", "-c", source]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
 def test_rules_of_missing_operators_are_skipped() -> None:

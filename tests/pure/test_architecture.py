@@ -151,7 +151,7 @@ def torch_modules_after(statement: str) -> list[str]:
     """The modules of torch that a fresh interpreter holds after running a statement."""
     report = "import sys; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
     command = [sys.executable, "-c", f"{statement}\n{report}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

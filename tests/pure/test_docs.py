@@ -33,7 +33,7 @@ FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<ticks>`{3,}|~{3,})[ \t]*(?P<language
 NOT_RUN = re.compile(r"^\s*<!--\s*not run:(?P<reason>.*?)-->\s*$")
 PROMPT = "$ "
 COMMAND = PROMPT + "shardwise "
-PAGE_SECONDS = 240
+PAGE_SECONDS = 480
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_missing_hypothesis_is_named() -> None:
     program = (
         "import sys; sys.modules['hypothesis'] = None\nimport shardwise.testing\nimport shardwise.testing.strategies"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     text = "ImportError: shardwise.testing.strategies needs Hypothesis; run: pip install hypothesis"
     assert text in done.stderr
     assert done.returncode == 1

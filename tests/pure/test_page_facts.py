@@ -381,5 +381,5 @@ def test_scripts_import_what_exists_and_never_write_markup() -> None:
 def test_scripts_are_valid(tmp_path: Path) -> None:
     script = tmp_path / "bundle.cjs"
     script.write_text(bundle())
-    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

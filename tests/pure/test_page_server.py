@@ -125,5 +125,5 @@ def test_the_command_serves_until_ctrl_c() -> None:
         first = process.stdout.readline()
         assert first.startswith("serving http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (130, "interrupted\n")

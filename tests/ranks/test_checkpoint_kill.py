@@ -24,7 +24,7 @@ from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 RANKS = 2
-LIMIT = 240
+LIMIT = 480
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 
 

@@ -86,7 +86,6 @@ def test_checkpointed_layers_drop_the_same_elements_again(world: Ranks) -> None:
             assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(os.environ.get("SHARDWISE_SKIP_INDUCTOR") == "1", reason="inductor needs a C++ compiler")
 def test_inductor_compiles_a_training_step(world: Ranks) -> None:
     lengths = [[6, 6]] * 3

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-W", "error::UserWarning"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-LIMIT = 240
+LIMIT = 480
 
 
 def run(command: list[str], folder: Path) -> tuple[int, str]:

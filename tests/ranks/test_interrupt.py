@@ -46,7 +46,7 @@ def test_ctrl_c_is_one_line_and_ends_all_ranks_while_they_start(tmp_path: Path) 
         try:
             ranks = [int(process.stdout.readline()) for _ in range(2)]
             os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=240)
         finally:
             process.kill()
     assert (process.returncode, errors) == (130, "interrupted\n")

@@ -28,7 +28,7 @@ from shardwise.checkpoint.store import open_store
 from tests.ranks.killing import die_before
 
 OPERATIONS = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
-LIMIT = 240
+LIMIT = 480
 CUT: dict[str, Any] = {"layout": "S(1)", "ranks": 3}
 
 

@@ -64,4 +64,4 @@ def test_processes_write_one_file(world: Ranks, tmp_path: Path) -> None:
         assert all("test_trace_ranks.py:" in e["args"]["line"] for e in moves if e["name"] == "redistribute")
         assert len([e for e in moves if "64,64" in e["args"]["from"]]) >= 3, "weights are gathered, or gradients summed"
     first = [min(e["ts"] for e in events if e["pid"] == rank) for rank in (0, 1)]
-    assert abs(first[0] - first[1]) < 5_000_000, "one clock"
+    assert abs(first[0] - first[1]) < 60_000_000, "one clock"

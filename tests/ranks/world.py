@@ -21,7 +21,7 @@ from shardwise.comm import LocalWorld, Outcome, ProcessGroupComm
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
 from tests.device import DEVICE
 
-LIMIT = 240.0
+LIMIT = 480.0
 PATIENT = 60.0  # the time-out of what must not fail, however busy the machine is
 WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 

@@ -24,7 +24,7 @@ from shardwise.testing.fuzz.program import Program, Round, Statement
 from shardwise.testing.fuzz.values import make_inputs, on_ranks, whole
 
 RIGHT, WRONG, ERROR, APART = "right", "wrong", "error", "ranks differ"
-LIMIT = 10.0
+LIMIT = 60.0
 # Errors that speak of layouts to the user; by name, since not all of them are re-exported by the package.
 _REFUSALS = {"UnsupportedOpError", "MixedTensorsError", "HiddenCommunicationError"}
 Names = dict[str, Any]
