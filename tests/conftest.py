@@ -5,11 +5,13 @@ import os
 # Ranks share few cores. Set before anything can load torch, which reads it once; spawned ranks inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if os.environ.get("SHARDWISE_TEST_DEVICE", "cpu") != "cpu":
     from tests.device_hooks import pytest_collection_modifyitems, pytest_runtest_makereport  # noqa: F401
 
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None, max_examples=1000)
+# No limits on time: examples are not slow to make, the machine may be busy.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", patient, derandomize=True)
+settings.register_profile("explore", patient, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

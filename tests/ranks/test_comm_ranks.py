@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -287,11 +289,17 @@ def test_launch_returns_results_in_rank_order() -> None:
     assert launch(rank_times, 2, 10) == [0, 10]
 
 
+def find_port() -> int:
+    """A free port below those that the system picks for sockets which ask for any: no other test takes it meanwhile."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
 def test_launch_under_torchrun_uses_the_given_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
     for name, value in {**given, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     with pytest.warns(UserWarning, match="launch with 4 processes starts none: RANK=0 and WORLD_SIZE=1 are set"):
