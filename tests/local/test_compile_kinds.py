@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import ChunkSpec, Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, ShardedTensor, run_local, shard
+from shardwise.comm import LocalComm
+from shardwise.tensor.moving.move_operator import MoveRecord, find_record, record_move
 from tests.local.dense import numbers
 
 BACKEND = "aot_eager"
@@ -41,6 +43,15 @@ def alone(body: Callable[[], Any]) -> Any:
 
 def compile_quietly(program: Callable[..., Any], **options: Any) -> Any:
     return shardwise.compile(program, backend=BACKEND, **options)
+
+
+def test_comms_of_the_same_ranks_have_their_own_numbers_of_a_move() -> None:
+    """As in a notebook that calls `run_local` again and again."""
+    src, dst = (spec.layout((4, 6)) for spec in (ChunkSpec(0, ranks=1), ChunkSpec(1, ranks=1)))
+    records = [MoveRecord(src, dst, LocalComm.alone(), torch.float32, "m", None, (1, 1)) for _ in range(40)]
+    numbers = [record_move(record) for record in records]
+    assert len(set(numbers)) == 40 and [record_move(record) for record in records] == numbers
+    assert all(find_record(number) is record for number, record in zip(numbers, records, strict=True))
 
 
 def test_moves_are_operators_of_the_graph() -> None:

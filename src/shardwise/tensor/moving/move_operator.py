@@ -105,13 +105,14 @@ _running: dict[tuple[int, ...], RunningMoves] = {}
 def record_move(record: MoveRecord) -> int:
     """The number of a move; the same one for the same move, in every process."""
     text = f"{record.text()} on rank {record.comm.rank} of {record.comm.ranks}"
-    for again in range(16):  # comms of the same ranks have numbers of their own
+    again = 0
+    while True:  # comms of the same ranks have numbers of their own: `run_local` makes new ones
         digest = hashlib.blake2b(f"{text} {again}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> 1
         known = _records.setdefault(number, record)
         if known.comm is record.comm and known == record:
             return number
-    raise RuntimeError(f"no number is left for the move {text}; please report this program")
+        again += 1
 
 
 def find_record(number: int) -> MoveRecord:
