@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
-from shardwise import ChunkSpec, Comm, Mesh, ModelPlan, run_local, shard_module
+from shardwise import ChunkSpec, Comm, Mesh, ModelPlan, default_comm, run_local, shard_module
 from shardwise.comm.background import BackgroundQueue
 from shardwise.nn import ShardingPlan
 from shardwise.tensor.moving.execute import BackgroundMoves
@@ -82,27 +82,43 @@ def test_a_step_has_operators_of_both_passes_and_the_forward_lines(tmp_path: Pat
     assert linear["args"]["to"] == "f32[2,8] on tp=2: S(1)"
 
 
-def test_waiting_is_apart_from_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves on once, while rank 0 waits for rank 1."""
-    path, now, waits, begun = tmp_path / "step.json", [0], threading.Event(), threading.Event()
+class RankClock:
+    """The clock of one rank in a trace: it stands still until a test moves it on; a rank reads it before it waits."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.was_read = threading.Event()
+
+
+def hold_clocks(monkeypatch: pytest.MonkeyPatch) -> list[RankClock]:
+    """Clocks of two ranks, by which their traces go."""
+    clocks = [RankClock(), RankClock()]
 
     def read_clock() -> int:
-        time = now[0]
-        if begun.is_set() and threading.current_thread().name == "rank 0":
-            waits.set()
-        return time
+        clock = clocks[default_comm().rank]
+        now = clock.now
+        clock.was_read.set()
+        return now
 
     for name in ("shardwise.tensor.recorder", "shardwise.tracing.trace"):
         monkeypatch.setattr(import_module(name), "time", SimpleNamespace(monotonic_ns=read_clock))
+    return clocks
+
+
+def test_waiting_is_apart_from_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clocks, begin = tmp_path / "step.json", hold_clocks(monkeypatch), threading.Event()
 
     def body(comm: Comm) -> None:
         x = shardwise.ones(ROWS, 4, 2)
         with shardwise.trace(path):
             if comm.rank == 0:
-                begun.set()
+                assert begin.wait(60)
             else:
-                assert waits.wait(60)
-                now[0] += 200_000_000
+                clocks[0].was_read.clear()
+                begin.set()
+                assert clocks[0].was_read.wait(60)  # rank 0 has begun to wait for this one
+                for clock in clocks:
+                    clock.now += 200_000_000
             x.redistribute(COLUMNS)
 
     run_local(body, 2)
@@ -144,19 +160,25 @@ def test_lookups_show_their_rows_as_moves(tmp_path: Path) -> None:
     assert {e["pid"] for e in read(path, "wait") if e["name"].endswith(": agree")} == {0, 1}
 
 
-def test_waiting_for_a_move_in_the_background_is_shown(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_waiting_for_a_move_in_the_background_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clocks = tmp_path / "step.json", hold_clocks(monkeypatch)
 
     def body(comm: Comm) -> None:
-        queue, begin = BackgroundQueue(), threading.Event()
+        queue, clock = BackgroundQueue(), clocks[comm.rank]
         with shardwise.trace(path):
-            moves = BackgroundMoves(queue.submit(lambda: begin.wait(10) and []), comm, "linear, ahead")
-            threading.Timer(0.05, begin.set).start()
+            clock.was_read.clear()
+
+            def end_when_waited_for() -> list[Any]:
+                assert clock.was_read.wait(60)
+                clock.now += 50_000_000
+                return []
+
+            moves = BackgroundMoves(queue.submit(end_when_waited_for), comm, "linear, ahead")
             assert moves.wait() == [] and moves.wait() == []
 
     run_local(body, 2)
-    waits = [(e["pid"], e["tid"], e["dur"] > 10_000) for e in read(path, "wait") if e["name"] == "linear, ahead: wait"]
-    assert sorted(waits) == [(0, 1000, True), (1, 1000, True)]
+    waits = [(e["pid"], e["tid"], e["dur"]) for e in read(path, "wait") if e["name"] == "linear, ahead: wait"]
+    assert sorted(waits) == [(0, 1000, 50_000), (1, 1000, 50_000)]
 
 
 def test_a_compiled_step_shows_its_moves(tmp_path: Path) -> None:
