@@ -55,6 +55,12 @@ def _moved_placements(log: Log) -> list[str]:
     return [f"{given[0].split(': ')[1]} -> {then[0].split(': ')[1]}: {n}" for given, then, n in _moves(log)]
 
 
+def _placements(tensor: ShardedTensor) -> tuple[Placement, ...]:
+    spec = tensor.sharding.spec
+    assert isinstance(spec, MeshSpec)
+    return spec.placements
+
+
 def _steps(comm: Comm) -> list[list[tuple[tuple[str, ...], tuple[str, ...], int]]]:
     """The moves of a first and of a second step: what is remembered of the first changes nothing."""
     torch.manual_seed(3)
@@ -126,21 +132,29 @@ def test_a_weight_is_weighed_against_the_rows_of_one_data_parallel_group() -> No
         assert [(given, then) for given, then, _ in moves] == [(("dp=2,tp=2: S(0), P(sum)",), ("dp=2,tp=2: S(0), R",))]
 
 
-@pytest.mark.parametrize(("tokens", "moved"), ((64, "8,4"), (2, "2")), ids=("many tokens", "few tokens"))
-def test_a_table_is_gathered_where_its_rows_for_all_tokens_are_larger(tokens: int, moved: str) -> None:
-    """A fully sharded table keeps the batch sharded; of few tokens the numbers are gathered."""
+@pytest.mark.parametrize(
+    ("tokens", "moved"),
+    [
+        (64, [f"S(0) -> R: {2 * 4 * 4 * 4}"]),
+        (2, [f"S(0) -> R: {2 * 8}", f"P(sum) -> S(0): {2 * 4 * 4}"]),
+    ],
+    ids=("many tokens", "few tokens"),
+)
+def test_a_table_is_gathered_where_its_rows_for_all_tokens_are_larger(tokens: int, moved: list[str]) -> None:
+    """The batch stays sharded: of few tokens the numbers are gathered, and each rank gets the rows of its own."""
 
-    def body(comm: Comm) -> list[str]:
+    def body(comm: Comm) -> tuple[list[str], tuple[Placement, ...]]:
         mesh = Mesh.of(fsdp=2)
         table = shard(torch.ones(8, 4), MeshSpec(mesh, [Shard(0)]), None)
         ids = shard(torch.zeros(tokens, dtype=torch.long), MeshSpec(mesh, [Shard(0)]), None)
         with explain() as log:
-            F.embedding(ids, table)
-        return _moved_placements(log)
+            found: ShardedTensor = F.embedding(ids, table)  # type: ignore[assignment]  # of ShardedTensors
+        assert found.full().eq(1).all()
+        return _moved_placements(log), _placements(found)
 
-    bytes_moved = {"8,4": 2 * 4 * 4 * 4, "2": 2 * 8}[moved]
-    for moves in run_local(body, 2):
-        assert moves == [f"S(0) -> R: {bytes_moved}"]
+    for moves, placements in run_local(body, 2):
+        assert moves == moved
+        assert placements == (Shard(0),)
 
 
 def test_a_fully_sharded_weight_is_gathered_also_for_few_rows() -> None:
@@ -168,9 +182,7 @@ def test_a_fully_sharded_layer_gathers_the_smaller_of_batch_and_weight(rows: int
         x, weight = (shard(torch.ones(n, 16), spec, None) for n in (rows, 16))
         result: ShardedTensor = F.linear(x, weight)  # type: ignore[assignment]  # of ShardedTensors
         assert result.full().eq(16).all()
-        layout_spec = result.sharding.spec
-        assert isinstance(layout_spec, MeshSpec)
-        return layout_spec.placements
+        return _placements(result)
 
     assert run_local(body, 4) == [(wanted,)] * 4
 

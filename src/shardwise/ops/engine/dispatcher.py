@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise._torch import aten, decompose, is_composite
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, LayoutError, Partial, Placement, Replicate, Shard
+from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.choice.choose import cut_like
 from shardwise.ops.engine.choice.decide import Decision, decide, first_positions, written_indices
 from shardwise.ops.engine.choice.placement_cost import mesh_spec
@@ -32,6 +32,8 @@ from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_me
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, split_call
+from shardwise.ops.engine.summed import is_summed
+from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
@@ -116,7 +118,8 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     recorded = tuple(map(is_differentiated, tensors))
     pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
     called = key_without_numbers(call) if pointwise else call.key
-    key = (called, tuple((id(t.sharding), t.dtype) for t in tensors), first_positions(tensors), recorded)
+    kinds = tuple((id(t.sharding), t.dtype, is_summed(t)) for t in tensors)
+    key = (called, kinds, first_positions(tensors), recorded)
     known = _decisions.get(key)
     decision = decide(call, tensors) if known is None else known[0]
     if isinstance(decision, Steps):
@@ -146,8 +149,10 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     if is_function_recorded():
-        _note_run(call, tensors, decision, local is None and finish is None)
+        _note_run(call, tensors, decision, local is None and finish is None and not decision.homes)
     outputs = _wrap_results(call, tensors, comm, decision, result)
+    if decision.homes:
+        outputs = _bring_home(outputs, decision, name)
     mark_moved_views(call.op, tensors, aligned, outputs)
     if call.op is aten._to_copy.default:
         copy_mark(tensors[0], outputs)
@@ -230,6 +235,31 @@ def _wrap_results(
     if isinstance(result, list | tuple):
         return type(result)(wrapped) if type(result) in (list, tuple) else tuple(wrapped)
     return wrapped[0]
+
+
+def _bring_home(outputs: Any, decision: Decision, name: str) -> Any:
+    """The pending results where they belong: split as an input was that was taken apart."""
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(_bring_result_home(o, i, decision, name) for i, o in enumerate(outputs))
+    return _bring_result_home(outputs, 0, decision, name)
+
+
+def _bring_result_home(output: Any, index: int, decision: Decision, name: str) -> Any:
+    if not isinstance(output, ShardedTensor) or not isinstance(output.sharding.spec, MeshSpec):
+        return output
+    spec, shape = output.sharding.spec, output.sharding.shape
+    placements = list(spec.placements)
+    for axis, home in enumerate(decision.homes):
+        if home is not None and isinstance(placements[axis], Partial):
+            strategy, cut = home
+            placement = strategy.outputs[min(index, len(strategy.outputs) - 1)]
+            placements[axis] = cut_like(placement, cut, shape) or Replicate()
+    try:
+        layout = mesh_spec(spec.mesh, tuple(placements), spec.order).layout(shape)
+    except LayoutError:  # lengths that fit a whole dim, where another axis cuts it too
+        plain = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+        layout = mesh_spec(spec.mesh, tuple(plain), spec.order).layout(shape)
+    return redistribute_to(output, layout, name)
 
 
 def _check_count(call: OperatorCall, decision: Decision, values: Sequence[Any]) -> None:

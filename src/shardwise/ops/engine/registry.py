@@ -55,8 +55,7 @@ class Strategy:
     `local` computes the local results in place of the operator; it is called as `local(view, *args, **kwargs)` with a
     `LocalView` and the local arguments. `local_if_empty` takes its place where some rank's part of an input has no
     elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
-    the caller gets them, and returns what the caller gets; it may communicate. `result_bytes` is the size of a result
-    that is much larger than the inputs, as that of a lookup; it is part of the price where an input is gathered.
+    the caller gets them, and returns what the caller gets; it may communicate.
     `axes` are the numbers of the mesh axes for which it is right; None: for all.
 
     >>> from shardwise.geometry import Partial, Shard
@@ -70,7 +69,6 @@ class Strategy:
     local: Callable[..., Any] | None = None
     local_if_empty: Callable[..., Any] | None = None
     finish: Callable[[Any], Any] | None = None
-    result_bytes: int = 0
     axes: tuple[int, ...] | None = None
 
 

@@ -24,6 +24,7 @@ from shardwise.geometry import Layout, MeshSpec, Partial
 from shardwise.ops.engine.gathers.gather_again import find_gather, label_again, note_gather
 from shardwise.ops.engine.gathers.gather_order import find_parameter, is_cast
 from shardwise.ops.engine.gathers.prefetch import current_prefetcher
+from shardwise.ops.engine.summed import find_sum, keep_sum
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.move import move_to
 from shardwise.tensor.moving.autograd import LayoutMove, dual_layout, move_gradients, with_moved_gradient
@@ -50,6 +51,9 @@ class _MoveAndVary(torch.autograd.Function):
 
 def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
     """A tensor in the layout in which an operator wants it; from which one it was moved is noted."""
+    pending = tensor.sharding.pending is not None
+    if pending and (summed := find_sum(tensor, layout)) is not None:
+        return summed if summed.sharding == layout else move_input(summed, layout, label)
     traced = is_tracing()
     gather = None if traced else find_gather(tensor, layout, label)
     prefetcher = None if gather is None else current_prefetcher()
@@ -60,6 +64,8 @@ def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTens
     moved.__dict__[_SOURCE] = tensor
     if gather is not None:
         note_gather(moved, tensor, gather)
+    if pending:
+        keep_sum(tensor, moved)
     return moved
 
 

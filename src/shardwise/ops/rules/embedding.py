@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,15 +56,15 @@ def embedding(
     sparse: bool = False,
 ) -> list[Any]:
     found = [Strategy((Replicate(),), (Replicate(), Replicate()))]
-    size = math.prod(ids.shape) * weight.shape[1] * weight.dtype.itemsize
+    whole = tuple(axis for axis, p in enumerate(ids.placements) if not isinstance(p, Shard))  # rows stay split
     columns = (Shard(1), Replicate())
-    found.append(Strategy((Shard(ids.ndim),), columns, local_if_empty=_look_up_if_in_range, result_bytes=size))
+    found.append(Strategy((Shard(ids.ndim),), columns, local_if_empty=_look_up_if_in_range, axes=whole))
     found += [Strategy((p,), (p, Replicate())) for p in pending_kinds(weight)]
     if scale_grad_by_freq:
         return found  # frequencies are counted over all ids and rows
     found += [Strategy((Shard(d),), (Replicate(), Shard(d))) for d in range(ids.ndim)]
     rows = (Shard(0), Replicate())
-    return [*found, Strategy((Partial("sum"),), rows, _look_up_local_rows, result_bytes=size)]
+    return [*found, Strategy((Partial("sum"),), rows, _look_up_local_rows)]
 
 
 def _look_up_if_in_range(view: Any, weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Any:

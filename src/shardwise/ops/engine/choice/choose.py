@@ -1,113 +1,203 @@
-"""Which strategy on which axis? The cheapest by bytes moved; ties go to the one listed first.
+"""Which strategy on which axis? Layouts say where a result is, bytes say how it gets there.
 
-Axes are decided one after the other, each by the sum of what its inputs' changes of placement cost. All ranks decide
-from layouts alone, so they decide the same.
+1. Along an axis where a strategy takes every tensor as it is, that one is taken: the layouts say what the user wants.
+2. Elsewhere a strategy's price is what a rank receives because of it in a training step, of which half is counted, the
+   way there or the way back of the gradients: for each input that changes (`change_cost`), and for each result until it
+   is where it belongs (`result_cost`). A result that is left pending has to be summed; one that is split otherwise than
+   the inputs were has to be split again.
+3. What a change along one axis moves depends on what the others do to the tensor. So the axes are decided one after
+   the other until nothing changes any more: their order in the mesh does not count.
+4. Rows that are split stay split: a pending result for which an input was taken apart is brought to where the result
+   of the strategy that keeps this input is, its home.
+
+All ranks decide from layouts alone, so they decide the same. Ties go to the strategy listed first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.choice.placement_cost import change_cost, same_kind
+from shardwise.ops.engine.choice.placement_cost import change_cost, result_cost, same_kind
 from shardwise.ops.engine.registry import Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor of a call, seen on the call's mesh; `first` is where the call has the same tensor for the first time."""
+    """A tensor of a call, seen on the call's mesh; `first` is where the call has the same tensor for the first time.
+
+    `summed`: it is pending, and its sum was made before.
+    """
 
     spec: MeshSpec
     shape: tuple[int, ...]
     nbytes: int
     written: bool
     first: int
+    summed: bool = False
+
+    def price_change(self, axis: int, then: Placement, nbytes: float) -> float:
+        """What it costs to have the tensor in another placement along an axis."""
+        now = self.spec.placements[axis]
+        if self.summed and isinstance(now, Partial) and not isinstance(then, Partial):
+            now = Replicate()
+        return change_cost(now, then, nbytes, self.spec.mesh.shape[axis])
 
 
-def choose_strategies(strategies: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> list[Strategy] | None:
-    """One strategy for each axis, or None if an axis has no possible one.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One strategy for each axis. `homes`: along an axis, the strategy to whose result the pending one is brought.
 
-    What a change along one axis moves depends on what the others do to the tensor: those before it are decided.
+    `is_free`: nothing changes and nothing is pending, so the same would be chosen at all lengths.
     """
-    chosen: list[Strategy] = []
-    placed = [list(operand.spec.placements) for operand in operands]
-    for axis in range(mesh.ndim):
-        sizes = [_bytes_along(o, p, axis) for o, p in zip(operands, placed, strict=True)]
-        best: tuple[float, Strategy] | None = None
-        for strategy in strategies:
-            cost = _strategy_cost(strategy, operands, sizes, axis, mesh.shape[axis])
-            if cost is not None and (best is None or cost < best[0]):
-                best = (cost, strategy)
-        if best is None:
-            return None
-        chosen.append(best[1])
-        for own, then in zip(placed, best[1].inputs, strict=True):
-            own[axis] = then or Replicate()
-    return chosen
+
+    strategies: tuple[Strategy, ...]
+    homes: tuple[Strategy | None, ...]
+    is_free: bool = False
 
 
-def is_free(chosen: Sequence[Strategy], operands: Sequence[Operand], mesh: Mesh) -> bool:
-    """Whether nothing is changed for the strategies chosen: every other one costs something, at all lengths."""
-    sizes = [float(operand.nbytes) for operand in operands]
-    return all(_strategy_cost(s, operands, sizes, axis, mesh.shape[axis]) == 0.0 for axis, s in enumerate(chosen))
-
-
-def _strategy_cost(
-    strategy: Strategy, operands: Sequence[Operand], sizes: Sequence[float], axis: int, ranks: int
-) -> float | None:
-    """What the inputs' changes cost; a tensor that appears twice and is needed alike moves once."""
-    if strategy.axes is not None and axis not in strategy.axes:
+def choose_strategies(
+    strategies: Sequence[Strategy],
+    operands: Sequence[Operand],
+    mesh: Mesh,
+    find_result_sizes: Callable[[], Sequence[int]],
+) -> Choice | None:
+    """One strategy for each axis, or None if an axis has no possible one; results are measured where that counts."""
+    free = [_find_free_strategy(strategies, operands, axis) for axis in range(mesh.ndim)]
+    taken = [s for s in free if s is not None]
+    if len(taken) == mesh.ndim:
+        return Choice(tuple(taken), (None,) * mesh.ndim, is_free=True)
+    sizes = () if any(o.written for o in operands) else find_result_sizes()  # what is written to stays where it is
+    prices = _AxisPrices(strategies, operands, mesh, sizes, list(free))
+    undecided = [axis for axis, strategy in enumerate(free) if strategy is None]
+    for _ in range(len(undecided) + 1):
+        before = list(prices.chosen)
+        for axis in undecided:
+            prices.chosen[axis] = prices.find_cheapest(axis)
+        if prices.chosen == before or len(undecided) == 1:
+            break
+    chosen = [s for s in prices.chosen if s is not None]
+    if len(chosen) < mesh.ndim:
         return None
-    total = 0.0
-    paid = set()
-    for operand, size, then in zip(operands, sizes, strategy.inputs, strict=True):
-        now = operand.spec.placements[axis]
-        if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
-            return None
-        if operand.written and not _keeps_placement(now, then):
-            return None
-        if (operand.first, then) not in paid:
-            paid.add((operand.first, then))
-            total += change_cost(now, then, size, ranks)
-            if strategy.result_bytes and isinstance(now, Shard) and isinstance(then, Replicate):
-                total += _price_result(strategy, size / max(1, operand.nbytes), ranks)
-            elif _gives_up_shards(strategy, now, then):
-                total += change_cost(Partial("sum"), Replicate(), size, ranks)
-    return total
+    homes = tuple(None if free[a] else prices.find_home(a, s) for a, s in enumerate(chosen))
+    return Choice(tuple(chosen), homes)
 
 
-def _gives_up_shards(strategy: Strategy, now: Placement, then: Placement) -> bool:
-    """Whether a tensor is split along another dim for a sum that is left pending, as rows of a batch along columns.
-
-    That moves little by itself, but every rank then has an addend of the whole result, which has to be summed: it
-    counts as if the tensor were.
-    """
-    moved = isinstance(now, Shard) and isinstance(then, Shard) and now.dim != then.dim
-    return moved and any(isinstance(p, Partial) for p in strategy.outputs)
-
-
-def _price_result(strategy: Strategy, share: float, ranks: int) -> float:
-    """What a large result costs that is no longer sharded as an input was, which is gathered for it.
-
-    To gather the numbers of tokens is cheap, but then every rank computes with the rows of all of them, or of parts of
-    all, and the operators that follow move them. So the result counts as if it were summed.
-    """
-    return 2 * strategy.result_bytes * share * (ranks - 1) / ranks
+def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Operand], axis: int) -> Strategy | None:
+    """The strategy that takes all tensors as they are, if none of them is pending."""
+    now = [o.spec.placements[axis] for o in operands]
+    if any(isinstance(p, Partial) for p in now):
+        return None
+    for strategy in strategies:
+        costs = (
+            o.price_change(axis, then, 0) if then is not None and _is_possible(o, p, then) else 1
+            for o, p, then in zip(operands, now, strategy.inputs, strict=True)
+        )
+        if _is_for(strategy, axis) and not any(costs):
+            return strategy
+    return None
 
 
-def _bytes_along(operand: Operand, placed: Sequence[Placement], axis: int) -> float:
-    """The bytes that a group of ranks along an axis has together: other axes may split the tensor.
-
-    So a weight is weighed against the rows of one data-parallel group, and not against the batch of all groups.
-    """
-    sizes = zip(placed, operand.spec.mesh.shape, strict=True)
-    return operand.nbytes / math.prod(n for i, (p, n) in enumerate(sizes) if i != axis and isinstance(p, Shard))
+def _is_for(strategy: Strategy, axis: int) -> bool:
+    return strategy.axes is None or axis in strategy.axes
 
 
-def _keeps_placement(now: Placement, then: Placement) -> bool:
-    return same_kind(now, then)
+def _is_possible(operand: Operand, now: Placement, then: Placement | None) -> bool:
+    """Whether a tensor has such a dim; what is written to is not moved."""
+    if then is None or (isinstance(then, Shard) and not 0 <= then.dim < len(operand.shape)):
+        return False
+    return not operand.written or same_kind(now, then)
+
+
+@dataclass
+class _AxisPrices:
+    """What strategies cost along one axis, where those in `chosen` are taken along the others."""
+
+    strategies: Sequence[Strategy]
+    operands: Sequence[Operand]
+    mesh: Mesh
+    result_sizes: Sequence[int]
+    chosen: list[Strategy | None]
+
+    def find_cheapest(self, axis: int) -> Strategy | None:
+        prices = ((self._price(s, axis), i) for i, s in enumerate(self.strategies) if _is_for(s, axis))
+        possible = [(price, i) for price, i in prices if price is not None]
+        return self.strategies[min(possible)[1]] if possible else None
+
+    def find_home(self, axis: int, strategy: Strategy) -> Strategy | None:
+        """The strategy whose results are where this one's pending results are brought; None: they stay pending."""
+        pending = any(isinstance(p, Partial) for p in strategy.outputs)
+        homes = self._homes(axis) if pending and strategy.finish is None and self.result_sizes else []
+        return homes[0] if homes else None
+
+    def _price(self, strategy: Strategy, axis: int) -> float | None:
+        """What its inputs and results cost; a tensor that appears twice and is needed alike moves once."""
+        total, ranks = 0.0, self.mesh.shape[axis]
+        paid = set()
+        for index, (operand, then) in enumerate(zip(self.operands, strategy.inputs, strict=True)):
+            now = operand.spec.placements[axis]
+            if then is None or not _is_possible(operand, now, then):
+                return None
+            if (operand.first, then) not in paid:
+                paid.add((operand.first, then))
+                total += operand.price_change(axis, then, self._input_bytes(index, axis))
+        homes = self._homes(axis)
+        split = any(isinstance(o.spec.placements[axis], Shard) for o in self.operands)
+        for number, size in enumerate(self.result_sizes):
+            belongs = [_output(home, number) for home in homes]
+            along = size / self._result_parts(number, axis)
+            total += result_cost(_output(strategy, number), belongs, split, along, ranks)
+        return total
+
+    def _homes(self, axis: int) -> list[Strategy]:
+        """The strategies that keep a split tensor as it is and split their results: along the same dim, if there are
+        such, as the rows of a batch; else along any."""
+        found, along_same = [], []
+        for strategy in self.strategies if self.mesh.shape[axis] > 1 else ():
+            out = _output(strategy, 0)
+            if not isinstance(out, Shard) or not _is_for(strategy, axis):
+                continue
+            kept = [
+                o.spec.placements[axis]
+                for o, then in zip(self.operands, strategy.inputs, strict=True)
+                if then is not None and isinstance(then, Shard) and same_kind(o.spec.placements[axis], then)
+            ]
+            if kept:
+                found.append(strategy)
+            if any(same_kind(p, Shard(out.dim)) for p in kept):
+                along_same.append(strategy)
+        return along_same or found
+
+    def _input_bytes(self, index: int, axis: int) -> float:
+        """The bytes that a group of ranks along an axis has together of a tensor: other axes may split it.
+
+        So a weight is weighed against the rows of one data-parallel group, and not against the batch of all groups.
+        """
+        operand = self.operands[index]
+        others = [
+            operand.spec.placements[a] if s is None else s.inputs[index] for a, s in enumerate(self.chosen) if a != axis
+        ]
+        return operand.nbytes / self._parts(others, axis)
+
+    def _result_parts(self, number: int, axis: int) -> int:
+        """How often the other axes split a result; along one that is not decided, as they split an input."""
+        others: list[Placement | None] = []
+        for other, strategy in enumerate(self.chosen):
+            if other != axis:
+                now = [o.spec.placements[other] for o in self.operands]
+                split = next((p for p in now if isinstance(p, Shard)), None)
+                others.append(split if strategy is None else _output(strategy, number))
+        return self._parts(others, axis)
+
+    def _parts(self, others: Sequence[Placement | None], axis: int) -> int:
+        counts = [n for a, n in enumerate(self.mesh.shape) if a != axis]
+        return math.prod(n for p, n in zip(others, counts, strict=True) if isinstance(p, Shard))
+
+
+def _output(strategy: Strategy, number: int) -> Placement | None:
+    return strategy.outputs[min(number, len(strategy.outputs) - 1)] if strategy.outputs else None
 
 
 def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> bool:

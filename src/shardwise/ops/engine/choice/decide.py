@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from shardwise._log import package_logger
+from shardwise._torch import no_dispatch_modes
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, format_placement
 from shardwise.ops.engine.choice.choose import (
+    Choice,
     Operand,
     choose_strategies,
     cut_lengths_differ,
     drop_lengths,
     input_placements,
-    is_free,
     leading_cuts,
     split_order,
 )
@@ -32,6 +33,7 @@ from shardwise.ops.engine.choice.placement_cost import mesh_spec, mesh_view
 from shardwise.ops.engine.fallbacks import find_writing_fallback
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ask_rule, find_rule, rule_ignores_lengths
 from shardwise.ops.engine.schema import OperatorCall, Slot, is_pointwise, is_pure, written_slots
+from shardwise.ops.engine.summed import is_summed
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError
@@ -44,7 +46,10 @@ _log = package_logger(__name__)
 
 @dataclass(slots=True)
 class Decision:
-    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known."""
+    """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
+
+    `homes`: along an axis, the strategy to whose results the pending ones are brought, and how that cuts its dim.
+    """
 
     inputs: tuple[Layout, ...]
     vary: tuple[tuple[int, ...], ...]
@@ -54,6 +59,7 @@ class Decision:
     mesh: Mesh
     local: Callable[..., Any] | None
     finish: Callable[[Any], Any] | None
+    homes: tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...] = ()
     outputs: tuple[Layout | None, ...] | None = None
 
 
@@ -69,9 +75,10 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | S
     specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
     mesh = _common_mesh(call, tensors, specs)
     operands = _make_operands(call, tensors, specs)
-    chosen = _choose(call, tensors, specs, operands, mesh)
-    if isinstance(chosen, Steps):
-        return chosen
+    choice = _choose(call, tensors, specs, operands, mesh)
+    if isinstance(choice, Steps):
+        return choice
+    chosen = choice.strategies
     if cut_lengths_differ(chosen, operands):
         _check_shapes(call, tensors)
     cuts, order = leading_cuts(chosen, operands), split_order(operands, mesh)
@@ -91,11 +98,21 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | S
     _log.debug("%s: %s of %s", call.op, chosen, wanted)
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
-    return Decision(wanted, vary, chosen, tuple(cuts), order, mesh, local, finish)
+    return Decision(wanted, vary, chosen, tuple(cuts), order, mesh, local, finish, _find_homes(choice, operands))
+
+
+def _find_homes(
+    choice: Choice, operands: Sequence[Operand]
+) -> tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...]:
+    if not any(choice.homes):
+        return ()
+    kept = [home or strategy for home, strategy in zip(choice.homes, choice.strategies, strict=True)]
+    cuts = leading_cuts(kept, operands)
+    return tuple(None if home is None else (home, cut) for home, cut in zip(choice.homes, cuts, strict=True))
 
 
 _MAX_CHOICES = 16384
-_choices: dict[Hashable, tuple[Strategy, ...]] = caches.clear_on_change({})
+_choices: dict[Hashable, Choice] = caches.clear_on_change({})
 
 
 def _choose(
@@ -104,7 +121,7 @@ def _choose(
     specs: Sequence[MeshSpec],
     operands: Sequence[Operand],
     mesh: Mesh,
-) -> tuple[Strategy, ...] | Steps:
+) -> Choice | Steps:
     """The strategies of a call, one for each axis, or the steps by which it is computed."""
     key = _choice_key(call, tensors, specs)
     known = None if key is None else _choices.get(key)
@@ -113,18 +130,18 @@ def _choose(
     strategies = _ask_for_strategies(call, tensors, specs)
     if isinstance(strategies, Steps):
         return strategies
-    chosen = choose_strategies(strategies, operands, mesh)
+    chosen = choose_strategies(strategies, operands, mesh, lambda: _find_result_sizes(call, tensors))
     if chosen is None:
         if (way := find_writing_fallback(call.op)) is not None:
             return way
         raise UnsupportedOpError(
             f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
         )
-    if key is not None and is_free(chosen, operands, mesh):
+    if key is not None and chosen.is_free:
         if len(_choices) >= _MAX_CHOICES:
             _choices.clear()
-        _choices[key] = tuple(chosen)
-    return tuple(chosen)
+        _choices[key] = chosen
+    return chosen
 
 
 def _choice_key(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Hashable:
@@ -173,10 +190,25 @@ def _wanted_layout(
 
 def _check_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> None:
     """Let the operator itself refuse shapes that do not fit: local parts of them might fit by chance."""
-    values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-    args, kwargs = call.fill_slots(values)
-    with torch.no_grad(), contextlib.suppress(NotImplementedError):
-        call.op(*args, **kwargs)
+    with contextlib.suppress(NotImplementedError):
+        _compute_shapes(call, tensors)
+
+
+def _find_result_sizes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> list[int]:
+    """The bytes of each result; those of the largest tensor where the operator does not compute shapes alone."""
+    try:
+        made = _compute_shapes(call, tensors)
+    except Exception:  # an estimate: what is wrong with a call is found where it is made
+        return [max(t.numel() * t.dtype.itemsize for t in tensors)]
+    results = made if isinstance(made, list | tuple) else [made]
+    return [t.numel() * t.dtype.itemsize if isinstance(t, torch.Tensor) else 0 for t in results]
+
+
+def _compute_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
+    with torch.no_grad(), no_dispatch_modes():
+        values = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+        args, kwargs = call.fill_slots(values)
+        return call.op(*args, **kwargs)
 
 
 def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Mesh:
@@ -194,7 +226,7 @@ def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: 
     written = written_indices(call)
     first = first_positions(tensors) or range(len(tensors))
     return [
-        Operand(s, tuple(t.shape), t.numel() * t.dtype.itemsize, i in written, first[i])
+        Operand(s, t.sharding.shape, t.numel() * t.dtype.itemsize, i in written, first[i], is_summed(t))
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 

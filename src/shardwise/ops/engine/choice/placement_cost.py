@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -143,18 +144,38 @@ def same_kind(one: Placement, other: Placement) -> bool:
 
 
 def change_cost(now: Placement, then: Placement, nbytes: float, ranks: int) -> float:
-    """The bytes that move when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
+    """The bytes that a rank receives when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
 
-    A change that moves nothing costs a fraction of a byte, so of two free strategies the one without changes wins.
-    A pending sum costs the same wherever it goes: what is saved by scattering it is paid when its parts, or its
-    gradients, are gathered again. So it is scattered only to meet something that is sharded.
+    One direction is counted, and the gradients take as much on their way back: what is gathered forward is summed and
+    scattered backward. A sum takes both at once, wherever it goes: what is saved by scattering it is paid when the
+    gradients are gathered. A change that moves nothing costs a fraction of a byte, so of two free strategies the one
+    without changes wins, and a sum stays pending where it may.
     """
     share = nbytes * (ranks - 1) / ranks
     if same_kind(now, then):
         recut = isinstance(then, Shard) and not then.is_plain and then != now  # a plain Shard means: as it is cut
         return 0.5 + share / ranks if recut else 0.0
+    if isinstance(now, Partial):
+        return share + (1.5 if isinstance(then, Shard) else 1.0)
+    if isinstance(then, Partial):
+        return 2.0 if isinstance(now, Shard) else 0.5
     if isinstance(now, Replicate):
-        return 0.25 if isinstance(then, Shard) else 0.5
-    if isinstance(now, Shard):
-        return 0.5 + (share if isinstance(then, Replicate) else share / ranks if isinstance(then, Shard) else 3 * share)
-    return 2 * share + (1.0 if isinstance(then, Shard) else 0.5)
+        return 0.25
+    return 0.5 + (share if isinstance(then, Replicate) else share / ranks)
+
+
+def result_cost(
+    result: Placement | None, belongs: Sequence[Placement | None], split: bool, nbytes: float, ranks: int
+) -> float:
+    """The bytes that a rank receives until a result of `nbytes` bytes is where it belongs, counted as by `change_cost`.
+
+    `belongs` are the splits of results for which an input stays as it is split; `split`: an input is split.
+    A pending result is summed. One that every rank has, though the inputs were split, counts as much: all that follows
+    is computed by every rank.
+    """
+    share = nbytes * (ranks - 1) / ranks
+    if isinstance(result, Partial):
+        return share
+    if not split or result is None or any(p is not None and same_kind(result, p) for p in belongs):
+        return 0.0
+    return share / ranks if belongs and isinstance(result, Shard) else share

@@ -1,4 +1,4 @@
-"""What a shortcut depends on of a tensor, as one object: its layout, dtype and device.
+"""What a shortcut depends on of a tensor, as one object: its layout, dtype and device, and whether it is summed.
 
 A key of a few objects that are compared by identity is made and found faster than one of all that they stand for. A
 tensor keeps its fingerprint from its first use on, and a result gets that of its shortcut. Whatever replaces the layout
@@ -14,6 +14,7 @@ import torch
 
 from shardwise._torch import make_wrapper_subclass
 from shardwise.geometry import Layout
+from shardwise.ops.engine.summed import is_summed
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
@@ -44,16 +45,17 @@ class Fingerprint:
 
 
 _MAX_FINGERPRINTS = 16384
-_fingerprints: dict[tuple[int, torch.dtype, torch.device], Fingerprint] = {}
+_fingerprints: dict[tuple[int, torch.dtype, torch.device, bool], Fingerprint] = {}
 
 
-def get_fingerprint(layout: Layout, dtype: torch.dtype, device: torch.device) -> Fingerprint:
+def get_fingerprint(layout: Layout, dtype: torch.dtype, device: torch.device, summed: bool = False) -> Fingerprint:
     """The fingerprint of such tensors, the same object each time: it keeps the layout, and so its identity, alive."""
-    found = _fingerprints.get((id(layout), dtype, device))
+    key = (id(layout), dtype, device, summed)
+    found = _fingerprints.get(key)
     if found is None:
         if len(_fingerprints) >= _MAX_FINGERPRINTS:
             _fingerprints.clear()
-        found = _fingerprints[id(layout), dtype, device] = Fingerprint(layout, dtype, device)
+        found = _fingerprints[key] = Fingerprint(layout, dtype, device)
     return found
 
 
@@ -63,7 +65,7 @@ def find_fingerprint(tensor: ShardedTensor) -> Fingerprint | None:
     parts = tensor.local_parts
     if len(parts) != 1 or tensor._copied_from is not None or tensor.sharding.depends_on_data:
         return None
-    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device)
+    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, is_summed(tensor))
     if type(tensor) is ShardedTensor:  # the local tensors of its subclasses may be replaced by assignment to a shard
         tensor._fingerprint = found
     return found
