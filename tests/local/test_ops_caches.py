@@ -281,8 +281,8 @@ def test_numbers_that_change_at_every_step_are_decided_once() -> None:
 
 def test_a_remembered_number_does_not_stand_for_zero_or_infinity() -> None:
     def body(comm: Comm) -> None:
-        pending = lay_out(X, PAIR, (Partial("sum"),))
         for number in (2.0, 3.0, 0.0, float("inf"), 4.0):
+            pending = lay_out(X, PAIR, (Partial("sum"),))  # a new one: what was summed once is taken so again
             product = pending * number
             assert isinstance(product.placements[0], Partial) == (number in (2.0, 3.0, 4.0))
             torch.testing.assert_close(product.full(), X * number, equal_nan=True)

@@ -96,7 +96,7 @@ def _moved(comm: Comm, compute: Callable[[ShardedTensor, ShardedTensor], Tensor]
     ("compute", "towards"),
     [
         (lambda pending, rows: pending * pending, ["tp=2: R"]),
-        (lambda pending, rows: torch.stack([pending.exp(), pending.exp()]), ["tp=2: R", "tp=2: R"]),
+        (lambda pending, rows: torch.stack([pending.exp(), pending.exp()]), ["tp=2: R"]),
         (lambda pending, rows: pending + rows, ["tp=2: S(0)"]),
         (lambda pending, rows: pending.sum(), []),
         (lambda pending, rows: pending + pending, []),

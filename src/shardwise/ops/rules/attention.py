@@ -78,20 +78,30 @@ def _attention_batch_strategies(
     """All replicated, and each dim before the last two sharded."""
     found = [_attention_strategy(Replicate(), (Replicate(),) * 3, mask, None, q.ndim)]
     for dim in range(q.ndim - 2):
-        alike = q.shape[dim] == k.shape[dim] == v.shape[dim]
-        if alike or (grouped and dim == q.ndim - 3 and _do_groups_fit(q, k)):
+        if q.shape[dim] == k.shape[dim] == v.shape[dim]:
+            found.append(_attention_strategy(Shard(dim), (Shard(dim),) * 3, mask, dim, q.ndim))
+        elif grouped and dim == q.ndim - 3 and (axes := _axes_of_groups(q, k)):
             # The result has the heads of the queries, however large the keys are: one group of that many.
-            heads = Shard(dim) if alike else Shard(dim, groups=(q.shape[dim],))
-            found.append(_attention_strategy(heads, (Shard(dim),) * 3, mask, dim, q.ndim))
+            heads = Shard(dim, groups=(q.shape[dim],))
+            found.append(replace(_attention_strategy(heads, (Shard(dim),) * 3, mask, dim, q.ndim), axes=axes))
     return found
 
 
-def _do_groups_fit(q: TensorMeta, k: TensorMeta) -> bool:
-    """Whether heads of queries that share a key stay together on any axis: all splits are even."""
+def _axes_of_groups(q: TensorMeta, k: TensorMeta) -> tuple[int, ...]:
+    """The axes along which heads of queries that share a key stay together: all together split the keys evenly.
+
+    All axes of the mesh, or else those that split the heads of the queries now.
+    """
     spec = mesh_view(q.layout)
     dim = q.ndim - 3
     plain = all(not (isinstance(p, Shard) and p.dim == dim and p != Shard(dim)) for p in (*q.placements, *k.placements))
-    return plain and spec is not None and k.shape[dim] % math.prod(spec.mesh.shape) == 0
+    if not plain or spec is None:
+        return ()
+    splitting = tuple(a for a, p in enumerate(q.placements) if p == Shard(dim))
+    for axes in (tuple(range(spec.mesh.ndim)), splitting):
+        if k.shape[dim] % math.prod(spec.mesh.shape[a] for a in axes) == 0:
+            return axes
+    return ()
 
 
 def _attention_strategy(
