@@ -86,6 +86,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     aten._embedding_bag.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
     aten._embedding_bag_forward_only.default: (t(10, 4), ids(9, below=10), torch.tensor([0, 2, 2, 7])),
     aten.native_batch_norm.default: (t(4, 6, 5), t(6), t(6), None, None, True, 0.1, 1e-5),
+    aten.layer_norm.default: (t(4, 5, 6), [6], t(6), t(6), 1e-5),
     aten.native_layer_norm.default: (t(4, 5, 6), [6], t(6), t(6), 1e-5),
     aten.rms_norm.default: (t(4, 5, 6), [6], t(6), 1e-5),
     aten._fused_rms_norm.default: (t(4, 5, 6), [6], t(6), 1e-5),

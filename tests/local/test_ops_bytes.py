@@ -235,7 +235,7 @@ def test_the_order_of_axes_does_not_count(axes: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("rows", [4, 512])
 def test_a_split_batch_stays_split(rows: int) -> None:
-    """Whichever is smaller is gathered; a weight that is cut along the dim that is summed over leaves nothing pending."""
+    """Whichever is smaller is gathered; a weight that is cut along the dim summed over leaves no sum pending."""
     moved, placements = moved_bytes([Shard(1)], [Shard(0)], Mesh.of(fs=4), rows)
     assert placements == (Shard(0),)
     assert moved <= 3 * 32 * ROW_BYTES

@@ -166,7 +166,7 @@ def test_a_fully_sharded_weight_is_gathered_also_for_few_rows() -> None:
         weight = shard(torch.ones(8, 16), MeshSpec(mesh, [Shard(0)]), None)
         with explain() as log:
             y = F.linear(x, weight)
-        return _moved_placements(log), str(y.placements)
+        return _moved_placements(log), str(_placements(y))  # type: ignore[arg-type]  # of ShardedTensors
 
     for moves, placements in run_local(body, 2):
         assert moves == [f"S(0) -> R: {16 * 4 * 8}"]
@@ -201,3 +201,22 @@ def test_an_axis_is_weighed_by_what_the_axes_before_it_do() -> None:
     wanted = ["S(0), P(sum) -> dp=2,tp=2: S(0), R", "S(0), S(0) -> dp=2,tp=2: R, S(0)"]
     for moves in run_local(body, 4):
         assert moves == [f"dp=2,tp=2: {text}" for text in wanted]
+
+
+def test_explain_names_the_axes_of_the_tensors_at_hand() -> None:
+    """Plans are shared by equal layouts, which may be those of meshes with other names."""
+
+    def body(comm: Comm) -> list[set[str]]:
+        found = []
+        for first, second in (("dp", "tp"), ("fs", "mp"), ("dp", "tp")):
+            mesh = Mesh.of(**{first: 2, second: 2})
+            x = shard(torch.ones(4, 8), MeshSpec(mesh, [Shard(0), Replicate()]), None).requires_grad_()
+            weight = nn.Parameter(shard(torch.ones(8, 8), MeshSpec(mesh, [Shard(0), Shard(0)]), None))
+            with explain() as log:
+                F.relu(F.linear(F.linear(x, weight), weight.t().contiguous())).sum().backward()  # type: ignore[no-untyped-call]
+                x.redistribute([Replicate(), Replicate()])
+            found.append({text.split(":")[0] for e in log.entries for text in (*e.inputs, *e.outputs)})
+        return found
+
+    wanted = [{"dp=2,tp=2"}, {"fs=2,mp=2"}, {"dp=2,tp=2"}]
+    assert run_local(body, 4) == [wanted] * 4

@@ -288,7 +288,7 @@ def _make_batches(
     for one, dst in zip(held, dsts, strict=True):
         limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
         plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm)
-        notify_watchers(plan, label)
+        notify_watchers(plan, label, one.sharding, dst)
         job = TransferJob(plan, resolve_lazy([t.detach() for t in one.local_parts]), one.dtype, one.device)
         size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize
         if not batches or size > room:

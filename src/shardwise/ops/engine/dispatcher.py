@@ -31,7 +31,7 @@ from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.registry import Steps, find_rule
-from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, split_call
+from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, name_of, split_call
 from shardwise.ops.engine.summed import is_summed
 from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.ops.engine.vary import move_input, vary_along
@@ -134,7 +134,7 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
 
 
 def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Comm, decision: Decision) -> Any:
-    name = str(call.op)
+    name = name_of(call.op)
     aligned = _align_all(tensors, decision.inputs, name)
     values = [
         vary_along(t, t.sharding, axes) if axes else t.local_parts[0]
@@ -168,7 +168,7 @@ def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: De
     wanted = list(zip(tensors, decision.inputs, strict=True))
     copied = gives_views(call.op) and any(t.sharding is not w for t, w in wanted)  # then the results are marked
     written = [tensors[i] for i in sorted(written_indices(call))]
-    note_operator(given and own and not turned and not copied, wanted, written, str(call.op))
+    note_operator(given and own and not turned and not copied, wanted, written, name_of(call.op))
 
 
 def _is_data_dependent(call: OperatorCall) -> bool:

@@ -144,11 +144,11 @@ def record_entry(entry: LogEntry) -> None:
         log.entries.append(entry)
 
 
-def _watch_move(plan: PlannedMove, label: str) -> None:
+def _watch_move(plan: PlannedMove, label: str, src: Layout, dst: Layout) -> None:
     if is_explaining_or_forbidding() and plan.moved_bytes > 0:
-        check_may_communicate(label, plan.src, plan.dst)
+        check_may_communicate(label, src, dst)
         passing = plan.bytes_between_hosts if isinstance(plan, Transfer) else None
-        briefs = (layout_brief(plan.src),), (layout_brief(plan.dst),)
+        briefs = (layout_brief(src),), (layout_brief(dst),)
         record_entry(LogEntry(label, *briefs, plan.moved_bytes, user_line(), passing or 0))
 
 

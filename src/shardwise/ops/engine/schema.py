@@ -117,6 +117,12 @@ def has_tag(op: Any, tag: torch.Tag) -> bool:
 
 
 @cache
+def name_of(op: Any) -> str:
+    """The name of an operator; remembered, since torch puts it together each time."""
+    return str(op)
+
+
+@cache
 def is_pointwise(op: Any) -> bool:
     """Whether torch tags the operator as pointwise and it draws no random numbers.
 

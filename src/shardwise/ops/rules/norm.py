@@ -44,9 +44,31 @@ def _normalised_dims(x: TensorMeta | ShardedTensor, shape: Sequence[int]) -> tup
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
-@register_sharding(aten.native_layer_norm.default)
+@register_sharding(aten.layer_norm.default)
 @ignores_lengths
 def layer_norm(
+    x: TensorMeta,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> list[Strategy] | Steps:
+    """As an operator of its own, which is called more often than the one that torch makes of it."""
+    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
+        return Steps(_layer_norm_result)
+    return _leading_dim_strategies(x, normalized_shape, 1, (weight, bias))
+
+
+def _layer_norm_result(
+    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+) -> Any:
+    return _layer_norm_over_ranks(x, shape, weight, bias, eps)[0]
+
+
+@register_sharding(aten.native_layer_norm.default)
+@ignores_lengths
+def native_layer_norm(
     x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> list[Strategy] | Steps:
     if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):

@@ -16,7 +16,7 @@ import torch
 
 from shardwise._log import package_logger
 from shardwise._torch import comm_debug_modes
-from shardwise.geometry import shorten_layout
+from shardwise.geometry import Layout, shorten_layout
 from shardwise.tensor.moving.parts import PlannedMove, watch_moves
 from shardwise.tensor.user_line import user_line
 from shardwise.transfer.report import format_bytes
@@ -42,16 +42,16 @@ def remember_debug_modes() -> Iterator[None]:
         _above.modes = before
 
 
-def _count_move(plan: PlannedMove, label: str) -> None:
+def _count_move(plan: PlannedMove, label: str, src: Layout, dst: Layout) -> None:
     for mode in _above.modes or comm_debug_modes():
         if plan.moved_bytes > 0:
             mode.comm_counts[torch.ops.shardwise.move] += 1
 
 
-def _log_move(plan: PlannedMove, label: str) -> None:
+def _log_move(plan: PlannedMove, label: str, src: Layout, dst: Layout) -> None:
     if _log.isEnabledFor(logging.DEBUG) and plan.moved_bytes > 0:
-        src, dst, moved = shorten_layout(plan.src), shorten_layout(plan.dst), format_bytes(plan.moved_bytes)
-        _log.debug("%s moves %s, %s -> %s, at %s", label, moved, src, dst, user_line())
+        between, moved = (shorten_layout(src), shorten_layout(dst)), format_bytes(plan.moved_bytes)
+        _log.debug("%s moves %s, %s -> %s, at %s", label, moved, *between, user_line())
 
 
 watch_moves(_count_move)

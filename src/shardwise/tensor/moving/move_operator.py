@@ -65,11 +65,11 @@ class MoveRecord:
         """Carry the move out."""
         rows = self._plan_rows() if self.src.depends_on_data or self.dst.depends_on_data else None
         if rows is not None:
-            notify_watchers(rows, self.label)
+            notify_watchers(rows, self.label, self.src, self.dst)
             moved: tuple[Tensor, ...] = (exchange_rows(rows, locals_[0], self.comm, self.label),)
         else:
             plan = self.make_plan()
-            notify_watchers(plan, self.label)
+            notify_watchers(plan, self.label, self.src, self.dst)
             with profiled_move(self.label, self.src, self.dst):
                 moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
         for tensor in moved:
@@ -89,7 +89,7 @@ class MoveRecord:
     def make_job(self, locals_: Sequence[Tensor]) -> TransferJob:
         """The move as one of several that share an exchange."""
         plan = self.make_plan()
-        notify_watchers(plan, self.label)
+        notify_watchers(plan, self.label, self.src, self.dst)
         device = locals_[0].device if locals_ else self.comm.device
         return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device, self.out_dtype)
 

@@ -30,18 +30,21 @@ class PlannedMove(Protocol):
     def moved_bytes(self) -> int: ...
 
 
-_move_watchers: list[Callable[[PlannedMove, str], None]] = []
+_move_watchers: list[Callable[[PlannedMove, str, Layout, Layout], None]] = []
 
 
-def watch_moves(watcher: Callable[[PlannedMove, str], None]) -> None:
-    """Have `watcher(plan, label)` called before each move; it may raise to forbid it."""
+def watch_moves(watcher: Callable[[PlannedMove, str, Layout, Layout], None]) -> None:
+    """Have `watcher(plan, label, src, dst)` called before each move; it may raise to forbid it."""
     _move_watchers.append(watcher)
 
 
-def notify_watchers(plan: PlannedMove, label: str) -> None:
-    """Say that a move is about to be made."""
+def notify_watchers(plan: PlannedMove, label: str, src: Layout | None = None, dst: Layout | None = None) -> None:
+    """Say that a move is about to be made between these layouts.
+
+    A plan is shared by equal layouts: its own may be those of a mesh with other names.
+    """
     for watcher in _move_watchers:
-        watcher(plan, label)
+        watcher(plan, label, src or plan.src, dst or plan.dst)
 
 
 REDUCED_BY_COMM = (torch.float32, torch.float64, torch.int32, torch.int64)

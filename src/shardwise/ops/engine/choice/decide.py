@@ -226,7 +226,7 @@ def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: 
     written = written_indices(call)
     first = first_positions(tensors) or range(len(tensors))
     return [
-        Operand(s, t.sharding.shape, t.numel() * t.dtype.itemsize, i in written, first[i], is_summed(t))
+        Operand(s, t.sharding.shape, t.sharding.numel * t.dtype.itemsize, i in written, first[i], is_summed(t))
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 

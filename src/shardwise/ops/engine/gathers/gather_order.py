@@ -101,7 +101,8 @@ class StartedOperator:
         self.finish()
         result, self._results[number] = self._results[number], None
         if result is not None:
-            notify_watchers(self._gathers[number].make_plan(), self._gathers[number].label)
+            gather = self._gathers[number]
+            notify_watchers(gather.make_plan(), gather.label, gather.parameter.sharding, gather.layout)
         return result
 
     def finish(self) -> None:
