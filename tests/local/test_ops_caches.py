@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import Comm, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, run_local, sharding_rule
+from shardwise import Comm, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, explain, run_local, sharding_rule
 from shardwise.ops import Steps, TensorMeta
 from shardwise.ops.engine import dispatcher
 from shardwise.ops.engine.known_calls import fast_path
@@ -288,3 +288,73 @@ def test_a_remembered_number_does_not_stand_for_zero_or_infinity() -> None:
             torch.testing.assert_close(product.full(), X * number, equal_nan=True)
 
     run_local(body, 2, timeout=60)
+
+
+def _sum_and(change: Callable[[Any], Any]) -> Callable[[Comm], tuple[int, Tensor]]:
+    """Have a pending tensor summed, change something, and use it again: the bytes of the second use, and its result."""
+
+    def body(comm: Comm) -> tuple[int, Tensor]:
+        x: Any = lay_out(X, PAIR, (Partial("sum"),)) * 1
+        x.exp()
+        change(x)
+        with explain() as log:
+            found: Any = x * x
+        return log.moved_bytes, found.full()
+
+    return body
+
+
+SUM_BYTES = 2 * X.numel() * 8
+CHANGES: dict[str, tuple[Callable[[Any], Any], int, Tensor]] = {
+    "nothing": (lambda x: x.relu(), 0, X * X),
+    "written": (lambda x: x.mul_(2.0), SUM_BYTES, 4 * X * X),
+    "written through a view": (lambda x: x.t().mul_(2.0), SUM_BYTES, 4 * X * X),
+    "a local tensor written": (lambda x: x.local_tensor().mul_(2.0), SUM_BYTES, 4 * X * X),
+    "other memory": (lambda x: setattr(x.local_tensor(), "data", x.local_tensor() * 2), SUM_BYTES, 4 * X * X),
+    "other data": (lambda x: setattr(x, "data", x.detach() * 2), SUM_BYTES, 4 * X * X),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_sum_is_made_again_after_a_change(name: str) -> None:
+    change, moved, wanted = CHANGES[name]
+    for _ in range(2):
+        for found in run_local(_sum_and(change), 2, timeout=60):
+            assert found[0] == moved
+            assert torch.equal(found[1], wanted)
+
+
+def test_a_sum_made_without_a_tape_is_no_part_of_one() -> None:
+    def body(comm: Comm) -> list[Tensor]:
+        found = []
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            x: Any = lay_out(X, PAIR, (Partial("sum"),)).requires_grad_()
+            with mode():
+                assert torch.equal((x * x).full(), X * X)
+            for _ in range(2):
+                with torch.no_grad():
+                    assert not (x * x).requires_grad
+                ((x * x).exp() * x * 0 + x * x).sum().backward()
+            found.append(x.grad.full())
+        return found
+
+    for gradients in run_local(body, 2, timeout=60):
+        assert all(torch.equal(g, 4 * X) for g in gradients)
+
+
+def test_a_sum_that_several_operators_use_has_one_gradient() -> None:
+    """Backward makes one sum for the replicated result, however many columns use it."""
+
+    def body(comm: Comm) -> tuple[list[int], Tensor]:
+        weights = [lay_out(torch.eye(6, dtype=X.dtype), PAIR, (Shard(0),)).requires_grad_() for _ in range(3)]
+        moved = []
+        for _ in range(2):
+            x: Any = lay_out(X, PAIR, (Partial("sum"),)).requires_grad_()
+            with explain() as log:
+                sum(F.linear(x, w).exp() for w in weights).sum().backward()  # type: ignore[union-attr]  # never 0
+            moved.append(log.moved_bytes)
+        return moved, x.grad.full()
+
+    for moved, gradient in run_local(body, 2, timeout=60):
+        assert moved == [2 * SUM_BYTES] * 2
+        torch.testing.assert_close(gradient, 3 * X.exp())

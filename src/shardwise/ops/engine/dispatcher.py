@@ -121,7 +121,7 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     kinds = tuple((id(t.sharding), t.dtype, is_summed(t)) for t in tensors)
     key = (called, kinds, first_positions(tensors), recorded)
     known = _decisions.get(key)
-    decision = decide(call, tensors) if known is None else known[0]
+    decision = decide(call, tensors, recorded) if known is None else known[0]
     if isinstance(decision, Steps):
         result = _run_steps(decision, *call.fill_slots(tensors))
     else:

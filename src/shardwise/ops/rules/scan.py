@@ -118,6 +118,23 @@ def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] 
     return _softmax_rule(x, dim, _log_softmax_over_ranks)
 
 
+@register_sharding(aten.softmax.int)
+@ignores_lengths
+def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
+    """As an operator of its own, which is called more often than the one that torch makes of it."""
+    return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._softmax.default(_cast(x, dtype), dim, False))
+
+
+@register_sharding(aten.log_softmax.int)
+@ignores_lengths
+def log_softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
+    return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._log_softmax.default(_cast(x, dtype), dim, False))
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    return x if dtype is None else x.to(dtype)
+
+
 def _softmax_rule(x: TensorMeta, dim: int, over_ranks: Callable[..., Any]) -> list[Strategy] | Steps:
     cut = cutting_axes(x.layout, (dim % max(x.ndim, 1),))
     return Steps(over_ranks) if cut else other_dim_strategies(x, dim)

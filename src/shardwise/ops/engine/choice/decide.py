@@ -37,8 +37,8 @@ from shardwise.ops.engine.summed import is_summed
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.inplace import gives_views
 from shardwise.tensor.move import format_layout_text
-from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _log = package_logger(__name__)
@@ -71,11 +71,12 @@ def first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
     return None if len(numbers) == len(tensors) else tuple(numbers[id(t)] for t in tensors)
 
 
-def decide(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Decision | Steps:
+def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Sequence[bool]) -> Decision | Steps:
+    """What a call does; `recorded` says which tensors are differentiated."""
     specs = [view for t in tensors if (view := mesh_view(t.sharding)) is not None]
     mesh = _common_mesh(call, tensors, specs)
     operands = _make_operands(call, tensors, specs)
-    choice = _choose(call, tensors, specs, operands, mesh)
+    choice = _choose(call, tensors, recorded, specs, operands, mesh)
     if isinstance(choice, Steps):
         return choice
     chosen = choice.strategies
@@ -118,16 +119,17 @@ _choices: dict[Hashable, Choice] = caches.clear_on_change({})
 def _choose(
     call: OperatorCall,
     tensors: Sequence[ShardedTensor],
+    recorded: Sequence[bool],
     specs: Sequence[MeshSpec],
     operands: Sequence[Operand],
     mesh: Mesh,
 ) -> Choice | Steps:
     """The strategies of a call, one for each axis, or the steps by which it is computed."""
-    key = _choice_key(call, tensors, specs)
+    key = _choice_key(call, tensors, recorded, specs)
     known = None if key is None else _choices.get(key)
     if known is not None:
         return known
-    strategies = _ask_for_strategies(call, tensors, specs)
+    strategies = _ask_for_strategies(call, tensors, recorded, specs)
     if isinstance(strategies, Steps):
         return strategies
     chosen = choose_strategies(strategies, operands, mesh, lambda: _find_result_sizes(call, tensors))
@@ -144,7 +146,9 @@ def _choose(
     return chosen
 
 
-def _choice_key(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> Hashable:
+def _choice_key(
+    call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Sequence[bool], specs: Sequence[MeshSpec]
+) -> Hashable:
     """All that a choice depends on apart from lengths, of which only those count that are equal, 0 or 1.
 
     None where the rule asks for more, or a layout depends on data.
@@ -155,8 +159,8 @@ def _choice_key(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Seq
         return None
     names = {0: 0, 1: 1}
     lengths = tuple(tuple(names.setdefault(n, len(names)) for n in t.sharding.shape) for t in tensors)
-    kinds = tuple((t.dtype, is_differentiated(t)) for t in tensors)
-    return call.key, tuple(specs), kinds, lengths, first_positions(tensors)
+    dtypes = tuple(t.dtype for t in tensors)
+    return call.key, tuple(specs), dtypes, tuple(recorded), lengths, first_positions(tensors)
 
 
 def _wanted_layouts(
@@ -225,8 +229,9 @@ def _common_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Se
 def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]) -> list[Operand]:
     written = written_indices(call)
     first = first_positions(tensors) or range(len(tensors))
+    sums = not gives_views(call.op)  # a view is one of the tensor itself, not of its sum
     return [
-        Operand(s, t.sharding.shape, t.sharding.numel * t.dtype.itemsize, i in written, first[i], is_summed(t))
+        Operand(s, t.sharding.shape, t.sharding.numel * t.dtype.itemsize, i in written, first[i], sums and is_summed(t))
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 
@@ -246,12 +251,12 @@ def written_indices(call: OperatorCall) -> set[int]:
 
 
 def _ask_for_strategies(
-    call: OperatorCall, tensors: Sequence[ShardedTensor], specs: Sequence[MeshSpec]
+    call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Sequence[bool], specs: Sequence[MeshSpec]
 ) -> list[Strategy] | Steps:
     rule = find_rule(call.op)
     metas = [
-        TensorMeta(tuple(t.shape), t.dtype, t.sharding, s.placements, is_differentiated(t))
-        for t, s in zip(tensors, specs, strict=True)
+        TensorMeta(t.sharding.shape, t.dtype, t.sharding, s.placements, is_recorded)
+        for t, s, is_recorded in zip(tensors, specs, recorded, strict=True)
     ]
     if rule is None:
         strategies = pointwise_rule(call.op, metas, (*call.args, *call.kwargs.values()))
