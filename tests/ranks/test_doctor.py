@@ -2,6 +2,8 @@
 
 import json
 import time
+import warnings
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 from shardwise.cli import doctor as doctor_command
 from shardwise.cli.doctor import FAILED, SLOWER, DoctorFinding, advise_memory_reading, examine_gpus, examine_torch
 from shardwise.cli.main import app
-from shardwise.comm import LocalWorld, probes
+from shardwise.comm import CommError, LocalWorld, probes
 from shardwise.comm.probes import ProbeResult
 
 
@@ -30,6 +32,23 @@ def test_transports_are_tried_and_a_hang_ends(monkeypatch: pytest.MonkeyPatch) -
     assert memory.works or (memory.problem and "of process" in memory.problem)
     assert ipc.problem is None or ipc.problem.startswith("rank 0: ")
     assert hang.problem == "rank 0: stopped: it had not ended when its world was shut down"
+
+
+class LateComm:
+    """A comm whose other rank never comes."""
+
+    def barrier(self, *, label: str) -> None:
+        raise CommError("'probe': rank 1 did not take part", (1,))
+
+
+def test_rank_that_failed_says_why_even_if_the_other_one_hangs() -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal\nCompile with TORCH_USE_CUDA_DSA")
+
+    late: Any = LateComm()
+    assert probes._attempt(late, fail) == (None, "CUDA error: invalid device ordinal")
+    with pytest.raises(CommError, match="did not take part"):
+        probes._attempt(late, lambda: None)
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, *results: ProbeResult) -> tuple[int, dict[str, DoctorFinding], str]:
@@ -76,6 +95,32 @@ def test_ranks_that_cannot_be_started_are_a_finding(monkeypatch: pytest.MonkeyPa
 )
 def test_advice_follows_the_kernel_settings(scope: int | None, can_trace: bool, cause: str) -> None:
     assert cause in advise_memory_reading(scope, can_trace)
+
+
+def test_gpus_that_cannot_be_used_are_one_line() -> None:
+    class Broken:
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def device_count() -> int:
+            return 2
+
+        @staticmethod
+        def get_device_properties(number: int) -> object:
+            raise RuntimeError("CUDA error: uncorrectable ECC error\nCUDA kernel errors might be reported later")
+
+    class OldDriver:
+        @staticmethod
+        def is_available() -> bool:
+            warnings.warn("CUDA initialization: the driver is too old\n(found version 11040)", stacklevel=1)
+            return False
+
+    (found,) = examine_gpus(Broken)
+    assert (found.state, found.found) == (FAILED, "cannot be used: CUDA error: uncorrectable ECC error")
+    (found,) = examine_gpus(OldDriver)
+    assert (found.state, found.found) == ("absent", "none (CUDA initialization: the driver is too old)")
 
 
 def test_other_releases_and_gpus_are_named() -> None:

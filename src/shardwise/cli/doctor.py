@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -75,8 +76,10 @@ def examine(with_ranks: bool) -> list[DoctorFinding]:
     except Exception as error:
         advice = "install it: pip install torch"
         return [*findings, DoctorFinding("torch", FAILED, f"cannot be imported: {error}", advice), *find_extras()]
-    findings += [examine_torch(torch.__version__), *find_extras(), *examine_backends(), *examine_gpus(torch.cuda)]
-    return findings + (examine_transports(torch.cuda.device_count()) if with_ranks else [])
+    gpus = examine_gpus(torch.cuda)
+    findings += [examine_torch(torch.__version__), *find_extras(), *examine_backends(), *gpus]
+    usable = sum(finding.state == OK for finding in gpus)
+    return findings + (examine_transports(usable) if with_ranks else [])
 
 
 def examine_torch(found: str) -> DoctorFinding:
@@ -124,13 +127,29 @@ def examine_backends() -> list[DoctorFinding]:
 
 
 def examine_gpus(cuda: Any) -> list[DoctorFinding]:
-    """The GPUs that torch can use; `cuda` is `torch.cuda`."""
-    count = cuda.device_count() if cuda.is_available() else 0
-    if not count:
+    """The GPUs that torch can use; `cuda` is `torch.cuda`. What torch warns of or raises is part of the finding."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            count = cuda.device_count() if cuda.is_available() else 0
+            devices = [cuda.get_device_properties(i) for i in range(count)]
+        except Exception as error:  # a driver that does not fit, or a GPU that has failed
+            advice = "check nvidia-smi; hide a GPU that has failed from programs with CUDA_VISIBLE_DEVICES"
+            return [DoctorFinding("gpus", FAILED, f"cannot be used: {first_line(error)}", advice)]
+    if not devices:
         advice = "everything runs on the CPU; if there is a GPU, install a CUDA build of torch and check nvidia-smi"
-        return [DoctorFinding("gpus", ABSENT, "none", advice)]
-    devices = [cuda.get_device_properties(i) for i in range(count)]
+        why = "".join(f" ({first_line(each.message)})" for each in warned[:1])
+        return [DoctorFinding("gpus", ABSENT, f"none{why}", advice)]
     return [DoctorFinding(f"gpu {i}", OK, f"{d.name}, {format_bytes(d.total_memory)}") for i, d in enumerate(devices)]
+
+
+def first_line(problem: object) -> str:
+    """The first line of what an exception or a warning says.
+
+    >>> first_line(RuntimeError("CUDA error: no device\\nCompile with TORCH_USE_CUDA_DSA"))
+    'CUDA error: no device'
+    """
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def examine_transports(gpus: int) -> list[DoctorFinding]:
