@@ -111,23 +111,23 @@ def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], N
     columns = min(_TILE, max(16, 1 << (shortest - 1).bit_length()))
     height = _TILE // columns
     tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
-    table = _table(tuple(rows), device)
+    table = device_table(tuple(rows), device)
     kernel = find_kernel()[(tiles, len(rows))]
     launch = partial(kernel, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
-    return partial(_launch_on, device, launch)
+    return partial(launch_on, device, launch)
 
 
-def _launch_on(device: torch.device, launch: Callable[[], None]) -> None:
+def launch_on(device: torch.device, launch: Callable[[], None]) -> None:
     """Launch a kernel on a device: Triton takes the current one, which may be another."""
     with torch.cuda.device(device):
         launch()
 
 
-_tables: dict[tuple[tuple[BoxRow, ...], Any], Tensor] = {}
+_tables: dict[tuple[tuple[tuple[int, ...], ...], Any], Tensor] = {}
 _KEPT_TABLES = 512
 
 
-def _table(rows: tuple[BoxRow, ...], device: torch.device) -> Tensor:
+def device_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """The table on the device; programs that go round in steps use the same memory again and again."""
     stream = torch.cuda.current_stream(device)
     known = _tables.get((rows, stream))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeAlias
 
-from shardwise.tensor.moving.parts import MessagesByRound, RankPart
+from shardwise.tensor.moving.parts import Message, MessagesByRound, RankPart
 
 BoxSlices: TypeAlias = tuple[int, tuple[slice, ...], int]
 """A box of a local tensor: which tensor, where in it, and which term of a reduction."""
@@ -17,6 +18,7 @@ class SlicesByRound:
     """The boxes of a rank's messages by round and peer."""
 
     part: RankPart
+    separate: Mapping[int, bool]  # whether the boxes received in a round are the same or have nothing in common
     sends: Mapping[int, Mapping[int, Sequence[BoxSlices]]]
     receives: Mapping[int, Mapping[int, Sequence[BoxSlices]]]
 
@@ -31,9 +33,21 @@ def slices_by_round(part: RankPart) -> SlicesByRound:
     if known is None:
         if len(_known_slices) >= _KEPT_SLICES:
             _known_slices.clear()
-        known = SlicesByRound(part, _list_slices(part.sends), _list_slices(part.receives))
+        separate = {number: _are_separate(edges) for number, edges in part.receives.items()}
+        known = SlicesByRound(part, separate, _list_slices(part.sends), _list_slices(part.receives))
         _known_slices[id(part)] = known  # which keeps the part, so that its id stays its own
     return known
+
+
+_MOST_COMPARED = 64
+
+
+def _are_separate(edges: Mapping[int, Sequence[Message]]) -> bool:
+    """Whether each two boxes of a round are the same or have nothing in common; no, if they are too many to compare."""
+    boxes = {(m.slot, m.box) for cut in edges.values() for message in cut for m in message}
+    if len(boxes) > _MOST_COMPARED:
+        return False
+    return not any(a[0] == b[0] and a[1].intersect(b[1]) for a, b in combinations(boxes, 2))
 
 
 def _list_slices(messages: MessagesByRound) -> Mapping[int, Mapping[int, Sequence[BoxSlices]]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.comm.background import BackgroundCall, BackgroundQueue
 from shardwise.comm.box_copies import copy_boxes
+from shardwise.comm.box_sums import add_together
 from shardwise.comm.flat_tensors import cut_for_one_thread
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
@@ -386,11 +387,14 @@ class _StepRun:
 
     def take_lent(self, number: int, boxes: Mapping[int, Iterator[Tensor]]) -> None:
         """Read the boxes of other ranks that belong to this round of this tensor."""
-        listed = slices_by_round(self.part).receives.get(number, {})
+        slices = slices_by_round(self.part)
+        listed = slices.receives.get(number, {})
         found = [(box, next(boxes[peer])) for peer, cut in listed.items() for box in cut]
         if self.part.reducing:
             found.sort(key=lambda pair: pair[0][2])
         pairs = [(self.targets[slot][at], part) for (slot, at, _), part in found]
+        if self.part.reducing and self.step.op == "sum" and slices.separate.get(number, False):
+            pairs = add_together(pairs)
         self._combine_pairs(pairs)
 
     def copy_locally(self) -> None:

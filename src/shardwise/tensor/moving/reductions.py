@@ -43,8 +43,8 @@ def _is_finite_only(dtype: torch.dtype) -> bool:
 
 def combine_term(op: str, target: Tensor, part: Tensor) -> None:
     """Combine a term into the target, in place."""
-    if part.dtype != target.dtype:
-        part = part.to(target.dtype)
+    if part.dtype != target.dtype and part.dtype.itemsize < LOW_PRECISION_BYTES:
+        part = part.to(target.dtype)  # torch promotes the others itself, on a GPU without a pass of its own
     if op == "sum":
         target.add_(part)
     elif op == "product":
