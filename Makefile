@@ -13,7 +13,7 @@ SAMPLE ?= 100
 CHAOS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-models test-hosts lint types docs bench matrix fuzz mutants chaos check clean
+.PHONY: help demo test test-gpu test-device test-models test-hosts lint types docs bench matrix fuzz mutants chaos check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in REA
 
 test-gpu: $(STAMP)  ## run tests/local and tests/ranks on the GPU's tensors; needs a torch with CUDA
 	SHARDWISE_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/local tests/ranks --dist loadfile --durations=25
+
+test-device: $(STAMP)  ## run tests/local and tests/ranks on a device in host memory that stands in for a GPU; needs a C++ compiler and ninja
+	SHARDWISE_TEST_DEVICE=standin $(BIN)/python -m pytest tests/local tests/ranks --dist loadfile --durations=25
 
 test-models: $(MODELS)/.installed  ## models of transformers, peft, timm and others, in an environment of their own (5 GB); writes docs/models.md
 	SHARDWISE_MODELS_TABLE=docs/models.md $(MODELS)/bin/python -m pytest tests/models

@@ -7,7 +7,9 @@ Importing this sets torch's default device, in the test process and in the ranks
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
+from fnmatch import fnmatch
 
 import torch
 
@@ -17,10 +19,13 @@ CPU_FILES = {
     "test_opinfo.py": "samples of torch's tests are made for the CPU",
     "test_op_db_page.py": "samples of torch's tests are made for the CPU",
     "test_op_db_wrong.py": "samples of torch's tests are made for the CPU",
+    "test_compat_fidelity_*.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
+    "test_compat_torch_side_by_side.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
 }
-"""Test files that are about the CPU alone, with the reason."""
+"""Test files (patterns) that are about the CPU alone, with the reason."""
 
 CPU_TESTS = {
+    "test_targets_out_of_bounds": "an index out of range ends a process's use of the GPU",
     "test_indices_that_no_rank_holds_are_refused": "an index out of range ends a process's use of the GPU",
 }
 """Tests that would end those after them, with the reason."""
@@ -32,21 +37,41 @@ CPU_ERRORS = {
 """What torch says where a test does something that only host tensors can, with the reason for which it is skipped."""
 
 DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "cpu")
+STANDIN = "standin"
+
+
+def load_device(rank: int) -> None:
+    """Importing this is what makes the device known; spawned ranks call it when they start."""
+
+
+def skip_reason(file: str, test: str) -> str | None:
+    """Why a test is skipped on a device, or None."""
+    if DEVICE == STANDIN and not can_build():
+        return "the stand-in device is compiled, and there is no C++ compiler or no ninja"
+    return next((r for pattern, r in CPU_FILES.items() if fnmatch(file, pattern)), CPU_TESTS.get(test.split("[")[0]))
 
 
 def cpu_reason(failure: str) -> str | None:
-    """Why a test that failed on a device is one for the CPU, or None."""
-    if DEVICE == "cpu":
+    """Why a test that failed on a device is one for the CPU, or None; what fails inside of the library is no reason."""
+    if DEVICE == "cpu" or failure.rfind("src/shardwise/") > failure.rfind("tests/"):
         return None
     return next((reason for text, reason in CPU_ERRORS.items() if text in failure), None)
 
 
-if DEVICE == "standin":
+def can_build() -> bool:
+    """Whether this machine has what torch compiles extensions with."""
+    return all(map(shutil.which, (os.environ.get("CXX", "c++"), "ninja")))
+
+
+if DEVICE == STANDIN and can_build():
     from tests.standin_device import register_standin
 
-    register_standin()
+    register_standin(STANDIN)
     torch.set_default_device(DEVICE)
-elif DEVICE != "cpu":
+elif DEVICE not in ("cpu", STANDIN):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated for set_default_device, a mode of one thread; ranks may be threads
         torch.set_default_tensor_type("torch.cuda.FloatTensor")
+
+PLACE = str(torch.empty(0).device)
+"""The device as torch's placements name it: "cpu", "cuda:0"."""

@@ -6,13 +6,13 @@ from collections.abc import Generator, Sequence
 
 import pytest
 
-from tests.device import CPU_FILES, CPU_TESTS, cpu_reason
+from tests.device import cpu_reason, skip_reason
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Skip the files and tests that are about the CPU."""
     for item in items:
-        reason = CPU_FILES.get(item.path.name) or CPU_TESTS.get(item.name.split("[")[0])
+        reason = skip_reason(item.path.name, item.name)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -17,6 +17,7 @@ import shardwise
 from shardwise import ChunkSpec, Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, ShardedTensor, run_local, shard
 from shardwise.comm import LocalComm
 from shardwise.tensor.moving.move_operator import MoveRecord, find_record, record_move
+from tests.device import DEVICE
 from tests.local.dense import numbers
 
 BACKEND = "aot_eager"
@@ -87,7 +88,7 @@ def test_another_kind_of_inputs_is_traced_again_and_explained() -> None:
             assert_close(run(x, scale).full(), expected.full())
         with torch.no_grad():
             run(lay(COLUMNS, 4, 8), 3.0)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             run(lay(COLUMNS, 4, 8), 3.0)
         return str(run.explain())
 
@@ -222,7 +223,7 @@ def test_checkpointed_code_draws_the_same_numbers_again() -> None:
 def test_autocast_means_what_it_means_without_a_graph() -> None:
     def body(comm: Comm) -> tuple[Any, Any]:
         def program(x: Any, w: Any) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 return x @ w
 
         x, w = lay(ROWS, 4, 6), lay(WHOLE, 6, 2)

@@ -32,14 +32,14 @@ from shardwise.tensor.random import init
 from shardwise.tensor.random.streams import manual_seed
 from shardwise.tensor.shards import Shard as LocalShard
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from tests.device import DEVICE
+from tests.device import PLACE
 
 SHAPE = (7, 5)
 SPECS: dict[str, tuple[int, ShardingSpec]] = {
     "one rank": (1, ChunkSpec(0, ranks=1)),
     "rows": (3, ChunkSpec(0, ranks=3)),
     "columns, more ranks than needed": (4, ChunkSpec(1, ranks=4)),
-    "torch's placements": (2, ChunkShardingSpec(1, [f"rank:1/{DEVICE}", f"rank:0/{DEVICE}"])),
+    "torch's placements": (2, ChunkShardingSpec(1, [f"rank:1/{PLACE}", f"rank:0/{PLACE}"])),
     "ragged with an empty piece": (3, MeshSpec(Mesh.of(tp=3), (Shard(0, sizes=(5, 0, 2)),))),
     "grid": (4, GridSpec((2, 2), [[3, 1], [0, 2]])),
     "replicated": (2, MeshSpec(Mesh.of(dp=2), (Replicate(),))),
@@ -191,9 +191,11 @@ def test_default_dtype_and_device() -> None:
     assert creation.zeros(spec, 2, device="meta").local_tensor().is_meta
     assert creation.rand(spec, 2, device="meta", requires_grad=True).requires_grad
     assert creation.zeros_like(creation.zeros(spec, 2), device="meta").device.type == "meta"
-    named = ChunkShardingSpec(0, [f"rank:0/{DEVICE}"])
-    assert creation.ones(named, 2, device="cpu").local_tensor().tolist() == [1, 1]
-    with pytest.raises(LayoutError, match=r"device='meta' was requested, and the spec .* places shards on \['cpu'\]"):
+    named = ChunkShardingSpec(0, [f"rank:0/{PLACE}"])
+    assert creation.ones(named, 2, device=PLACE).local_tensor().tolist() == [1, 1]
+    with pytest.raises(
+        LayoutError, match=rf"device='meta' was requested, and the spec .* places shards on \['{PLACE}'\]"
+    ):
         creation.zeros(named, 2, device="meta")
 
 
@@ -368,7 +370,7 @@ def test_shards_that_make_no_tensor_raise_on_every_rank(make: Any, text: str) ->
 
 def metadata(sizes: list[int], size: int, **properties: Any) -> ShardedTensorMetadata:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    shards = [ShardMetadata([o], [n], f"rank:{r}/cpu") for r, (o, n) in enumerate(zip(starts, sizes, strict=True))]
+    shards = [ShardMetadata([o], [n], f"rank:{r}/{PLACE}") for r, (o, n) in enumerate(zip(starts, sizes, strict=True))]
     return ShardedTensorMetadata(shards, torch.Size([size]), TensorProperties(**properties))
 
 
@@ -398,7 +400,7 @@ def test_local_shards_and_global_metadata() -> None:
     ],
 )
 def test_metadata_that_does_not_fit(described: ShardedTensorMetadata, count: int, text: str) -> None:
-    own = [LocalShard(torch.zeros(4), ShardMetadata([0], [4], f"rank:0/{DEVICE}"))][:count]
+    own = [LocalShard(torch.zeros(4), ShardMetadata([0], [4], f"rank:0/{PLACE}"))][:count]
     found = errors_of(1, lambda comm: from_shards.init_from_local_shards_and_global_metadata(own, described))
     assert text in found[0]
 

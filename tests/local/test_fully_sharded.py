@@ -17,6 +17,7 @@ from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, run_local
 from shardwise.comm import DisagreementError
 from shardwise.nn.plan_files import plan_from_data, plan_to_data
 from shardwise.ops.engine import vary
+from tests.device import DEVICE
 from tests.local.dense import numbers
 
 LAYERS, WIDTH, ROWS = 8, 16, 64  # a batch is larger than a weight, so that weights are gathered
@@ -159,7 +160,7 @@ def test_autocast_gathers_in_its_dtype_and_keeps_nothing(monkeypatch: pytest.Mon
 
     def body(comm: Comm) -> tuple[int, set[int], bool]:
         model = make_model(make_plan(True))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(whole_batch().chunk(2)[comm.rank]).float().square().mean()
         alive = memory.alive(comm.rank)
         loss.backward()

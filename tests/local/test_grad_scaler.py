@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardwise import Comm, Mesh, ModelPlan, ShardedOptimizer, ShardedTensor, run_local, shard_module
+from tests.device import DEVICE
 
 PLAN = ModelPlan(Mesh.of(tp=2), {"0.*": "S(0)", "3.weight": "S(1)"}, input_plan="replicated", output_plan="plain")
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -47,7 +48,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, overflow: bool) ->
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scales = []
     for step in range(4):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             loss = model(X).float().square().mean()
         scaler.scale(loss).backward()
         if overflow and step == 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Comm, Replicate, ShardedTensor, run_local, sharding_rule
+from tests.device import DEVICE
 from tests.local.dense import (
     S0,
     S1,
@@ -41,7 +42,7 @@ def single(seed: int) -> Tensor:
 
 def casting(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def cast(*args: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, **options):
+        with torch.autocast(DEVICE, torch.bfloat16, **options):
             return program(*args)
 
     return cast
@@ -82,7 +83,7 @@ def test_autocast_comes_and_goes(name: str, layout: str) -> None:
     program = CAST[name]
 
     def inner(x: Any, y: Any) -> Any:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return program(x, y)
 
     def comes(x: Any, y: Any) -> Any:
@@ -125,7 +126,7 @@ def test_autocast_of_modules() -> None:
                 setattr(module, name, torch.nn.Parameter(lay(parameter.detach(), S0)))
         for _ in range(2):
             for layers, x in ((dense, single(1)), (held, lay(single(1), R))):
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast(DEVICE, torch.bfloat16):
                     out = layers(x)
                 assert out.dtype == torch.bfloat16
                 out.float().square().mean().backward()

@@ -16,6 +16,7 @@ from shardwise.ops import Steps, TensorMeta
 from shardwise.ops.engine import dispatcher
 from shardwise.ops.engine.known_calls import fast_path
 from shardwise.tensor import caches
+from tests.device import DEVICE
 from tests.local.op_cases import lay_out
 
 PAIR = Mesh.of(tp=2)
@@ -155,7 +156,7 @@ def test_autocast_to_another_dtype_is_another_call() -> None:
     def body(comm: Comm) -> None:
         x: Any = lay_out(X.float()[:, :4], PAIR, (Shard(0),))
         for dtype in (torch.bfloat16, torch.float16, None, torch.bfloat16):
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
                 assert (x @ x).dtype == (dtype or torch.float32)
                 assert torch.mm(x, x).dtype == (dtype or torch.float32)
 

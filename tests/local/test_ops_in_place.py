@@ -287,7 +287,7 @@ def test_a_plain_tensor_of_the_caller_is_not_written() -> None:
 
 def test_places_to_split_at_may_be_sharded() -> None:
     def body(comm: Comm) -> None:
-        dense, places = ramp(5, 3, grad=False), torch.tensor([1, 4])
+        dense, places = ramp(5, 3, grad=False), torch.tensor([1, 4], device="cpu")
         x = shard(dense, MeshSpec(MESH, [Shard(0)]), None)
         found = torch.tensor_split(x, shard(places, MeshSpec(MESH, [Shard(0)]), None))
         for one, other in zip(found, torch.tensor_split(dense, places), strict=True):

@@ -164,7 +164,7 @@ def _changes_in_between(model: Deep, step: int, x: Tensor) -> None:
 
 
 def _autocast(model: Deep, step: int, x: Tensor) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         loss = model(x).float().square().mean()
     loss.backward()
 

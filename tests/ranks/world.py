@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise._torch import default_store
 from shardwise.comm import LocalWorld, Outcome, ProcessGroupComm
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
-from tests.device import DEVICE
+from tests.device import DEVICE, load_device
 
 LIMIT = 480.0
 PATIENT = 60.0  # the time-out of what must not fail, however busy the machine is
@@ -45,11 +45,19 @@ class Ranks:
         self._world.close()
 
 
+class DeviceWorld(LocalWorld):
+    """A world of this machine whose ranks work on the device of the tests."""
+
+    def __init__(self, nprocs: int, *, timeout: float) -> None:
+        super().__init__(nprocs, timeout=timeout, device=WORLD_DEVICE)
+        self._prepare = load_device
+
+
 @contextmanager
 def start_world(nprocs: int, timeout: float) -> Iterator[LocalWorld]:
     """A world of this machine or, with SHARDWISE_TEST_HOSTS (`make test-hosts`), of two network namespaces of it."""
     if not os.environ.get("SHARDWISE_TEST_HOSTS"):
-        with LocalWorld(nprocs, timeout=timeout, device=WORLD_DEVICE) as running:
+        with DeviceWorld(nprocs, timeout=timeout) as running:
             yield running
         return
     with NetworkHosts(megabits=10_000) as hosts, HostsWorld(hosts, nprocs, timeout=timeout) as running:

@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -78,7 +79,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 // The same memory as a host tensor.
 at::Tensor on_host(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return tensor;
+  if (!tensor.defined() || tensor.is_cpu()) return tensor;
   auto host = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
   host._set_conj(tensor.is_conj());
   host._set_neg(tensor.is_neg());
@@ -194,9 +195,23 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());  // torch's own steps for these
+  m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());  // resize their result
   m.impl("_fused_sdp_choice", &choose_attention);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(softmax, int, fp32)
+  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
+  KERNEL_PRIVATEUSEONE(nll_loss, fp32)
 }
 
 // A copy reads conjugated and negated tensors as they are.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Comm, CommError, DisagreementError, ShardedTensor, default_comm, parse_spec, run_local
+from shardwise.comm.local import default_device
 from shardwise.testing.fuzz.compare import difference, loss_of, tolerance
 from shardwise.testing.fuzz.program import Program, Round, Statement
 from shardwise.testing.fuzz.values import make_inputs, on_ranks, whole
@@ -245,7 +246,7 @@ def execute(step: Statement, names: Names) -> None:
 def mode(round_: Round) -> Iterator[None]:
     """The mode of torch in which statements run."""
     modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-    cast = torch.autocast("cpu", torch.bfloat16) if round_.mode == "autocast" else nullcontext()
+    cast = torch.autocast(default_device().type, torch.bfloat16) if round_.mode == "autocast" else nullcontext()
     with cast, modes.get(round_.mode, nullcontext)():
         yield
 
