@@ -6,13 +6,14 @@ to `assert_holds`, which compares each element with a function of its global ind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, LocalComm, Work
+from shardwise.comm.protocol import TakeLent
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -219,12 +220,32 @@ class CountingComm(LocalComm):
         self._note(sends, receives, label)
         return super().exchange_boxes(sends, receives, label=label)
 
+    def lend(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
+    ) -> Work:
+        """Note tensors that are lent and, when they are known, those that others lend, as on a GPU."""
+        at = len(self.exchanges)
+        self._note(sends, {}, label)
+
+        def note_and_take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+            self._note(sends, lent, label)
+            self.exchanges[at] = self.exchanges.pop()
+            take(lent)
+
+        return super().lend(sends, receives, note_and_take, label=label)
+
     def _note(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], label: str
     ) -> None:
         between = [(peer, edges) for edges in (sends, receives) for peer in edges if peer != self.rank]
         tensors = [t for peer, edges in between for t in edges[peer]]
         self.exchanges.append((label, sum(t.numel() * t.itemsize for t in tensors)))
+
+
+class LendingCountingComm(CountingComm):
+    """The same where ranks read each other's tensors in place, as threads on a GPU do."""
+
+    lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:

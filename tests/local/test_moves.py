@@ -21,6 +21,7 @@ from tests.moving import (
     FP8,
     LINE,
     CountingComm,
+    LendingCountingComm,
     assert_holds,
     error_of,
     layouts,
@@ -189,12 +190,13 @@ def test_placements_and_notation_on_the_tensors_own_mesh() -> None:
 LIMITED = ("columns", "rows permuted", "a rank three times", "two boxes or none", "replicated", "sum", "avg")
 
 
+@pytest.mark.parametrize("counted", [CountingComm, LendingCountingComm])
 @pytest.mark.parametrize("limit", [48, 60, 200, 1 << 20])
-def test_a_buffer_limit_changes_nothing_and_is_kept(limit: int) -> None:
+def test_a_buffer_limit_changes_nothing_and_is_kept(limit: int, counted: type[CountingComm]) -> None:
     chosen = {name: MATRIX[name] for name in LIMITED}
 
     def body(comm: Comm) -> Any:
-        counting, held = CountingComm(comm), {}
+        counting, held = counted(comm), {}
         for there, src in chosen.items():
             for here, dst in chosen.items():
                 moved = sharded(src, torch.float32, counting).redistribute(dst, max_buffer_bytes=limit)
@@ -240,8 +242,8 @@ def test_a_limit_below_one_element_per_message_is_refused_on_every_rank() -> Non
 MIXED = [("rows", "columns"), ("ragged", "cyclic"), ("sum", "replicated"), ("one rank", "grid"), ("avg", "max")]
 
 
-def many(comm: Comm, at_once: bool) -> Any:
-    counting = CountingComm(comm)
+def many(comm: Comm, counted: type[CountingComm], at_once: bool) -> Any:
+    counting = counted(comm)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float32)
     tensors = [sharded(MATRIX[there], dtype, counting) for (there, _), dtype in zip(MIXED, dtypes, strict=True)]
     targets = [MATRIX[here] for _, here in MIXED]
@@ -252,9 +254,10 @@ def many(comm: Comm, at_once: bool) -> Any:
     return [t.local_tensors() for t in moved], [label for label, _ in counting.exchanges]
 
 
-def test_many_at_once_equal_one_by_one_in_one_exchange_per_step() -> None:
+@pytest.mark.parametrize("counted", [CountingComm, LendingCountingComm])
+def test_many_at_once_equal_one_by_one_in_one_exchange_per_step(counted: type[CountingComm]) -> None:
     for (once, labels), (singly, single_labels) in zip(
-        run_local(many, 4, True), run_local(many, 4, False), strict=True
+        run_local(many, 4, counted, True), run_local(many, 4, counted, False), strict=True
     ):
         assert all(map(same_bytes, sum(once, ()), sum(singly, ())))
         assert labels == ["redistribute_many"] * 2, "one exchange for each of the two steps of a replicated reduction"
