@@ -32,7 +32,7 @@ from shardwise.tensor.random import init
 from shardwise.tensor.random.streams import manual_seed
 from shardwise.tensor.shards import Shard as LocalShard
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from tests.device import PLACE
+from tests.device import DEVICE, PLACE
 
 SHAPE = (7, 5)
 SPECS: dict[str, tuple[int, ShardingSpec]] = {
@@ -132,7 +132,7 @@ def test_fans_come_from_the_global_shape(kind: str) -> None:
         return ours.std().item(), ours.abs().max().item()
 
     plain = torch.empty(64, 32, 3, 3)
-    getattr(nn.init, kind)(plain, generator=torch.Generator().manual_seed(0))
+    getattr(nn.init, kind)(plain, generator=torch.Generator(DEVICE).manual_seed(0))
     for std, _ in run_local(body, 2):
         assert abs(std / plain.std().item() - 1) < 0.03
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise import Comm, ShardedTensor, manual_seed, run_local
 from shardwise.ops.engine.mixed import MixedTensorsError
 from shardwise.ops.rules.torch_distributions import _count_successes, _log_gamma_quantile
+from tests.device import DEVICE
 from tests.local.dense import BOXES, S0, S1, R, assert_gradient, assert_same, forget, lay, numbers
 
 # Torch's own, of every sample of a Wishart distribution.
@@ -70,7 +71,7 @@ MADE: dict[str, Maker] = {
 
 
 def chances(seed: int = 1) -> Tensor:
-    return torch.rand(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.8 + 0.1
+    return torch.rand(4, 4, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64) * 0.8 + 0.1
 
 
 def run(body: Callable[[Comm], Any], world: int = 2) -> list[Any]:

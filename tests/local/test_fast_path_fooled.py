@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.device import DEVICE
 from tests.local.dense import BOXES, CHUNKS, S0, S1, P, R, check, numbers
 
 UNEVEN = "on tp=2: S(0) sizes(3,1)"
@@ -129,7 +130,7 @@ INDEXED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", INDEXED)
 def test_a_tensor_that_is_its_own_index(name: str, layout: str, order: str) -> None:
     def make(seed: int) -> Tensor:
-        return torch.randperm(4, generator=torch.Generator().manual_seed(seed))
+        return torch.randperm(4, generator=torch.Generator(DEVICE).manual_seed(seed))
 
     check(INDEXED[name], [LAYOUTS[layout]] * 2, *pairs(order, make), grad=False)
 
@@ -173,7 +174,7 @@ DATA_DEPENDENT: dict[str, Callable[[Any], Any]] = {
 
 def sparse(seed: int, *shape: int) -> Tensor:
     """Whole numbers, of which another count is positive and another count is distinct for every seed."""
-    drawn = torch.randint(-2, 2 + seed, shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(-2, 2 + seed, shape, generator=torch.Generator(DEVICE).manual_seed(seed))
     return drawn.to(torch.float64)
 
 

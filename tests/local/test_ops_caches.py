@@ -239,8 +239,10 @@ def test_a_choice_at_one_shape_is_right_at_others(name: str, placement: Any) -> 
 
     def body(comm: Comm) -> None:
         for shape in SHAPES:
-            dense = [torch.randn(size, generator=torch.Generator().manual_seed(5)) for size in (shape, (4, shape[1]))]
-            dense.append(torch.randn(shape[1], generator=torch.Generator().manual_seed(6)))
+            dense = [
+                torch.randn(size, generator=torch.Generator(DEVICE).manual_seed(5)) for size in (shape, (4, shape[1]))
+            ]
+            dense.append(torch.randn(shape[1], generator=torch.Generator(DEVICE).manual_seed(6)))
             held = [lay_out(t, PAIR, (p,)) for t, p in zip(dense, (placement, Replicate(), Replicate()), strict=True)]
             torch.testing.assert_close(function(*held).full(), function(*dense))
 

@@ -145,9 +145,9 @@ def test_other_distributions() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(6.0, 8.0), (-8.0, -6.0), (-0.1, 0.1), (-50.0, 50.0), (3.0, 3.0)])
 def test_truncated_normal_keeps_its_bounds_far_out(low: float, high: float) -> None:
-    numbers = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0), device="cpu")
     values = truncated_normal(0, 1, low, high, torch.float64).compute(
-        numbers, torch.empty(2, 1000, dtype=torch.float64)
+        numbers, torch.empty(2, 1000, dtype=torch.float64, device="cpu")
     )
     assert low <= values.min() and values.max() <= high
     if low == 6.0:
