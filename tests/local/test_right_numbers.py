@@ -302,7 +302,7 @@ def test_random_numbers_of_replicas(name: str) -> None:
             drawn.append([RANDOM[name](lay(whole, layout)) for _ in range(2)])
         for tensor in drawn[0]:
             local = tensor.local_tensor()
-            every = comm.all_gather_bytes(local.detach().contiguous().numpy().tobytes(), label="replicas")
+            every = comm.all_gather_bytes(local.detach().contiguous().cpu().numpy().tobytes(), label="replicas")
             assert len(set(every)) == 1, "the replicas differ"
         for one, other in zip(drawn[0], (*drawn[1], *drawn[2]), strict=False):
             assert torch.equal(one.full(), other.full()), "the layout changes the numbers"

@@ -102,7 +102,7 @@ def reduce_all_ways(shared: bool, count: int, op: Any) -> tuple[bool, bool, byte
     untouched = torch.equal(whole, inputs[comm.rank])
     comm.all_reduce(whole, op, label="reduce").wait()
     right = torch.equal(part, expected[comm.rank * count : (comm.rank + 1) * count]) and torch.equal(whole, expected)
-    return right, untouched, whole.numpy().tobytes()[:64]
+    return right, untouched, whole.cpu().numpy().tobytes()[:64]
 
 
 @both_transports

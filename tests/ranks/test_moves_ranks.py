@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard as DShard
 from shardwise.comm import ProcessGroupComm
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Shard
 from shardwise.tensor import from_local, redistribute_many, shard
+from tests.device import PLACE
 from tests.moving import (
     DTYPES,
     assert_holds,
@@ -75,12 +76,12 @@ def pairs_of(dtype: torch.dtype) -> list[tuple[Layout, Layout]]:
 
 def packed(tensors: Sequence[Tensor]) -> list[tuple[bytes, tuple[int, ...]]]:
     """Bytes and shapes, since plain pickle does not take every dtype."""
-    return [(t.reshape(-1).view(torch.uint8).numpy().tobytes(), tuple(t.shape)) for t in tensors]
+    return [(t.reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), tuple(t.shape)) for t in tensors]
 
 
 def unpacked(parts: Sequence[tuple[bytes, tuple[int, ...]]], dtype: torch.dtype) -> list[Tensor]:
     return [
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(PLACE).view(dtype).view(shape)
         if data
         else torch.empty(shape, dtype=dtype)
         for data, shape in parts

@@ -69,7 +69,7 @@ def check_collectives(sizes: tuple[int, ...], dtype: torch.dtype, op: Any) -> by
         mine = parts[comm.rank].clone()
         comm.all_reduce(mine, op, label="reduce").wait()
         torch.testing.assert_close(mine, reduced(parts, op))
-        bits += mine.view(torch.uint8).numpy().tobytes()
+        bits += mine.view(torch.uint8).cpu().numpy().tobytes()
         runs = torch.stack([values(r, 4 * count, dtype) for r in comm.ranks])
         run = torch.empty(count, dtype=dtype)
         comm.reduce_scatter_into(run, runs[comm.rank].clone(), op, label="scatter").wait()
