@@ -115,7 +115,7 @@ MISTAKES = [
     ("f32[8] on tp=4: S 0", 18, "expected '(' after S, as in S(0); found '0'"),
     ("f32[8] on tp=4: S(0", 19, "expected ')' after the dim; the text ends here"),
     ("f32[8] on dp=2,tp=4: S(0)", 25, "expected ',' and a placement for axis 'tp' (the mesh needs 2 placements"),
-    ("f32[8] on tp=4: S(0), R", 20, "expected no more placements: the mesh has 1 axes, tp"),
+    ("f32[8] on tp=4: S(0), R", 20, "expected no more placements: the mesh has only the axes tp"),
     ("f32[8] on tp=4: S(1)", 16, "dim 1: a tensor of shape (8,) has a dim from -1 to 0"),
     ("f32[] on dp=2,tp=2: R, S(0)", 23, "dim 0: a tensor of shape () has no dim"),
     ("f32[8] on tp=4: P(mean)", 18, "expected a reduction, one of sum, avg, min, max, product; found 'mean'"),

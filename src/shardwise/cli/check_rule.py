@@ -144,8 +144,8 @@ def run_rule_check(target: Any, asked: Samples) -> Any:
         return check_sharding(
             target, *map(_make_argument, asked.args), **{k: _make_argument(v) for k, v in asked.kwargs.items()}
         )
-    except ValueError as error:
-        raise LayoutError(str(error)) from error
+    except (ValueError, TypeError, RuntimeError) as error:  # no operator; or samples that do not fit in memory
+        raise LayoutError(str(error).partition("\n")[0]) from error
 
 
 def find_operator(name: str) -> Any:

@@ -63,6 +63,8 @@ def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: As
     unfinished = [target for target in targets if is_unfinished(target)]
     found = [left for target in targets for left in find_leftovers(target)]
     doomed = [left for left in found if left.kept is None]
+    if as_json and (doomed or unfinished) and not (yes or dry_run):
+        raise CheckpointError("with --json nobody is asked; pass --yes to remove, or --dry-run to list")
     if not as_json:
         print_lines(leftovers_to_lines(found, unfinished), sys.stdout)
     agreed = not dry_run and (yes or not (doomed or unfinished) or confirm_removal(doomed, unfinished))

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.cli.output import print_json
+from shardwise.cli.output import escape_for_terminal, print_json
 from shardwise.geometry import LayoutError, NotationError
 from shardwise.view.lines import replace_unencodable, wants_colour
 
@@ -38,6 +38,7 @@ class Commands(TyperGroup):
         **options: Any,
     ) -> Any:
         """Run the command line; what it cannot read is one line, as every error."""
+        _open_missing_streams()
         given = [str(word) for word in (sys.argv[1:] if args is None else args)]
         if not standalone_mode or not given:
             return super().main(given, prog_name, complete_var, standalone_mode, *rest, **options)
@@ -98,6 +99,13 @@ def usage_message(error: Any) -> str:
     return f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else f'; see {command}'}"
 
 
+def _open_missing_streams() -> None:
+    """Let what is written to a stream that was closed (`>&-`) go nowhere: Python has None in its place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
+
+
 def _discard_output() -> None:
     """Let what is still to be written go nowhere, or Python complains when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -119,9 +127,13 @@ def message_of(error: Exception) -> str:
 def report_error(error: Exception, as_json: bool) -> None:
     """Print what went wrong: one line on the error stream, or one JSON document on standard output."""
     if as_json:
-        print_json({"error": error_to_json(error)})
-    else:
-        print_error(error)
+        try:
+            print_json({"error": error_to_json(error)})
+            sys.stdout.flush()
+            return
+        except OSError:  # a full disk: there is no place for the document
+            _discard_output()
+    print_error(error)
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:
@@ -139,7 +151,7 @@ def error_to_json(error: Exception) -> dict[str, Any]:
 
 def print_error(error: Exception) -> None:
     """Print what went wrong to the error stream; a mistake in the notation is pointed at."""
-    first, *rest = message_of(error).split("\n")
+    first, *rest = (escape_for_terminal(text) for text in message_of(error).split("\n"))
     if isinstance(error, NotationError):
         rest = pointer_lines(error.text, error.position)
     red, normal = ("\x1b[31m", "\x1b[0m") if wants_colour(sys.stderr) else ("", "")
@@ -154,6 +166,7 @@ def pointer_lines(text: str, position: int) -> list[str]:
       f32[8 on tp=4
             ^
     """
+    text, position = escape_for_terminal(text), len(escape_for_terminal(text[:position]))
     start = max(0, position - BEFORE) if len(text) > AROUND else 0
     shown = ("…" if start else "") + text[start : start + AROUND]
     shown += "…" if start + AROUND < len(text) else ""

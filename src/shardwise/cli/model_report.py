@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from shardwise.cli.output import print_json, table_lines
 from shardwise.geometry import LayoutError
 from shardwise.hf.plans import plan as make_plan
-from shardwise.nn import PlanError, load_plan
+from shardwise.nn import ModelPlan, PlanError, load_plan
 from shardwise.nn.patterns import read_mesh
 from shardwise.planner import Estimate, estimate
 from shardwise.planner.hardware import find_device
@@ -38,11 +40,12 @@ def report_model(
     """Print the estimate of a model under the plan of a file, or one made for a mesh; return whether it fits."""
     name, memory = device
     try:
-        loaded, found = load_model(source), find_device(name)
-        options["device"] = found if memory is None else replace(found, memory_bytes=memory)
-        plans = [load_plan(plan) if isinstance(plan, Path) else make_plan(loaded.model, read_mesh(plan))]
-        plans += [load_plan(compare)] if compare is not None else []
-        made = [estimate(loaded.model, one, inputs=loaded.inputs, **options) for one in plans]
+        with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
+            loaded, found = load_model(source), find_device(name)
+            options["device"] = found if memory is None else replace(found, memory_bytes=memory)
+            plans = [load_plan(plan) if isinstance(plan, Path) else make_plan_for(loaded, plan)]
+            plans += [load_plan(compare)] if compare is not None else []
+            made = [estimate(loaded.model, one, inputs=loaded.inputs, **options) for one in plans]
     except PlanError as error:
         raise LayoutError(str(error)) from error
     if as_json:
@@ -50,6 +53,14 @@ def report_model(
     else:
         print_lines(estimate_lines(loaded, made), sys.stdout)
     return made[0].fits
+
+
+def make_plan_for(loaded: ModelSource, mesh: str) -> ModelPlan:
+    """A plan for a mesh; the arguments of a forward pass that a factory returned show what follows what."""
+    given = loaded.inputs
+    if isinstance(given, tuple):
+        given = inspect.signature(loaded.model.forward).bind(*given).arguments
+    return make_plan(loaded.model, read_mesh(mesh), given)
 
 
 def estimate_lines(loaded: ModelSource, found: list[Estimate]) -> list[Line]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,9 +67,12 @@ def view(
       shardwise view plan.toml other.toml --model mypackage.models:make
       shardwise view step.json
     """
+    if as_json and output is not None:
+        raise LayoutError("--json prints what the page shows and -o writes the page; pass one of them")
     settings = {"batch": batch, "sequence": sequence, "optimizer": optimizer, "dtype": dtype, "device": device}
-    target = find_target(targets, ranks_per_host, buffer or "", model, settings)
-    facts = target.facts(written=output is not None)
+    with redirect_stdout(sys.stderr):  # the module of a model, and its forward pass, may print
+        target = find_target(targets, ranks_per_host, buffer or "", model, settings)
+        facts = target.facts(written=output is not None)
     if as_json:
         print_json(facts)
     elif output is not None:
@@ -87,6 +92,7 @@ def find_target(
         return _open_plans(targets, model, {**settings, "ranks_per_host": ranks_per_host})
     first, *others = targets
     if others:
+        _check_layouts(targets)
         return MoveTarget(first, others[0], str(ranks_per_host), buffer)
     if kinds == {"trace"}:
         return StepTarget(first, read_trace(first))
@@ -101,17 +107,27 @@ def find_file_kind(target: str) -> str | None:
     if not os.path.exists(target):
         return "checkpoint" if "://" in target else None
     kind = Path(target).suffix.lower()
+    if os.path.isdir(target):
+        return "checkpoint"
     if kind in (".toml", ".yaml", ".yml"):
         return "plan"
-    if kind != ".json" or os.path.isdir(target):
+    if kind != ".json":
         return "checkpoint"
     try:
         data = json.loads(Path(target).read_text(encoding="utf-8"))
     except ValueError:
         return "trace"  # whose reader says what is wrong
-    if isinstance(data, dict) and "mesh" in data and "parameters" in data:
-        return "plan"
-    return "trace" if isinstance(data, list) or "traceEvents" in data else "checkpoint"
+    if not isinstance(data, dict) or "traceEvents" in data:
+        return "trace"
+    return "plan" if "mesh" in data and "parameters" in data else "checkpoint"
+
+
+def _check_layouts(targets: Sequence[str]) -> None:
+    """Raise where one of two targets is a file: side by side are two plans, or two layouts as a move."""
+    for target in targets:
+        kind = find_file_kind(target)
+        if kind is not None:
+            raise LayoutError(f"{target} is a {kind}; two targets are two plans, or the two layouts of a move")
 
 
 def _open_plans(paths: Sequence[str], model: str | None, settings: Mapping[str, Any]) -> PageTarget:
@@ -139,17 +155,33 @@ def _check_layout(text: str, ranks_per_host: int) -> LayoutTarget:
 
 
 def write_page(facts: dict[str, Any], output: Path) -> None:
-    """Write the page to a file, complete or not at all."""
-    text = render_document(facts)
+    """Write the page to a file, complete or not at all; what is not a file, as a pipe, is written to."""
+    data = render_document(facts).encode()
+    if not output.name or output.is_dir():
+        raise LayoutError(f"-o {str(output)!r} is a folder; name a file in it, such as {output / 'page.html'}")
     partial = output.with_name(f".{output.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output)
-    print(f"wrote {output}, {len(text.encode()):,} bytes")
+    try:
+        if output.exists() and not output.is_file():
+            output.write_bytes(data)
+        else:
+            partial.write_bytes(data)
+            partial.replace(output)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(output)) from error
+    print(f"wrote {output}, {len(data):,} bytes")
 
 
 def serve(facts: dict[str, Any], target: PageTarget, port: int, open_browser: bool) -> None:
     """Serve the page until Ctrl-C."""
-    with PageServer(facts, target.answer, port) as server:
+    try:
+        server = PageServer(facts, target.answer, port)
+    except OSError as error:
+        raise LayoutError(
+            f"port {port} cannot be served on: {error.strerror}; pass another --port, or 0 for any free one"
+        ) from error
+    with server:
         print(f"serving {server.address}  (Ctrl-C to stop)", flush=True)
         if open_browser:
             webbrowser.open(server.address)

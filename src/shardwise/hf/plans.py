@@ -219,7 +219,10 @@ def make_example(model: nn.Module) -> dict[str, Tensor]:
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
-        raise PlanError(f"{type(model).__name__} has no config: pass example=, the arguments of one forward pass")
+        raise PlanError(
+            f"{type(model).__name__} has no config to make inputs from: pass example=, the arguments of one forward "
+            "pass (for `shardwise model`, the factory returns the model and these), or write a plan"
+        )
     dtype = getattr(model, "dtype", None)
     ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     if name == "pixel_values":

@@ -104,14 +104,22 @@ def read_events(found: Sequence[Any]) -> tuple[list[StepEvent], list[EventKind]]
     numbers: dict[EventKind, int] = {}
     events = []
     for event in found:
-        if not isinstance(event, dict) or event.get("ph") != "X":
+        if not isinstance(event, dict):
+            raise LayoutError(f"traceEvents has {shorten(repr(event), 40)}, which is not an event, a JSON object")
+        if event.get("ph") != "X":
             continue
         what = numbers.setdefault(_describe(event), len(numbers))
         try:
             places = int(event["pid"]), int(event.get("tid", 0))
-            events.append(StepEvent(*places, float(event["ts"]), float(event.get("dur", 0)), what))
-        except (KeyError, TypeError, ValueError) as error:
-            raise LayoutError(f"an event named {str(event.get('name'))!r} has no numbers for pid and ts") from error
+            start, duration = float(event["ts"]), float(event.get("dur", 0))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            start = duration = math.nan
+        if not math.isfinite(start + duration):
+            given = ", ".join(f"{name} {shorten(repr(event.get(name)), 40)}" for name in ("pid", "tid", "ts", "dur"))
+            raise LayoutError(
+                f"the event {str(event.get('name'))!r} has {given}; pid and tid are integers, ts and dur finite numbers"
+            )
+        events.append(StepEvent(*places, start, max(0.0, duration), what))
     events.sort(key=lambda event: (event.rank, event.track, event.start, -event.duration))
     return events, list(numbers)
 

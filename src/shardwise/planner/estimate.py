@@ -22,6 +22,7 @@ from torch import nn
 from shardwise.geometry import Layout, MeshSpec, Shard, shorten_layout
 from shardwise.geometry.dtypes import DType, find_dtype
 from shardwise.nn.model_plan import ModelPlan
+from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan_table import gradient_bytes_by_axis
 from shardwise.planner.example_inputs import count_tokens, make_inputs
 from shardwise.planner.figures import Estimate, ParameterRow
@@ -75,6 +76,7 @@ def estimate(
     (65536, 131072, 24580, {'dp': 65536})
     """
     state, placed = find_optimizer(optimizer), find_device(device)
+    _check_float(dtype=dtype, compute_dtype=compute_dtype)
     links = topology or Topology(ranks_per_host=8)
     parameters = _find_parameters(model, plan, dtype)
     rank = _find_fullest_rank(plan, parameters)
@@ -110,6 +112,12 @@ def estimate(
         compute_seconds=placed.seconds(flops, widest),
         communication_seconds=moves.seconds,
     )
+
+
+def _check_float(**named: str | None) -> None:
+    for name, text in named.items():
+        if text is not None and not _torch_dtype(find_dtype(text)).is_floating_point:
+            raise PlanError(f"{name} is {text!r}, which cannot be trained in; pass a dtype of floats, such as bf16")
 
 
 def _torch_dtype(dtype: DType) -> torch.dtype:

@@ -51,6 +51,10 @@ def _find_factory(module: str, name: str) -> Any:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise PlanError(f"the module {module} of the factory {module}:{name} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # of any kind: it is code of the user's
+        raise PlanError(
+            f"the module {module} of the factory {module}:{name} raises {type(error).__name__} when imported: {error}"
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise PlanError(f"the module {module} has no {name}; a factory is a function without arguments")
@@ -62,7 +66,7 @@ def _call_factory(source: str, factory: Any) -> ModelSource:
     try:
         with torch.device("meta"):
             made = factory()
-    except Exception as error:  # of any kind: it is code of the user's
+    except (Exception, SystemExit) as error:  # of any kind: it is code of the user's
         raise PlanError(
             f"{source} raised {type(error).__name__}: {error}; a factory is called without arguments, on the meta "
             "device, where tensors have no values"
@@ -80,7 +84,7 @@ def _call_factory(source: str, factory: Any) -> ModelSource:
 
 def load_config_model(path: Path) -> nn.Module:
     """The model that a `config.json` of Hugging Face describes, by its `architectures`; no code of its folder."""
-    transformers, data = _import_transformers(path), _read_config(path)
+    data, transformers = _read_config(path), _import_transformers(path)
     fields = {name: value for name, value in data.items() if name != "auto_map"}
     try:
         kinds = [getattr(transformers, str(name), None) for name in data.get("architectures") or ()]
@@ -103,7 +107,7 @@ def _describe_cause(error: BaseException) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:

@@ -77,9 +77,9 @@ class RemotePath:
         try:
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)[0]
         except ImportError as error:
-            driver = _DRIVERS.get(scheme, "the package that fsspec names")
+            driver = f"run: pip install {_DRIVERS[scheme]}" if scheme in _DRIVERS else "install what it names"
             raise CheckpointError(
-                f"{self.url}: {scheme}:// needs a driver that is not installed ({error}); run: pip install {driver}"
+                f"{self.url}: {scheme}:// needs a driver that is not installed ({error}); {driver}"
             ) from error
         except ValueError as error:
             raise CheckpointError(

@@ -178,7 +178,7 @@ def _read_mesh_rule(scanner: Scanner) -> _ParsedSpec:
         if isinstance(placement, Shard):
             dims.append((at, placement.dim))
     if scanner.peek(","):
-        scanner.fail(f"expected no more placements: the mesh has {mesh.ndim} axes, {', '.join(mesh.axes)}")
+        scanner.fail(f"expected no more placements: the mesh has only the axes {', '.join(mesh.axes)}")
     order = _read_order(scanner, mesh) if scanner.take("split") else None
     with scanner.errors_at(rule_at):
         return _ParsedSpec(MeshSpec(mesh, placements, order), rule_at, dims)
