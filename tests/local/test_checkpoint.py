@@ -273,6 +273,26 @@ def test_slices(tmp_path: Path) -> None:
             stored[wrong]
 
 
+def test_a_misfit_of_many_names_is_found_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are near are looked for in the first problems only: a comparison of all with all takes minutes."""
+    states = {f"layers.{i}.weight": {"exp_avg": torch.zeros(1)} for i in range(300)}
+    shardwise.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": states}}, tmp_path / "c")
+    compared: list[str] = []
+    monkeypatch.setattr(
+        "shardwise.checkpoint.loading.difflib.get_close_matches", lambda name, *_, **__: compared.append(name) or []
+    )
+    state = {"model": {"w": torch.zeros(2)}, "optimizer": {"state": {}}}
+    with pytest.raises(shardwise.CheckpointError, match=r"and 295 more; an optimizer has no state .*init_state\(\)"):
+        shardwise.load(state, tmp_path / "c")
+    assert 0 < len(compared) <= 10 and not state["model"]["w"].any()
+
+
+def test_a_tensor_whose_elements_share_memory_is_not_loaded_into(tmp_path: Path) -> None:
+    shardwise.save({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "c")
+    with pytest.raises(shardwise.CheckpointError, match="w is expanded in the state: several elements share"):
+        shardwise.load({"w": torch.zeros(1, 3).expand(2, 3)}, tmp_path / "c")
+
+
 def test_strict_partial_renamed_and_cast(tmp_path: Path) -> None:
     shardwise.save({"layer.weight": torch.arange(4.0), "layer.bias": torch.ones(2), "step": 4}, tmp_path / "c")
     weight, bias = torch.zeros(4), torch.zeros(2)

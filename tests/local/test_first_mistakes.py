@@ -143,9 +143,9 @@ def test_the_error_says_what_to_write(name: str) -> None:
 
 def test_checkpoints_of_other_things(tmp_path: Path) -> None:
     save: Any = shardwise.save
-    with pytest.raises(shardwise.CheckpointError, match=r"got a Sequential: pass its state_dict\(\)"):
+    with pytest.raises(shardwise.CheckpointError, match=r"got Sequential: pass its state_dict\(\)"):
         save(model(), tmp_path / "a")
-    with pytest.raises(shardwise.CheckpointError, match=r"got a ndarray: pass torch.as_tensor\(x\)"):
+    with pytest.raises(shardwise.CheckpointError, match=r"got ndarray: pass torch.as_tensor\(x\)"):
         save({"x": X.numpy()}, tmp_path / "a")
     with pytest.raises(shardwise.CheckpointError, match=r"got dict; the state comes first: save\(state, path\)"):
         save(str(tmp_path / "a"), {"x": X})

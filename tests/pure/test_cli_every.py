@@ -52,6 +52,27 @@ def test_the_package_runs_as_a_module() -> None:
     assert (done.returncode, done.stderr) == (2, "error: missing argument 'LAYOUT'; see shardwise show --help\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ('show "f32[4]" >&-', 0, ""),
+        ('show "f32[4]" > /dev/full', 2, "error: No space left on device\n"),
+        ('show "f32[4]" --json > /dev/full', 2, "error: No space left on device\n"),
+        ('show "f33[4]" 2>&-', 2, ""),
+    ],
+)
+def test_closed_and_full_streams_have_no_traceback(words: str, status: int, message: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m shardwise {words}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (status, message)
+
+
+def test_an_error_does_not_steer_the_terminal() -> None:
+    result = CliRunner().invoke(app, ["show", "f32[4]\x1b[31m on"])
+    assert "\x1b" not in result.stderr and "  f32[4]\\x1b[31m on\n" in result.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_has_an_example_that_begins_with_it(command: str) -> None:
     text = output_of(command, "--help")

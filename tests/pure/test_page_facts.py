@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -301,7 +302,15 @@ def test_of_very_many_events_the_longest_are_drawn(monkeypatch: pytest.MonkeyPat
 
 def test_files_that_are_not_traces_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    for text, message in (("{", "is not valid JSON"), ('{"traceEvents": 3}', "has no traceEvents")):
+    finite = "ts and dur finite numbers"
+    for text, message in (
+        ("{", "is not valid JSON"),
+        ("3", "has no traceEvents"),
+        ('{"traceEvents": 3}', "has no traceEvents"),
+        ("[1, 2]", "has 1, which is not an event"),
+        ('[{"ph": "X", "pid": 0, "ts": NaN}]', finite),
+        ('[{"ph": "X", "pid": 0, "ts": 1e999}]', finite),
+    ):
         path.write_text(text)
         result = CliRunner().invoke(app, ["view", str(path), "--json"])
         assert result.exit_code == 2 and message in json.loads(result.stdout)["error"]["message"]
@@ -310,6 +319,26 @@ def test_files_that_are_not_traces_are_explained(tmp_path: Path) -> None:
     assert "'mm' has pid" in result.stderr and "ts and dur finite numbers" in result.stderr
     path.write_text(json.dumps({"traceEvents": []}))
     assert json.loads(CliRunner().invoke(app, ["view", str(path), "--json"]).stdout)["count"] == 0
+
+
+def test_targets_and_files_that_do_not_go_together_are_named(tmp_path: Path) -> None:
+    one = str(safetensors(tmp_path / "a.safetensors", "w"))
+    (tmp_path / "folder").mkdir()
+    for words, message in (
+        ([one, one], "is a checkpoint; two targets are two plans, or the two layouts of a move"),
+        ([one, "--json", "-o", str(tmp_path / "p.html")], "pass one of them"),
+        ([one, "-o", str(tmp_path / "folder")], "is a folder; name a file in it"),
+        ([one, "-o", ""], "is a folder; name a file in it"),
+        ([one, "-o", str(tmp_path / "none" / "p.html")], f"{tmp_path}/none/p.html: No such file or directory"),
+    ):
+        result = CliRunner().invoke(app, ["view", *words])
+        assert result.exit_code == 2 and message in result.output
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        assert CliRunner().invoke(app, ["view", one, "-o", str(pipe)]).exit_code == 0
+        assert reader.stdout is not None and reader.stdout.read().startswith(b"<!doctype html>")
+    assert pipe.is_fifo()
 
 
 def test_questions_change_notation_hosts_and_buffers() -> None:

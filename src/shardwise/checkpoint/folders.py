@@ -46,7 +46,10 @@ def temporary_folder(path: Path, kind: str, token: str) -> Path:
 
 def absolute_path(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint, so that its name and its parent are known; links are followed to what they name."""
-    whole = Path(os.path.realpath(path))
+    try:
+        whole = Path(os.path.realpath(path))
+    except ValueError as error:
+        raise CheckpointError(f"{os.fspath(path)!r} is not a valid path: {error}") from error
     if not whole.name:
         raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name; pass a folder below the root")
     return whole

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -89,9 +89,13 @@ def match_state(
     for name in _find_tied_names(tensors, wanted, held_tensors):
         del wanted[name]
     problems = _kind_problems(wanted, {leaf.name for leaf in tensors}, held_tensors, held_values)
+    hint = ""
     if strict:
-        problems += _missing_problems(wanted, {**held_tensors, **held_values})
-        problems += _unexpected_problems(set(wanted.values()), {**held_tensors, **held_values}, wanted)
+        held = {**held_tensors, **held_values}
+        unexpected = set(held) - set(wanted.values())
+        problems += _missing_problems(wanted, held)
+        problems += _unexpected_problems([name for name in held if name in unexpected], wanted)
+        hint = _explain_optimizer_state(unexpected, wanted)
     found = [
         (leaf, index.tensors[held_tensors[wanted[leaf.name]]])
         for leaf in tensors
@@ -101,7 +105,7 @@ def match_state(
     if problems:
         more = f"; and {len(problems) - _MAX_LISTED_PROBLEMS} more" if len(problems) > _MAX_LISTED_PROBLEMS else ""
         raise CheckpointError(
-            "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_LISTED_PROBLEMS]) + more
+            "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_LISTED_PROBLEMS]) + more + hint
         )
     chosen = {name: held_values[wanted[name]] for name in values if name in wanted and wanted[name] in held_values}
     return MatchedState(found, chosen)
@@ -140,26 +144,35 @@ def _kind_problems(
 
 
 def _missing_problems(wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
+    missing = [(name, source) for name, source in wanted.items() if source not in held]
     return [
-        f"{_format_both_names(n, s)} is missing from it{_suggest_names(s, held)}"
-        for n, s in wanted.items()
-        if s not in held
+        f"{_format_both_names(name, source)} is missing from it{_suggest_names(source, held, number)}"
+        for number, (name, source) in enumerate(missing)
     ]
 
 
-def _unexpected_problems(sources: set[str], held: Mapping[str, object], wanted: Mapping[str, str]) -> list[str]:
+def _unexpected_problems(unexpected: Sequence[str], wanted: Mapping[str, str]) -> list[str]:
     return [
-        f"it has {name}, which the state does not have{_suggest_names(name, wanted)} (strict=False skips it)"
-        for name in held
-        if name not in sources
+        f"it has {name}, which the state does not have{_suggest_names(name, wanted, number)} (strict=False skips it)"
+        for number, name in enumerate(unexpected)
     ]
+
+
+def _explain_optimizer_state(unexpected: Collection[str], wanted: Mapping[str, str]) -> str:
+    """A hint where the checkpoint has the state of an optimizer and the program none: that is made by a first step."""
+    if not any(".state." in f".{name}" for name in unexpected) or any(".state." in f".{name}" for name in wanted):
+        return ""
+    return "; an optimizer has no state before its first step: ShardedOptimizer.init_state() makes it"
 
 
 def _format_both_names(name: str, source: str) -> str:
     return name if name == source else f"{source} (for {name})"
 
 
-def _suggest_names(name: str, others: Mapping[str, object]) -> str:
+def _suggest_names(name: str, others: Mapping[str, object], number: int) -> str:
+    """Names that are nearly the same, for the first problems: a comparison with thousands of names takes a while."""
+    if number >= _MAX_LISTED_PROBLEMS:
+        return ""
     near = difflib.get_close_matches(name, list(others)[:2000], n=2, cutoff=0.75)
     return f" (near: {', '.join(near)})" if near else ""
 
@@ -167,6 +180,10 @@ def _suggest_names(name: str, others: Mapping[str, object]) -> str:
 def _misfit_problem(leaf: Leaf, entry: TensorEntry, cast: bool) -> str | None:
     if leaf.layout.shape != entry.shape:
         return f"{leaf.name} has the shape {leaf.layout.shape} in the state and {entry.shape} in it"
+    if any(size > 1 and step == 0 for t in leaf.locals for size, step in zip(t.shape, t.stride(), strict=True)):
+        return (
+            f"{leaf.name} is expanded in the state: several elements share their memory; load into a tensor of its own"
+        )
     if leaf.dtype != entry.dtype and not cast:
         return f"{leaf.name} is {leaf.dtype} in the state and {entry.dtype} in it (cast=True converts)"
     return None

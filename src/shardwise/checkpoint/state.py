@@ -166,7 +166,7 @@ def _check_scalar(name: str, value: object) -> Scalar:
         return float(value)
     raise CheckpointError(
         f"{name or 'the state'}: a checkpoint stores tensors, numbers, strings, bools and None in dicts, lists and "
-        f"tuples; got a {type(value).__name__}: {_advise_conversion(value)}"
+        f"tuples; got {type(value).__name__}: {_advise_conversion(value)}"
     )
 
 

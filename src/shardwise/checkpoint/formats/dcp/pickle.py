@@ -160,7 +160,10 @@ def find_stand_in(module: str, name: str) -> Any:
         return PickledStorageType(find_dtype(_DTYPE_OF_STORAGE[name]))
     if module == "torch":
         return find_dtype(name)
-    raise CheckpointError(f"it names {module}.{name}, which is not a metadata class of torch; nothing is called")
+    raise CheckpointError(
+        f"it names {module}.{name}, which is not a metadata class of torch; nothing is called, so "
+        "store tensors and plain values, such as a module's state_dict()"
+    )
 
 
 def _load_persistent(given: Any) -> PickledStorage:
