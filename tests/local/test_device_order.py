@@ -169,6 +169,25 @@ def test_rank_that_raises_while_it_reads_is_named_at_once() -> None:
     assert texts == ["swap: rank 1 was ended by MemoryError", "no memory left"]
 
 
+def test_process_waits_for_what_it_marked_before_it_ends() -> None:
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> FakeStream:
+        stream = StreamPeers.use("only")
+        mine, out = device.allocate(8), device.allocate(8)
+        engine.exchange({1 - rank: [mine]}, {1 - rank: [out]}, call="swap").wait()
+        stream.idle = rank == 0
+        return stream
+
+    with engines(2, device, make_peers=stream_peers) as made:
+        streams = run(made, body)
+        assert [engine._peers.passes_marks(0.01) for engine in made] == [True, False]
+        done = threading.Timer(0.05, lambda: setattr(streams[1], "idle", True))
+        done.start()
+        assert made[1]._peers.passes_marks(20.0)
+        assert streams[1].idle
+
+
 def test_ranks_that_were_forked_are_different_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for pid in (7, 8):

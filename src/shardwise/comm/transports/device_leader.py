@@ -94,7 +94,7 @@ class LedCall(PeerCall):
         self._kept = kept[self._leader]
         idle = stream is None or stream.query()  # after the copies of what cannot be opened
         if not idle:
-            self._peers.events.record(LENT, self.number, stream)
+            self._peers.mark(LENT, self.number, stream)
         return {self._leader: self._boxes.header(idle) + messages[self._leader]}
 
     def take(self, frame: Frame) -> Iterable[int]:
@@ -120,7 +120,7 @@ class LedCall(PeerCall):
             again()
         else:
             self._do_work(arrived, places)
-        self._peers.events.record(READ, self.number, self._stream)
+        self._peers.mark(READ, self.number, self._stream)
 
     def _do_work(self, arrived: Sequence[tuple[bytes, bytes, bytes]], places: Any) -> None:
         boxes = {self._rank: self._boxes}

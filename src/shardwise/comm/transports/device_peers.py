@@ -1,7 +1,14 @@
-"""What a rank needs to read the device memory of its peers, and they to read its own."""
+"""What a rank needs to read the device memory of its peers, and they to read its own.
+
+Before a process ends it waits, for a short time, until its streams have passed the moments that it marked for others:
+work that is queued ends with its process, and streams of others would wait for it for ever.
+"""
 
 from __future__ import annotations
 
+import atexit
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +17,8 @@ from torch import Tensor
 
 from shardwise.comm.faults import TransportError
 from shardwise.comm.transports.device_memory import OpenedSegments, PeerEvents, SharedSegments
+
+_EXIT_SECONDS, _LOOK_SECONDS = 5.0, 0.001
 
 
 class DevicePeers:
@@ -24,6 +33,8 @@ class DevicePeers:
         owners: Mapping[int, str],
     ) -> None:
         self.device, self.events = device, events
+        self._marked: set[Any] = set()  # streams on which something was marked
+        _peers.add(self)
         self._shared, self._opened, self._owners = shared, opened, owners
 
     def describe(self, lent: Mapping[int, Sequence[Tensor]]) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
@@ -40,6 +51,21 @@ class DevicePeers:
         except OSError as error:
             raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
 
+    def mark(self, moment: int, number: int, stream: Any) -> None:
+        """Mark the end of what a stream has to do so far, for the streams of others."""
+        self.events.record(moment, number, stream)
+        if stream is not None:
+            self._marked.add(stream)
+
+    def passes_marks(self, seconds: float) -> bool:
+        """Wait until the marked streams have nothing left to do; whether they have, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not all(stream.query() for stream in self._marked):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
     def closings(self) -> int:
         """Return how often memory of other ranks was closed: what was known of it before may be wrong."""
         return self._opened.changes
@@ -53,3 +79,17 @@ class DevicePeers:
     def current_stream(self) -> Any:
         """Return the stream on which this thread works; None where the device has none."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+
+_peers: weakref.WeakSet[DevicePeers] = weakref.WeakSet()
+
+
+@atexit.register
+def _pass_all_marks() -> None:
+    """Not longer than a few seconds: a stream that waits for a process that was killed never ends."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for peers in list(_peers):
+        try:
+            peers.passes_marks(max(0.0, deadline - time.monotonic()))
+        except RuntimeError:
+            continue  # the device has failed: nothing is left to wait for

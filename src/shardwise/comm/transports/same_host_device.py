@@ -70,7 +70,7 @@ class LendCall(PeerCall):
             events.wait(rank, LENT, self.number, self._stream)
         self._take({rank: self._peers.read(rank, self._arrived[rank]) for rank in sorted(self._arrived)})
         if self._arrived:
-            events.record(READ, self.number, self._stream)
+            self._peers.mark(READ, self.number, self._stream)
 
     def settle(self) -> None:
         """Let the current stream wait for what was read and written in this call."""
@@ -122,7 +122,7 @@ class SameHostDeviceEngine:
             operation = LendCall(call, lent, receives, take, self._peers)
             number = self._calls.register(operation)
             if lent:
-                self._peers.events.record(LENT, number, self._peers.current_stream())
+                self._peers.mark(LENT, number, self._peers.current_stream())
             if not operation.expected:
                 operation.use()
             self._calls.start(operation, FrameKind.RANGES, messages)
