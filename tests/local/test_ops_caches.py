@@ -361,3 +361,17 @@ def test_a_sum_that_several_operators_use_has_one_gradient() -> None:
     for moved, gradient in run_local(body, 2, timeout=60):
         assert moved == [2 * SUM_BYTES] * 2
         torch.testing.assert_close(gradient, 3 * X.exp())
+
+
+def test_a_replicated_weight_whose_local_tensor_gets_other_memory_is_read_again() -> None:
+    """It varies, so a tensor over its memory is kept for its next use."""
+
+    def body(comm: Comm) -> None:
+        x, weight = lay_out(X, PAIR, (Shard(0),)), lay_out(X[:3], PAIR, (Replicate(),)).requires_grad_()
+        for factor in (1, 2, 4):
+            found: Any = F.linear(x, weight)
+            assert torch.equal(found.full(), F.linear(X, X[:3] * factor))
+            found.sum().backward()
+            weight.local_tensor().data = weight.local_tensor().detach() * 2
+
+    run_local(body, 2, timeout=60)

@@ -3,7 +3,7 @@
 Where an operation differs from rank to rank along an axis, the gradients that its replicated inputs get are addends.
 `vary` passes such a tensor on and sums its gradients over the axis in the backward pass. It is done once for a tensor
 and its axes, however often the tensor is used; once more after the local tensor was changed in place, as an optimizer
-that works on local tensors does.
+that works on local tensors does, or was given other memory.
 
 A tensor that was moved to be replicated, as a sharded parameter is gathered, and then varies, is one node on the tape:
 its gradients are summed and cut by one move, which takes half the bytes of a sum everywhere that is cut afterwards.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dual_level
+from shardwise._torch import is_dual_level, storage_identity
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial
 from shardwise.ops.engine.gathers.gather_again import find_gather, label_again, note_gather
@@ -74,12 +74,13 @@ def vary_along(tensor: ShardedTensor, layout: Layout, axes: Sequence[int]) -> Te
     local = tensor.local_parts[0]
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
-    cache: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = tensor.__dict__.setdefault("_varied", {})
+    cache: dict[tuple[int, ...], tuple[Tensor, tuple[int, int], Tensor]] = tensor.__dict__.setdefault("_varied", {})
     key = tuple(axes)
     known = cache.get(key)
-    if known is None or known[0] is not local or known[1] != local._version:
+    state = local._version, 0 if is_tracing() else storage_identity(local.untyped_storage())  # `data` may be replaced
+    if known is None or known[0] is not local or known[1] != state:
         out = _record_varying(tensor, local, layout, key)
-        known = cache[key] = (local, local._version, out)
+        known = cache[key] = (local, state, out)
     return known[2]
 
 
