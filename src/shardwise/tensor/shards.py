@@ -38,6 +38,7 @@ _ENCODINGS = {
     torch.channels_last: MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST,
     torch.preserve_format: MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT,
 }
+_HAVE_STRIDES = torch.__version__ >= "2.15"
 _FORMATS = {encoding: memory_format for memory_format, encoding in _ENCODINGS.items()}
 
 
@@ -86,8 +87,8 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    # Of torch 2.15; by keyword, not printed and not compared, so that it is used as in earlier releases too.
-    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=False, compare=False)
+    # Of torch 2.15, where they are printed and compared; by keyword, so that calls are those of earlier releases too.
+    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=_HAVE_STRIDES, compare=_HAVE_STRIDES)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Five entries, as before torch 2.15; strides follow where there are any."""
