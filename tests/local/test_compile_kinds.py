@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -349,3 +351,17 @@ def test_a_tensor_that_is_passed_twice_is_one_kind_and_another_than_two_tensors(
     results, text = alone(body)
     assert not any(result.any() for result in results)
     assert "2 kinds of inputs" in text and "kind 0, 3 calls" in text
+
+
+def test_worlds_that_have_ended_leave_no_moves_behind() -> None:
+    comms: list[weakref.ref[Comm]] = []
+
+    def body(comm: Comm) -> None:
+        comms.append(weakref.ref(comm))
+        compile_quietly(lambda x: x.redistribute(COLUMNS) * 2)(lay(ROWS, 4, 6))
+
+    with warnings.catch_warnings(action="error"):
+        for _ in range(18):
+            ranks(body)
+    gc.collect()
+    assert not any(comm() is not None for comm in comms)

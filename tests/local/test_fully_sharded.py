@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +140,38 @@ def test_a_parameter_that_is_changed_before_backward_is_an_error_on_every_rank()
 
     one, other = run_local(body, 2, timeout=60.0)
     assert one.splitlines()[0] == other.splitlines()[0]
+
+
+def test_parameters_that_were_made_in_inference_mode_are_gathered() -> None:
+    def body(comm: Comm) -> list[Tensor]:
+        with torch.inference_mode():
+            model = make_model(replace(make_plan(True), prefetch_bytes=1 << 20))
+            return [model(whole_batch().chunk(2)[comm.rank]).full() for _ in range(2)]
+
+    expected = make_model()(whole_batch())
+    for found in run_local(body, 2, timeout=60.0):
+        for output in found:
+            assert_close(output, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backward_pass_that_raised_does_not_keep_the_model_alive() -> None:
+    def body(comm: Comm) -> bool:
+        model = make_model(replace(make_plan(True), prefetch_bytes=1 << 20))
+        part = whole_batch().chunk(2)[comm.rank]
+        for _ in range(2):
+            model(part).square().mean().backward()
+        hidden: list[Any] = []
+        model.layers[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+        loss = model(part).square().mean()
+        hidden[0].register_hook(lambda grad: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        held = weakref.ref(model.layers[0].weight.local_parts[0])  # type: ignore[union-attr]
+        del model, loss, hidden
+        gc.collect()
+        return held() is None
+
+    assert all(run_local(body, 2, timeout=60.0))
 
 
 def test_checkpointed_code_is_as_without() -> None:

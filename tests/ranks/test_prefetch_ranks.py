@@ -35,12 +35,13 @@ class Deep(nn.Module):
         self.order: list[int] = list(range(LAYERS))
         self.between: Callable[[int], None] = lambda number: None
         self.again: bool | None = None  # checkpointed code; whether with re-entrance
+        self.kept: set[int] = set()  # layers that are not checkpointed in spite of it
 
     def forward(self, x: Any) -> Any:
         for number in self.order:
             self.between(number)
-            layer = self.layers[number]
-            x = torch.tanh(layer(x) if self.again is None else checkpoint(layer, x, use_reentrant=self.again))
+            layer, plain = self.layers[number], self.again is None or number in self.kept
+            x = torch.tanh(layer(x) if plain else checkpoint(layer, x, use_reentrant=self.again))
         return x
 
 
@@ -136,6 +137,11 @@ def _checkpointed_with_reentrance(model: Deep, step: int, x: Tensor) -> None:
     _plain(model, step, x.requires_grad_())
 
 
+def _checkpointed_in_the_middle_with_reentrance(model: Deep, step: int, x: Tensor) -> None:
+    model.kept = {0, 3}
+    _checkpointed_with_reentrance(model, step, x)
+
+
 def _with_hooks(model: Deep, step: int, x: Tensor) -> None:
     handles = [p.register_hook(lambda grad: grad * 2) for p in model.layers[1].parameters()]
     _plain(model, step, x)
@@ -182,6 +188,7 @@ STORIES: dict[str, Callable[[Deep, int, Tensor], None]] = {
         _checkpointed,
         _checkpointed_whole,
         _checkpointed_with_reentrance,
+        _checkpointed_in_the_middle_with_reentrance,
         _with_hooks,
         _asks_for_gradients,
         _changes_in_between,

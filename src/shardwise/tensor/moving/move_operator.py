@@ -2,7 +2,8 @@
 
 1. Where a program is traced, a move is a call of `shardwise::move` on this rank's local tensors. Which move it is, is
    a constant: a number under which a table has the layouts, the comm and the rest (`MoveRecord`). The number is a
-   digest of the record, so that code that was compiled and cached means the same move in another process.
+   digest of the record, so that code that was compiled and cached means the same move in another process. The table
+   has a move as long as its comm lives.
 2. A graph may start a group of moves early and wait for them late; a slot says which start a wait is for. Both return
    a token, which orders them before what follows. A wait takes the local tensors again: they stay alive until then.
 3. On tensors without data (fake tensors) the results are empty tensors of the destination's shapes.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ from shardwise.transfer import Transfer
 AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MoveRecord:
     """One move: what `shardwise::move` does for a number."""
 
@@ -98,7 +101,9 @@ def _layout_text(layout: Layout) -> str:
     return f"{layout!r} {layout._layout_digest.hex()}" if len(layout.table) > 64 else format_layout(layout, None)
 
 
-_records: dict[int, MoveRecord] = {}
+_records: WeakValueDictionary[int, MoveRecord] = WeakValueDictionary()
+_records_lock = Lock()
+_KEPT = "_move_records"  # of a comm: those of its moves that have numbers
 _running: dict[tuple[int, ...], RunningMoves] = {}
 
 
@@ -109,7 +114,10 @@ def record_move(record: MoveRecord) -> int:
     while True:  # comms of the same ranks have numbers of their own: `run_local` makes new ones
         digest = hashlib.blake2b(f"{text} {again}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> 1
-        known = _records.setdefault(number, record)
+        with _records_lock:
+            known = _records.setdefault(number, record)
+            if known is record:
+                record.comm.__dict__.setdefault(_KEPT, []).append(record)
         if known.comm is record.comm and known == record:
             return number
         again += 1

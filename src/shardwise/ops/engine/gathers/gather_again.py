@@ -63,6 +63,8 @@ def find_gather(source: ShardedTensor, layout: Layout, label: str) -> ParameterG
         return None
     if len(source.sharding.ranks) != source.comm.world_size:
         return None  # a rank without a part has nothing to ask for, and all ranks must start the same moves
+    if any(part.is_inference() for part in parameter.local_parts):
+        return None  # whether they were changed in the meantime is not to be seen
     return ParameterGather(parameter, source.dtype, layout, label)
 
 

@@ -4,6 +4,8 @@
    Nothing starts ahead across their ends: between them an optimizer may change parameters.
 2. The sum of a gathered parameter's gradient goes on beside the backward pass of earlier layers. It ends when the next
    one begins, or when the backward pass ends, and is then added to the parameter's `grad`.
+   A backward pass inside of another one, as checkpointed code with re-entrance has it, follows the order of the outer
+   one, and adds its own sums when it ends.
 3. That is possible only where nobody else waits for the gradient. With hooks of the parameter, in
    `torch.autograd.grad` and with `create_graph=True` it is summed at once. All ranks make the same moves in the same
    order in either case.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +38,14 @@ from shardwise.tensor.moving.parts import find_whole_collective
 from shardwise.tensor.moving.reductions import rescale
 
 
+def _nothing() -> None:
+    return None
+
+
 class _ActivePasses(threading.local):
     def __init__(self) -> None:
         self.forward: list[ParameterPrefetcher] = []
-        self.backward: ParameterPrefetcher | None = None
+        self.backward: Callable[[], ParameterPrefetcher | None] = _nothing  # weak: a pass that raised leaves it behind
 
 
 _active = _ActivePasses()
@@ -77,7 +83,7 @@ def end_pass(module: nn.Module, _args: Any, _output: Any) -> None:
 
 def current_prefetcher() -> ParameterPrefetcher | None:
     """That of the model whose pass this thread runs."""
-    return _active.forward[-1] if _active.forward else _active.backward
+    return _active.forward[-1] if _active.forward else _active.backward()
 
 
 def end_operator() -> None:
@@ -120,14 +126,14 @@ class ParameterPrefetcher:
         self._forward: dict[tuple[bool, bool], GatherOrder] = {}
         self._backward = GatherOrder(limit)
         self._pass: GatherOrder | None = None
-        self._backward_number = -1
-        self._sums: dict[int, deque[_PendingSum]] = {}
+        self._sums: dict[int, deque[_PendingSum]] = {}  # by the number of the backward pass that waits for them
         self._largest_sum = 0
 
     def begin_forward(self, training: bool) -> None:
         """A forward pass of the model begins; one that is part of a backward pass belongs to that."""
         if backward_pass_number() != -1:
             return
+        _active.backward = _nothing
         for left in self._sums.values():
             for pending in left:
                 pending.wait()
@@ -161,18 +167,20 @@ class ParameterPrefetcher:
 
     def _enter_backward(self) -> GatherOrder:
         number = backward_pass_number()
-        if number != self._backward_number:
-            self._backward_number = number
+        if number not in self._sums:
+            if not self._sums:
+                self._backward.begin()
             self._sums[number] = deque()
-            self._backward.begin()
             on_backward_end(partial(self._end_backward, number))
-        _active.backward = self
+        _active.backward = weakref.ref(self)
         return self._backward
 
     def _end_backward(self, number: int) -> None:
-        _active.backward = None
-        self._backward.end()
-        for pending in self._sums.pop(number, ()):
+        left = self._sums.pop(number, ())
+        if not self._sums:
+            _active.backward = _nothing
+            self._backward.end()
+        for pending in left:
             pending.accumulate()
 
     def sum_later(self, edges: Sequence[tuple[Any, int]], link: LayoutMove, grad: Tensor) -> bool:
@@ -188,7 +196,7 @@ class ParameterPrefetcher:
         if find_whole_collective(link.record().make_plan(), link.comm.ranks, link.dtype) == "all_reduce":
             return False  # it may use a collective of the group, beside those that the program itself makes
         self._enter_backward()
-        pending = self._sums[self._backward_number]
+        pending = self._sums[backward_pass_number()]
         if grad.nbytes < LEAST_BYTES and not pending and self._limit is None:
             return False
         self._largest_sum = max(self._largest_sum, grad.nbytes)
