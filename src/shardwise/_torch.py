@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from pkgutil import resolve_name
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -332,10 +333,31 @@ def is_in_backward() -> bool:
     return bool(backward_pass_number() != -1)
 
 
+_module_call: Any = private_name("nn.Module._call_impl").__code__
+
+
+def count_running_calls(module: Any) -> int:
+    """How many calls of a module run on this thread, found on its stack.
+
+    Torch calls `always_call` hooks where a forward raised an Exception, and not where it was interrupted (Ctrl-C).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None:
+        found += frame.f_code is _module_call and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return found
+
+
+def has_accumulate_hooks(leaf: Any) -> bool:
+    """Whether a leaf has hooks that run after its gradient was added to its `grad`."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 def only_accumulates(node: Any, leaf: Any) -> bool:
     """Whether all that the running backward pass does with a leaf's gradient is to add it to its `grad`."""
     try:
-        hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        hooked = leaf._backward_hooks or has_accumulate_hooks(leaf)
         return not hooked and bool(_will_engine_execute_node(node))
     except RuntimeError:  # `torch.autograd.grad` returns it instead
         return False

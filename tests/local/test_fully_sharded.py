@@ -19,6 +19,8 @@ from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, run_local
 from shardwise.comm import DisagreementError
 from shardwise.nn.plan_files import plan_from_data, plan_to_data
 from shardwise.ops.engine import vary
+from shardwise.ops.engine.gathers import prefetch
+from shardwise.ops.engine.mixed import reads_plain_as_replicated
 from tests.device import DEVICE
 from tests.local.dense import numbers
 
@@ -166,12 +168,35 @@ def test_a_backward_pass_that_raised_does_not_keep_the_model_alive() -> None:
         hidden[0].register_hook(lambda grad: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        held = weakref.ref(model.layers[0].weight.local_parts[0])  # type: ignore[union-attr]
-        del model, loss, hidden
+        held = weakref.ref(model.layers[0].weight.local_parts[0])  # type: ignore[union-attr, index]
+        hidden.clear()
+        del model, loss
         gc.collect()
         return held() is None
 
     assert all(run_local(body, 2, timeout=60.0))
+
+
+def test_an_interrupted_forward_leaves_nothing_open() -> None:
+    """Torch calls no hooks of a forward that was interrupted; the next one finds what was left behind."""
+
+    def body(comm: Comm) -> tuple[bool, bool, int]:
+        plan = replace(make_plan(True), gather_dtype=torch.bfloat16, prefetch_bytes=1 << 20, output_plan="plain")
+        model, other = make_model(plan), make_model(plan)
+        part = whole_batch().chunk(2)[comm.rank]
+
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        model.layers[1].forward = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            model(part)
+        del model.layers[1].forward
+        same = [torch.equal(model(part), other(part)) for _ in range(2)]
+        assert not any("weight" in layer.__dict__ for layer in model.layers)
+        return all(same), reads_plain_as_replicated(), len(prefetch._active.forward)
+
+    assert run_local(body, 2, timeout=60.0) == [(True, False, 0)] * 2
 
 
 def test_checkpointed_code_is_as_without() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from typing import Any
@@ -387,3 +389,20 @@ def test_operators_on_pieces_keep_ranks_that_hold_nothing_on_the_tape() -> None:
     assert plain.grad is not None
     wanted = (torch.bool, True, (plain > 1).tolist()), plain.grad.tolist()
     assert run_local(compute_where_some_ranks_hold_nothing, 3) == [wanted] * 3
+
+
+@pytest.mark.parametrize("where", ["leaf", "result", "after"])
+def test_hooks_keep_no_tensor_alive(where: str) -> None:
+    def body(comm: Comm) -> bool:
+        x: Any = shard(torch.ones(4, 4), ChunkSpec(0, ranks=2)).requires_grad_()
+        result = x * 2
+        if where == "after":
+            x.register_post_accumulate_grad_hook(lambda tensor: None)
+        else:
+            (x if where == "leaf" else result).register_hook(lambda grad: grad * 2)
+        held = weakref.ref(x.local_parts[0])
+        del x, result
+        gc.collect()
+        return held() is None
+
+    assert all(run_local(body, 2))

@@ -275,6 +275,21 @@ def test_what_a_backward_pass_does_with_a_leaf_is_known_while_it_runs() -> None:
     assert run() == [True, "end"]
 
 
+def test_running_calls_of_a_module_are_found_on_the_stack() -> None:
+    class Nested(torch.nn.Module):
+        def forward(self, depth: int) -> list[int]:
+            own = _torch.count_running_calls(self)
+            return [own, *self(depth - 1)] if depth else [own, _torch.count_running_calls(other)]
+
+    module, other = Nested(), Nested()
+    module.register_forward_hook(lambda module, args, output: None, always_call=True)
+    assert module(2) == [1, 2, 3, 0] and _torch.count_running_calls(module) == 0
+    leaf = torch.ones(1, requires_grad=True)
+    assert not _torch.has_accumulate_hooks(leaf)
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    assert _torch.has_accumulate_hooks(leaf)
+
+
 def test_hooks_on_saved_tensors_are_noticed() -> None:
     assert not _torch.has_saved_tensors_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

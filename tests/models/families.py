@@ -30,6 +30,16 @@ DECODER: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
+PLAIN_DECODER: dict[str, Any] = {n: value for n, value in DECODER.items() if n != "num_key_value_heads"}
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
 ENCODER: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 
 
@@ -41,7 +51,7 @@ class Family:
     model: str
     config: str
     options: Mapping[str, Any]
-    batch: Callable[[], dict[str, Tensor]]
+    batch: Callable[[], dict[str, Any]]
 
     def build(self, transformers: Any) -> nn.Module:
         """A small model with random weights, the same in each call."""
@@ -66,6 +76,10 @@ def _text() -> dict[str, Tensor]:
 def _images() -> dict[str, Tensor]:
     images = torch.randn(ROWS, 3, 16, 16, generator=_generator())
     return {"pixel_values": images, "labels": torch.arange(ROWS) % 2}
+
+
+def _pairs() -> dict[str, Any]:
+    return {"input_ids": tokens(), "pixel_values": _images()["pixel_values"], "return_loss": True}
 
 
 def _speech() -> dict[str, Tensor]:
@@ -94,6 +108,13 @@ FAMILIES = {
         ),
         _text,
     ),
+    "gemma3": Family(
+        "Gemma 3", "Gemma3ForCausalLM", "Gemma3TextConfig", dict(DECODER, head_dim=8, sliding_window=4), _text
+    ),
+    "neox": Family("GPT-NeoX (fused QKV)", "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN_DECODER, _text),
+    "falcon": Family("Falcon (fused QKV)", "FalconForCausalLM", "FalconConfig", SMALL, _text),
+    "bloom": Family("BLOOM (fused QKV)", "BloomForCausalLM", "BloomConfig", SMALL, _text),
+    "mamba": Family("Mamba", "MambaForCausalLM", "MambaConfig", dict(SMALL, state_size=4), _text),
     "bert": Family("BERT", "BertForMaskedLM", "BertConfig", dict(ENCODER, vocab_size=VOCABULARY), _text),
     "t5": Family(
         "T5",
@@ -110,6 +131,53 @@ FAMILIES = {
             eos_token_id=None,
         ),
         _text,
+    ),
+    "bart": Family(
+        "BART",
+        "BartForConditionalGeneration",
+        "BartConfig",
+        dict(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            forced_eos_token_id=None,
+        ),
+        _text,
+    ),
+    "deberta": Family(
+        "DeBERTa-v2",
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        dict(ENCODER, vocab_size=VOCABULARY, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+        _text,
+    ),
+    "swin": Family(
+        "Swin",
+        "SwinForImageClassification",
+        "SwinConfig",
+        dict(image_size=16, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4),
+        _images,
+    ),
+    "clip": Family(
+        "CLIP",
+        "CLIPModel",
+        "CLIPConfig",
+        dict(
+            text_config=dict(ENCODER, vocab_size=VOCABULARY, max_position_embeddings=16, eos_token_id=2),
+            vision_config=dict(ENCODER, image_size=16, patch_size=8),
+            projection_dim=16,
+        ),
+        _pairs,
     ),
     "vit": Family("ViT", "ViTForImageClassification", "ViTConfig", dict(ENCODER, image_size=16, patch_size=8), _images),
     "whisper": Family(

@@ -30,7 +30,8 @@ def rows_of(batch: Mapping[str, Tensor], mesh: Mesh, rank: int) -> dict[str, Ten
     axis = next((axis for axis in mesh.axes if axis in ("dp", "fsdp")), None)
     if axis is None:
         return dict(batch)
-    return {name: value.chunk(mesh.axis_size(axis))[mesh.coordinates(rank)[axis]] for name, value in batch.items()}
+    part, parts = mesh.coordinates(rank)[axis], mesh.axis_size(axis)
+    return {n: value.chunk(parts)[part] if isinstance(value, Tensor) else value for n, value in batch.items()}
 
 
 def join_rows(mesh: Mesh, results: list[Tensor]) -> Tensor:
@@ -107,7 +108,8 @@ def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model
     def run(model: nn.Module, half: bool) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             output = model(**batch)
-        assert output.logits.dtype == (torch.bfloat16 if half else torch.float32)
+        logits = output.logits_per_image if "pixel_values" in batch and "input_ids" in batch else output.logits
+        assert logits.dtype == (torch.bfloat16 if half else torch.float32)
         output.loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found = {n: g.full() if isinstance(g, ShardedTensor) else g for n, g in grads.items()}

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 import traceback
@@ -33,12 +34,13 @@ from shardwise.compiler.kinds import (
     KindGuard,
     argument_key,
     describe_call,
+    describe_unfit,
     explain_difference,
     mode_key,
     split_arguments,
 )
 from shardwise.compiler.schedule import Schedule, schedule_moves
-from shardwise.compiler.state import AttributeWatch, ProgramState, check_traceable, collect_state
+from shardwise.compiler.state import NOT_AGAIN, ProgramState, check_traceable, collect_state
 from shardwise.compiler.tracing import (
     BackwardInside,
     FlatProgram,
@@ -48,6 +50,7 @@ from shardwise.compiler.tracing import (
     locals_of,
     trace_program,
 )
+from shardwise.compiler.watch import FIRST_STATE, SideEffects
 from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.random.streams import keep_streams
 from shardwise.tensor.random.traced_draws import take_streams
@@ -96,6 +99,14 @@ class CompiledProgram:
         self._warned = False
         update_wrapper(self, self._function)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledProgram:
+        """A copy of a compiled module, which is traced again."""
+        target, uses = copy.deepcopy((self._target, self._uses), memo)
+        return CompiledProgram(target, self._backend, uses, self._limit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledProgram, (self._target, self._backend, self._uses, self._limit)
+
     def __getattr__(self, name: str) -> Any:
         """The attributes of a module that was compiled: `parameters()`, `train()` and others."""
         if name.startswith("_") and not isinstance(self.__dict__.get("_target"), nn.Module):
@@ -106,12 +117,15 @@ class CompiledProgram:
         if is_dispatch_mode_on() or is_dual_level() or is_tracing():
             return self._target(*args, **kwargs)
         leaves, structure = split_arguments(args, kwargs)
+        if structure is not None and (unfit := describe_unfit(leaves)) is not None:
+            self._warn(unfit)
+            return self._target(*args, **kwargs)
         state = self._known_state()
         key = self._make_key(state, leaves, structure)
         flat = self._flat_tensors(state, leaves)
         kind = next((k for k in self._kinds.get(key, ()) if k.guard.holds(flat)), None)
         if kind is None:
-            if self._makes_optimizer_state():
+            if self._makes_optimizer_state() or self._has_enough_kinds():
                 return self._target(*args, **kwargs)
             kind = self._trace_kind(key, leaves, structure)
             flat = self._flat_tensors(self._known_state(), leaves)
@@ -144,6 +158,12 @@ class CompiledProgram:
             return False
         self._has_stepped = True
         return not all(optimizer.state for optimizer in self._known_state().optimizers)
+
+    def _has_enough_kinds(self) -> bool:
+        if len(self._order) < MAX_KINDS:
+            return False
+        self._warn(f"it was traced for {MAX_KINDS} kinds of inputs already")
+        return True
 
     def _make_key(self, state: ProgramState, leaves: Sequence[Any], structure: Any) -> Any:
         gradients = self._has_gradients(state) if self._in_step else ()
@@ -192,6 +212,9 @@ class CompiledProgram:
         self._asks_ranks = asks or (self._asks_ranks and bool(self._order))
         name = getattr(self._function, "__qualname__", type(self._target).__name__)
         _log.info("%s is traced (%s): %s", name, kind.reason, problem or "it runs as graphs")
+        if problem is not None and FIRST_STATE in problem:
+            kind.run = None  # for this call only: the next one finds the optimizer's state
+            return kind
         if problem is not None:
             self._give_up(kind, problem)
         self._kinds.setdefault(self._make_key(state, leaves, structure), []).insert(0, kind)
@@ -202,15 +225,14 @@ class CompiledProgram:
         self, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, answers: Answers
     ) -> tuple[Kind, TraceReport]:
         flat = self._flat_tensors(state, leaves)
-        facts = describe_call(leaves, state, self._function, self._has_gradients(state) if self._in_step else ())
-        reason = explain_difference(facts, self._order[-1].facts) if self._order else "the first call"
         layouts = [leaf.sharding for leaf in leaves if isinstance(leaf, ShardedTensor)]
-        guard = KindGuard(state, flat, self._function, layouts)
+        guard = KindGuard(state, flat, layouts)
+        gradients = self._has_gradients(state) if self._in_step else ()
+        facts = describe_call(leaves, state, guard.watch.names.facts(), gradients)
+        reason = explain_difference(facts, self._order[-1].facts) if self._order else "the first call"
         kind = Kind(facts, reason, guard, self._in_step)
         trace = CommTrace(answers)
         problem, calls_backward = None, False
-        if len(self._order) >= MAX_KINDS:
-            return kind, TraceReport(f"it was traced for {MAX_KINDS} kinds of inputs already", False, [], [])
         with compile_lock, keep_streams(comm):
             try:
                 # In a copy of the context: modules that are traced do not close what they opened where they fail.
@@ -234,7 +256,7 @@ class CompiledProgram:
         program = FlatProgram(
             self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, result=kind.result
         )
-        watch = AttributeWatch(state)
+        effects = SideEffects(state)
 
         def prepare(graph: GraphModule, name: str) -> None:
             kind.schedules[name] = schedule_moves(graph, self._limit)
@@ -242,19 +264,24 @@ class CompiledProgram:
         flat = [t.detach() if self._in_step else t for t in self._flat_tensors(state, leaves)]
         try:
             kind.run = trace_program(program, [*flat, _learning_rates(state), _NO_STREAMS], self._backend, prepare)
-        finally:
-            changed = watch.describe_change()
-            if changed is not None:
-                watch.restore_attributes()
+        except BaseException as error:
+            changed = effects.undo()
+            if changed is not None and not isinstance(error, BackwardInside):
+                raise NotTraceableError(f"it sets {changed}, {NOT_AGAIN}") from error
+            raise
+        changed = effects.undo()
         if changed is not None:
-            raise NotTraceableError(f"it sets {changed}, which a graph would not do again")
+            raise NotTraceableError(f"it sets {changed}, {NOT_AGAIN}")
 
     def _give_up(self, kind: Kind, problem: str) -> None:
-        kind.run, kind.problem = None, problem
+        kind.run, kind.problem, kind.guard.always = None, problem, NOT_AGAIN in problem
+        self._warn(problem)
+
+    def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
             name = getattr(self._function, "__qualname__", type(self._target).__name__)
-            warnings.warn(f"shardwise.compile: {name} runs without a graph: {problem}", stacklevel=5)
+            warnings.warn(f"shardwise.compile: {name} runs without a graph: {problem}", stacklevel=6)
 
     # Running
 
@@ -312,6 +339,8 @@ def _learning_rates(state: ProgramState) -> Tensor:
 def _describe_error(error: BaseException) -> str:
     """What stopped a trace, and the last line of the user's code on the way there."""
     first = (str(error).strip().splitlines() or [""])[0]
+    if "convert all Tensors to FakeTensors" in first:
+        return "it uses a plain tensor that is neither an argument nor a parameter or buffer; pass it as an argument"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     place = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {first}{place}"

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import TensorGuards, autocast_device_types, is_any_autocast_enabled, pytree
-from shardwise.compiler.state import AttributeWatch, ProgramState, closure_values
+from shardwise._nests import flatten_nest
+from shardwise._torch import TensorGuards, autocast_device_types, is_any_autocast_enabled
+from shardwise.compiler.reachable import SIMPLE
+from shardwise.compiler.state import ProgramState
+from shardwise.compiler.watch import AttributeWatch
 from shardwise.geometry import Layout
 from shardwise.ops.engine.mixed import takes_any_mesh
 from shardwise.tensor.move import describe_tensor
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-SIMPLE = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 LEAVES = (Tensor, *SIMPLE)
 
 
@@ -39,8 +42,17 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
     """The leaves of the arguments and how they are nested; None for plain positional arguments."""
     if not kwargs and all(isinstance(a, LEAVES) for a in args):
         return list(args), None
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    return leaves, structure
+    return flatten_nest((args, kwargs))
+
+
+def describe_unfit(leaves: Sequence[Any]) -> str | None:
+    """What cannot be compared from call to call, or None: an argument that is neither a tensor nor a plain value."""
+    for number, leaf in enumerate(leaves):
+        kind: Any = type(leaf)
+        if isinstance(leaf, (*LEAVES, type, FunctionType)) or (kind.__hash__ and kind.__eq__ is not object.__eq__):
+            continue
+        return f"argument {number} is a {kind.__name__}; pass tensors, numbers and strings, or lists, dicts of them"
+    return None
 
 
 def argument_key(leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
@@ -68,7 +80,7 @@ def describe_argument(value: Any) -> str:
 
 
 def describe_call(
-    leaves: Sequence[Any], state: ProgramState, function: Any, gradients: Sequence[bool]
+    leaves: Sequence[Any], state: ProgramState, names: dict[str, str], gradients: Sequence[bool]
 ) -> dict[str, str]:
     """The facts about a call that decide its kind, by name."""
     grad, inference, dtype, casts = mode_key()
@@ -85,7 +97,7 @@ def describe_call(
             facts |= {f"{k} of group {i} of {type(optimizer).__name__}": v for k, v in found.items()}
     facts |= {f"state tensor {i}": describe_argument(t) for i, t in enumerate(state.sharded)}
     facts |= {f"plain state tensor {i}": describe_argument(s.tensor) for i, s in enumerate(state.plain)}
-    return facts | {f"name {n}": repr(v) for n, v in closure_values(function) if isinstance(v, SIMPLE)}
+    return facts | names
 
 
 def explain_difference(now: dict[str, str], before: dict[str, str]) -> str:
@@ -104,11 +116,11 @@ def explain_difference(now: dict[str, str], before: dict[str, str]) -> str:
 class KindGuard:
     """What must be as it was when a kind was traced."""
 
-    def __init__(self, state: ProgramState, flat: Sequence[Tensor], function: Any, layouts: Sequence[Layout]) -> None:
-        self._watch = AttributeWatch(state)
-        self._state, self._function = state, function
+    def __init__(self, state: ProgramState, flat: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
+        self.watch = AttributeWatch(state)
+        self.always = False  # whether calls with other values are of this kind as well: it has no graph and gets none
+        self._state = state
         self._shardings = [t.sharding for t in state.sharded]
-        self._names = _simple_names(function)
         self._layouts = tuple(layouts)  # keys have their identities: they stay alive
         self._count = len(flat)
         self._repeats = _find_repeats(flat)
@@ -117,9 +129,11 @@ class KindGuard:
 
     def holds(self, flat: Sequence[Tensor]) -> bool:
         """Whether a call on these local tensors is of this kind."""
+        if self.always:
+            return True
         if len(flat) != self._count or not all(map(is_, (t.sharding for t in self._state.sharded), self._shardings)):
             return False
-        if not self._watch.is_unchanged() or (self._names and _simple_names(self._function) != self._names):
+        if not self.watch.is_unchanged():
             return False
         if self._tensors is None:
             return True
@@ -138,8 +152,3 @@ def _find_repeats(flat: Sequence[Tensor]) -> dict[int, int]:
 
 def _leave_out(flat: Sequence[Tensor], places: dict[int, int]) -> list[Tensor]:
     return [t for i, t in enumerate(flat) if i not in places]
-
-
-def _simple_names(function: Any) -> list[tuple[str, object]]:
-    """The names of a function whose values are numbers and the like: they are constants of its graphs."""
-    return [(name, value) for name, value in closure_values(function) if isinstance(value, SIMPLE)]

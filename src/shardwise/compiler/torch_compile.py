@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -35,6 +36,7 @@ def route_torch_compile() -> None:
             return program
         wrapper = original(model, **options)
         wrapper.forward = program
+        wrapper.__dict__["__deepcopy__"] = lambda memo: torch_compile(copy.deepcopy(model, memo), **options)
         return wrapper
 
     torch_compile._routes_sharded_modules = True  # type: ignore[attr-defined]  # a mark of this function

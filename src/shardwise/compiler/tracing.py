@@ -11,16 +11,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import is_
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._torch import pytree
+from shardwise._nests import flatten_nest, unflatten_nest
 from shardwise._torch_graphs import (
     calling_before_backward,
     compiling_flag,
@@ -32,7 +35,7 @@ from shardwise.comm import Comm, use_comm
 from shardwise.comm.traced import CommTrace, NotTraceableError, note_backward, trace_comms
 from shardwise.compiler.backends import Backend, LazyGraph, decompositions_for
 from shardwise.compiler.schedule import find_gathers_made_again
-from shardwise.compiler.state import ProgramState, computing_with_tensors, swap_tensors
+from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
 from shardwise.ops.engine.mixed import copy_mesh_note
 from shardwise.tensor.random.traced_draws import DrawTrace, trace_draws
@@ -65,6 +68,19 @@ class SameAsState:
     tensor: Tensor
 
 
+class _Hole:
+    """The place of a tensor in an object that a program returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLeaf:
+    """A result that is an object with tensors inside, such as a cache: the object without them, and what they are."""
+
+    template: Any
+    holes: tuple[_Hole, ...]
+    leaves: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class TracedArguments:
     """The arguments of a call: how they are nested, and what each leaf is."""
@@ -80,7 +96,7 @@ class TracedArguments:
                 copy_mesh_note(source, value)
         if self.structure is None:
             return tuple(values), {}
-        args, kwargs = pytree.tree_unflatten(values, self.structure)
+        args, kwargs = unflatten_nest(values, self.structure)
         return args, kwargs
 
 
@@ -89,6 +105,28 @@ def describe_leaf(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return ShardedLeaf(value.sharding, len(value.local_parts), type(value))
     return PLAIN if isinstance(value, Tensor) else Constant(value)
+
+
+def _find_tensors(value: Any, seen: dict[int, object]) -> Iterator[Tensor]:
+    """The tensors in an object, in its attributes and in lists, tuples and dicts of them, each once."""
+    if id(value) in seen or isinstance(value, type | FunctionType | ModuleType | nn.Module):
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for part in (*parts, *getattr(value, "__dict__", {}).values()):
+        yield from _find_tensors(part, seen)
+
+
+def _empty_object(value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[_Hole, ...]]:
+    """A copy of an object with holes in the places of its tensors."""
+    holes = tuple(_Hole() for _ in tensors)
+    try:
+        return copy.deepcopy(value, {id(t): hole for t, hole in zip(tensors, holes, strict=True)}), holes
+    except Exception as error:  # whatever an object does that is copied
+        raise NotTraceableError(f"it returns a {type(value).__name__}, which cannot be copied: {error}") from error
 
 
 def locals_of(leaves: Sequence[Any]) -> list[Tensor]:
@@ -107,6 +145,9 @@ def _rebuild_leaf(leaf: Any, tensors: Iterator[Tensor], comm: Comm) -> Any:
         return wrap(leaf.layout, tuple(next(tensors) for _ in range(leaf.count)), comm, cls=leaf.kind)
     if isinstance(leaf, Constant):
         return leaf.value
+    if isinstance(leaf, ObjectLeaf):
+        made = [_rebuild_leaf(part, tensors, comm) for part in leaf.leaves]
+        return copy.deepcopy(leaf.template, {id(h): value for h, value in zip(leaf.holes, made, strict=True)})
     return leaf.tensor if isinstance(leaf, SameAsState) else next(tensors)
 
 
@@ -123,7 +164,13 @@ class TracedResult:
     def rebuild(self, tensors: Iterator[Tensor], comm: Comm) -> Any:
         """The results of a call."""
         values = [_rebuild_leaf(leaf, tensors, comm) for leaf in self.leaves]
-        return values[0] if self.structure is None else pytree.tree_unflatten(values, self.structure)
+        return values[0] if self.structure is None else unflatten_nest(values, self.structure)
+
+
+def _check_arguments(before: tuple[list[Any], Any], now: tuple[list[Any], Any]) -> None:
+    """Raise if a program has changed a list, dict or object among its arguments."""
+    if len(before[0]) != len(now[0]) or before[1] != now[1] or not all(map(is_, before[0], now[0])):
+        raise NotTraceableError(f"it changes a list, a dict or an object among its arguments, {NOT_AGAIN}")
 
 
 class BackwardInside(Exception):
@@ -167,7 +214,9 @@ class FlatProgram:
             stack.enter_context(torch.set_grad_enabled(self.grad_mode))
             if self.in_step:  # checkpointed code is computed again inside the graph
                 stack.enter_context(saved_tensors_hooks_in_traces())
+            before = flatten_nest((args, kwargs))
             returned = self.function(*args, **kwargs)
+            _check_arguments(before, flatten_nest((args, kwargs)))
             outputs = self._describe(returned)
         return (*outputs, *self._collect_gradients(own, given))
 
@@ -177,13 +226,25 @@ class FlatProgram:
         return tensor.detach().requires_grad_()
 
     def _describe(self, returned: Any) -> list[Tensor]:
-        values, structure = pytree.tree_flatten(returned)
+        values, structure = flatten_nest(returned)
         known = {id(t) for t in self.state.sharded}
-        leaves = [SameAsState(v) if id(v) in known else describe_leaf(v) for v in values]
+        leaves: list[Any] = []
+        given: list[Any] = []  # the tensors that the graph returns
+
+        def describe(value: Any) -> Any:
+            if id(value) in known:
+                return SameAsState(value)
+            given.append(value)
+            return describe_leaf(value)
+
+        for value in values:
+            tensors = [] if isinstance(value, Tensor) else list(_find_tensors(value, {}))
+            inside = tuple(map(describe, tensors))
+            leaves.append(ObjectLeaf(*_empty_object(value, tensors), inside) if tensors else describe(value))
         self.result.leaves = tuple(leaves)
         self.result.structure = None if isinstance(returned, Tensor) else structure
-        found = locals_of([v for v, leaf in zip(values, leaves, strict=True) if not isinstance(leaf, SameAsState)])
-        if any(isinstance(v, ShardedTensor) and not v.local_parts for v in values):
+        found = locals_of(given)
+        if any(isinstance(v, ShardedTensor) and not v.local_parts for v in given):
             raise NotTraceableError("a result has no part on some ranks")
         return [t.detach() for t in found] if self.in_step else found
 

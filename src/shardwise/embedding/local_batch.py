@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise._torch import count_running_calls
 from shardwise.comm import Comm
 from shardwise.tensor.dispatch import Implementation, find_function, run_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -61,7 +62,10 @@ def register_local_batch_hooks(module: nn.Module) -> None:
 
 
 def _enter_local_batch(module: nn.Module, _args: Any) -> None:
-    _local_batch_scopes.set((*_local_batch_scopes.get(), module))
+    readers = _local_batch_scopes.get()
+    while readers and readers[-1] is not None and count_running_calls(readers[-1]) <= (readers[-1] is module):
+        readers = readers[:-1]  # its call was interrupted, as by Ctrl-C
+    _local_batch_scopes.set((*readers, module))
 
 
 def _leave_local_batch(module: nn.Module, _args: Any, _output: Any) -> None:

@@ -10,6 +10,7 @@ The names of the mesh's axes say what each is for:
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -214,6 +215,20 @@ def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearP
         ) from error
 
 
+def _make_images(config: Any, dtype: torch.dtype | None) -> Tensor:
+    size = getattr(config, "image_size", 224)  # convolutions take any size
+    sides = size if isinstance(size, list | tuple) else (size, size)
+    return torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype, device="meta")
+
+
+def _compares_images_with_texts(model: nn.Module) -> bool:
+    """Whether a model takes a text and an image, apart from each other: the text has no tokens that are images."""
+    config, named = model.config, inspect.signature(model.forward).parameters
+    both = hasattr(config, "vision_config") and hasattr(config, "text_config")
+    tokens = hasattr(config, "image_token_id") or hasattr(config, "image_token_index")
+    return both and not tokens and "pixel_values" in named and "input_ids" in named
+
+
 def make_example(model: nn.Module) -> dict[str, Tensor]:
     """Arguments for one forward pass of a model of transformers, from its config."""
     config = getattr(model, "config", None)
@@ -226,12 +241,14 @@ def make_example(model: nn.Module) -> dict[str, Tensor]:
     dtype = getattr(model, "dtype", None)
     ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     if name == "pixel_values":
-        size = config.image_size
-        sides = size if isinstance(size, list | tuple) else (size, size)
-        found = {name: torch.zeros(1, config.num_channels, *sides, dtype=dtype, device="meta")}
-    elif name == "input_features":
+        found = {name: _make_images(config, dtype)}
+    elif name == "input_features" and hasattr(config, "num_mel_bins"):
         length = 2 * config.max_source_positions
         found = {name: torch.zeros(1, config.num_mel_bins, length, dtype=dtype, device="meta")}
+    elif name == "input_values":  # a second of sound
+        found = {name: torch.zeros(1, 16000, dtype=dtype, device="meta")}
     else:
         found = {name: ids}
+    if _compares_images_with_texts(model):
+        found["pixel_values"] = _make_images(config.vision_config, dtype)
     return {**found, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else found

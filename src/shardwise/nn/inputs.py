@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from shardwise._torch import pytree
+from shardwise._nests import flatten_nest, unflatten_nest
+from shardwise._torch import count_running_calls
 from shardwise.comm import Comm, DisagreementError
 from shardwise.comm.traced import traced_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
@@ -64,15 +65,16 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         warn_compiled_callers()
+        _drop_interrupted(module)
         placements = replicated if _whole_batch.get() else given
         taken: tuple[Any, Any]
         if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests
             placed = _place_tensors(args, plan.mesh, placements, comm)
             taken = tuple(placed), kwargs
         else:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
+            leaves, structure = flatten_nest((args, kwargs))
             placed = _place_tensors(leaves, plan.mesh, placements, comm)
-            taken = pytree.tree_unflatten(placed, structure)
+            taken = unflatten_nest(placed, structure)
         splits = find_batch_splits(placed, placements)
         reading = plain_as_replicated()
         reading.__enter__()
@@ -93,6 +95,14 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
     module.register_forward_hook(leave, always_call=True)
 
 
+def _drop_interrupted(entered: nn.Module) -> None:
+    """Leave the scopes of calls that do not run any more: they were interrupted, as by Ctrl-C."""
+    opened = list(_input_scopes.get())
+    while opened and count_running_calls(opened[-1].module) <= (opened[-1].module is entered):
+        opened.pop().reading.__exit__(None, None, None)
+        _input_scopes.set(tuple(opened))
+
+
 def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> Any:
     """The same nest of arguments with its plain tensors as ShardedTensors: whole ones, or parts of dim 0.
 
@@ -104,8 +114,8 @@ def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: C
     >>> run_local(body, 2)
     [(3, 3), (3, 3)]
     """
-    leaves, structure = pytree.tree_flatten(tree)
-    return pytree.tree_unflatten(_place_tensors(leaves, mesh, placements, comm), structure)
+    leaves, structure = flatten_nest(tree)
+    return unflatten_nest(_place_tensors(leaves, mesh, placements, comm), structure)
 
 
 def _place_tensors(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:

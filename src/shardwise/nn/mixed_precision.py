@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import pytree
+from shardwise._nests import map_nest
+from shardwise._torch import count_running_calls
 from shardwise.ops.engine.gathers.gather_again import copy_mark
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -37,6 +38,9 @@ def _hide_parameters(
     module: nn.Module, args: Any, kwargs: Any, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Any, dict[str, Any]]:
     """Put cast parameters in front of a module's own: attributes of an object are found before its parameters."""
+    calls: list[list[str]] = module.__dict__[_CAST_NAMES]
+    while calls and count_running_calls(module) <= len(calls):  # one was interrupted, as by Ctrl-C
+        _show_parameters(module, args, None)
     hidden: list[str] = []
     for name, dtype in dtypes.items():
         parameter: object = module._parameters.get(name)
@@ -45,9 +49,9 @@ def _hide_parameters(
             copy_mark(parameter, cast)
             module.__dict__[name] = cast
             hidden.append(name)
-    module.__dict__[_CAST_NAMES].append(hidden)
+    calls.append(hidden)
     cast_input = partial(_cast_floating, dtype=next(iter(dtypes.values())))
-    return pytree.tree_map(cast_input, args), pytree.tree_map(cast_input, kwargs)
+    return map_nest(cast_input, args), map_nest(cast_input, kwargs)
 
 
 def _show_parameters(module: nn.Module, _args: Any, _output: Any) -> None:

@@ -5,11 +5,14 @@
 - `save_pretrained`: the tensors are gathered on the first rank, which writes; every rank calls it, and every rank
   raises what went wrong.
 
+- `torch.autograd.Function`s that stand beside a model's classes in its files take ShardedTensors.
+
 A module keeps its class's name and bases: its class becomes a subclass with these methods, found by their names.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +26,7 @@ from shardwise.comm import Comm, DisagreementError, agree
 from shardwise.geometry import Shard
 from shardwise.nn.inputs import place_inputs, register_input_hooks, whole_batch_inputs
 from shardwise.nn.model_plan import ModelPlan
+from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _METHODS = ("generate", "save_pretrained")
@@ -49,6 +53,14 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
             part.__dict__["_sharded_by"] = ShardedBy(plan, comm)
         if "generate" in names and part is not module and plan.input_plan is not None:
             register_input_hooks(part, plan, comm)  # a wrapper's generate() calls the forward of the model inside
+
+
+def adapt_functions(module: nn.Module) -> None:
+    """Let the autograd Functions that are defined in the files of a model's classes take ShardedTensors."""
+    for name in {kind.__module__ for part in module.modules() for kind in type(part).__mro__}:
+        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__module__ == name:
+                register_autograd_function(value)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardwise._torch import pytree
+from shardwise._nests import map_nest
 from shardwise.geometry import Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -36,7 +36,7 @@ def make_plain(tree: Any, mesh: Mesh, splits: BatchSplits) -> Any:
     >>> run_local(lambda comm: make_plain([shard(torch.arange(4), MeshSpec(mesh, (Shard(0),)))], mesh, {}), 2)[1]
     [tensor([0, 1, 2, 3])]
     """
-    return pytree.tree_map(lambda value: _take_rows(value, mesh, splits), tree)
+    return map_nest(lambda value: _take_rows(value, mesh, splits), tree)
 
 
 def _take_rows(value: Any, mesh: Mesh, splits: BatchSplits) -> Any:

@@ -28,7 +28,7 @@ from shardwise.geometry import Layout, ShardingSpec
 from shardwise.nn.inputs import register_input_hooks
 from shardwise.nn.meta_values import Initialiser, MissingValues, mark_without_values
 from shardwise.nn.mixed_precision import register_casts
-from shardwise.nn.model_methods import adapt_methods
+from shardwise.nn.model_methods import adapt_functions, adapt_methods
 from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
 from shardwise.nn.patterns import PlanError
 from shardwise.nn.plan_checks import (
@@ -155,6 +155,7 @@ def shard_module(
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
+    adapt_functions(module)
     teach_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -287,6 +287,9 @@ def _wrap_outputs(call: _FunctionCall, given: Sequence[Any], outputs: Sequence[T
     return tuple(made) if call.several else made[0]
 
 
+_TAKES_SHARDED = "_takes_sharded_tensors"
+
+
 def register_autograd_function(function: F) -> F:
     """Let a `torch.autograd.Function` of your own take ShardedTensors; also usable as a decorator.
 
@@ -309,6 +312,8 @@ def register_autograd_function(function: F) -> F:
     [-1.0, -1.0]
     """
     original: Any = function.apply
+    if _TAKES_SHARDED in vars(function):
+        return function
 
     @wraps(original)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -317,6 +322,7 @@ def register_autograd_function(function: F) -> F:
         return apply_to_sharded(function, args)
 
     function.apply = apply  # type: ignore[method-assign]  # torch finds it by this name
+    setattr(function, _TAKES_SHARDED, True)
     return function
 
 

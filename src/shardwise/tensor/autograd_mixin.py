@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -284,21 +285,29 @@ class AutogradMixin(AttributesMixin):
     def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
         """Call `hook(grad)` when the gradient is computed; what it returns takes the gradient's place."""
 
+        alike, has_parts = self._like(self.sharding, ()), bool(self.local_parts)  # a hook that had `self` were a cycle
+
         def on_local(grad: Tensor) -> Tensor | None:
-            scaled = grad if self._divisor == 1 else grad * self._divisor
-            changed = hook(self._like(dual_layout(self.sharding), (scaled,) if self.local_parts else ()))
+            scaled = grad if alike._divisor == 1 else grad * alike._divisor
+            changed = hook(alike._like(dual_layout(alike.sharding), (scaled,) if has_parts else ()))
             if changed is not None:
-                self._check_gradient(changed)
-            if changed is None or not self.local_parts:
+                alike._check_gradient(changed)
+            if changed is None or not has_parts:
                 return None
-            return changed.local_parts[0] if self._divisor == 1 else changed.local_parts[0] / self._divisor
+            return changed.local_parts[0] if alike._divisor == 1 else changed.local_parts[0] / alike._divisor
 
         return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Self], None]) -> Any:
         """Call `hook(self)` when the gradient of this leaf has been added up."""
         one = self._only_one_on_tape("register_post_accumulate_grad_hook")
-        return one.register_post_accumulate_grad_hook(lambda _: hook(self))  # type: ignore[no-untyped-call]  # untyped in torch
+        held = weakref.ref(self)  # a hook that had `self` were a cycle
+
+        def on_local(_: Tensor) -> None:
+            if (found := held()) is not None:
+                hook(found)
+
+        return one.register_post_accumulate_grad_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _only_one_on_tape(self, name: str) -> Tensor:
         tape = self._tape_tensors()

@@ -24,7 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import backward_pass_number, is_dual_level, on_backward_end, only_accumulates
+from shardwise._torch import (
+    backward_pass_number,
+    count_running_calls,
+    is_dual_level,
+    on_backward_end,
+    only_accumulates,
+)
 from shardwise.comm.traced import is_tracing
 from shardwise.ops.engine.gathers.gather_order import (
     LEAST_BYTES,
@@ -44,7 +50,7 @@ def _nothing() -> None:
 
 class _ActivePasses(threading.local):
     def __init__(self) -> None:
-        self.forward: list[ParameterPrefetcher] = []
+        self.forward: list[tuple[weakref.ref[nn.Module], ParameterPrefetcher]] = []
         self.backward: Callable[[], ParameterPrefetcher | None] = _nothing  # weak: a pass that raised leaves it behind
 
 
@@ -68,22 +74,24 @@ def begin_pass(module: nn.Module, _args: Any, limit: int | None = None) -> None:
     found = _prefetchers.get(module)
     if found is None:
         found = _prefetchers[module] = ParameterPrefetcher(limit)
-    _active.forward.append(found)
+    while _active.forward and count_running_calls(outer := _active.forward[-1][0]()) <= (outer is module):
+        _active.forward.pop()  # its call was interrupted, as by Ctrl-C
+    _active.forward.append((weakref.ref(module), found))
     found.begin_forward(module.training)
 
 
 def end_pass(module: nn.Module, _args: Any, _output: Any) -> None:
     """A hook after the forward pass of a model, also one that raised."""
     found = _prefetchers.get(module)
-    if found is not None and found in _active.forward:
-        while _active.forward.pop() is not found:
+    if any(running is found for _, running in _active.forward) and found is not None:
+        while _active.forward.pop()[1] is not found:
             pass
         found.end_forward()
 
 
 def current_prefetcher() -> ParameterPrefetcher | None:
     """That of the model whose pass this thread runs."""
-    return _active.forward[-1] if _active.forward else _active.backward()
+    return _active.forward[-1][1] if _active.forward else _active.backward()
 
 
 def end_operator() -> None:
