@@ -56,7 +56,15 @@ def assigned(names: Names) -> list[Any]:
     return facts(layer.weight)
 
 
+def whole_state(names: Names) -> list[Any]:
+    """torch's functions of state dicts gather the parameters."""
+    words = import_module("torch.distributed.checkpoint.state_dict")
+    found = words.get_model_state_dict(linear(names), options=words.StateDictOptions(full_state_dict=True))
+    return [(name, type(value).__name__, value.tolist()) for name, value in found.items()]
+
+
 PARAMETERS: dict[str, Program] = {
+    "a whole state": whole_state,
     "shard_parameter": lambda names: facts(linear(names).weight),
     "shard_parameter returns nothing": lambda names: str(
         names.api.shard_parameter(nn.Linear(3, 8), "weight", names.chunks(0))

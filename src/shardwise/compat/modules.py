@@ -16,6 +16,7 @@ from shardwise.compat.results import set_tensor_type
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.geometry import ShardingSpec
 from shardwise.nn.model_plan import ShardingPlan
+from shardwise.nn.torch_state_dict import teach_state_dict_functions
 from shardwise.tensor.comms import GroupOrComm
 
 
@@ -40,6 +41,12 @@ def shard_parameter(
     comm = TorchShardedTensor._resolve_comm(process_group)
     native.shard_parameter(module, param_name, sharding_spec, src_rank, comm)
     _unfreeze(set_tensor_type(getattr(module, param_name), TorchShardedTensor))
+    module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Let torch's functions of state dicts, which may be loaded by now, gather the parameters as torch's own."""
+    teach_state_dict_functions()
 
 
 def shard_module(
