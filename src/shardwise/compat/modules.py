@@ -57,11 +57,14 @@ def shard_module(
     **options: Any,
 ) -> None:
     """Shard a model in place as a plan says; called on every rank. Options as of `shardwise.shard_module`."""
-    native.shard_module(module, plan, src_rank, TorchShardedTensor._resolve_comm(process_group), **options)
+    named: dict[str, Any] | None = getattr(
+        plan, "plan", None
+    )  # a ModelPlan, taken as well, has none, and a mesh instead
+    group = process_group if named is None else TorchShardedTensor._resolve_comm(process_group)
+    native.shard_module(module, plan, src_rank, group, **options)
     for tensor in (*module.parameters(), *module.buffers()):
         set_tensor_type(tensor, TorchShardedTensor)
-    named: dict[str, Any] = getattr(plan, "plan", {})  # a ModelPlan, which is taken as well, has none
-    for name, spec in named.items():
+    for name, spec in (named or {}).items():
         if isinstance(spec, ShardingSpec):
             _unfreeze(module.get_parameter(name))
 
