@@ -57,9 +57,8 @@ def shard_module(
     **options: Any,
 ) -> None:
     """Shard a model in place as a plan says; called on every rank. Options as of `shardwise.shard_module`."""
-    named: dict[str, Any] | None = getattr(
-        plan, "plan", None
-    )  # a ModelPlan, taken as well, has none, and a mesh instead
+    # A ModelPlan, which is taken as well, has none; its mesh says which group is meant.
+    named: dict[str, Any] | None = getattr(plan, "plan", None)
     group = process_group if named is None else TorchShardedTensor._resolve_comm(process_group)
     native.shard_module(module, plan, src_rank, group, **options)
     for tensor in (*module.parameters(), *module.buffers()):
