@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise import Comm, ShardedTensor, run_local
-from tests.local.dense import S0, S1, assert_same, ends, lay, numbers
+from shardwise.tensor.dispatch import UnsupportedOpError
+from tests.local.dense import S0, S1, R, assert_same, ends, lay, numbers
 
 COPIES: dict[str, tuple[Callable[[Any], Any], str, tuple[int, ...]]] = {
     "a row": (lambda x: x[1], S0, (4, 6)),
@@ -89,5 +90,62 @@ def test_gradients_pass_through_copies_of_leaves() -> None:
             with torch.no_grad():
                 dense.sub_(dense.grad, alpha=0.1)
         assert_same(x, dense)
+
+    run_local(body, 2, timeout=60)
+
+
+STATEMENTS = {
+    "a row": "x[2] += 1",
+    "a column": "x[:, 1] *= 3",
+    "an element": "x[1, 2] -= 4",
+    "a row by another": "x[-1] += x[0]",
+    "a row of a row": "x[3][1:3].zero_()",
+    "a row in steps": "r = x[1]; r.mul_(2); r.add_(1)",
+    "rows in turn": "for i in range(1, 4): x[i] += x[i - 1]",
+    "a transposed row": "x.t()[1] += 1",
+    "a view of another cut": "x.view(8, 3).mul_(2)",
+    "a diagonal": "x.diagonal().add_(5)",
+    "the diagonal": "x.fill_diagonal_(3.0)",
+}
+
+
+@pytest.mark.parametrize("layout", [S0, S1, R, "on tp=2: S(0) sizes(0,4)", "on tp=2: S(1) block(1)", "on tp=2: P"])
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_what_is_written_to_a_copy_is_written_to_its_source(statement: str, layout: str) -> None:
+    """Values and gradients are those of whole tensors."""
+
+    def body(comm: Comm) -> None:
+        dense, leaf = numbers(4, 6).requires_grad_(), lay(numbers(4, 6), layout).requires_grad_()
+        whole, x = dense * 2, leaf * 2
+        exec(STATEMENTS[statement], {"x": whole})
+        exec(STATEMENTS[statement], {"x": x})
+        assert_same(x, whole)
+        (whole * whole).sum().backward()
+        (x * x).sum().backward()
+        assert_same(leaf.grad, dense.grad)
+
+    run_local(body, 2, timeout=60)
+
+
+def test_detached_and_cloned_copies_are_refused_once_they_are_old() -> None:
+    def body(comm: Comm) -> None:
+        x = lay(numbers(4, 6), S0)
+        row, detached = x[1], x[1].detach()
+        x.add_(1)
+        for use in (lambda: detached * 2, lambda: row.clone(), lambda: row.detach() + 1):
+            with pytest.raises(UnsupportedOpError, match="so it is out of date"):
+                use()
+
+    run_local(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("layout", [S0, S1, "on tp=2: S(0) block(1)"])
+def test_rows_that_were_taken_together_can_be_written_one_after_the_other(layout: str) -> None:
+    def body(comm: Comm) -> None:
+        whole, x = numbers(4, 6), lay(numbers(4, 6), layout)
+        for factor, (row, dense) in enumerate(zip(x, whole, strict=True)):
+            row.mul_(factor)
+            dense.mul_(factor)
+        assert_same(x, whole)
 
     run_local(body, 2, timeout=60)

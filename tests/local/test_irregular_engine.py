@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import Comm, no_communication, run_local
+from shardwise import Comm, no_communication, plain_as_replicated, run_local
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.local.dense import (
     BOXES,
@@ -254,17 +254,45 @@ def test_chunks_on_some_of_the_ranks_stay_there(ranks: str) -> None:
     run_local(body, 3, timeout=60)
 
 
-def test_a_view_of_pieces_that_had_to_move_is_refused() -> None:
-    """What is written to one would not be seen in the other. On ranks that have nothing too; inside of functions no."""
+def test_a_view_of_pieces_that_had_to_move_is_refused_once_it_is_old() -> None:
+    """It is a copy. On ranks that have nothing of the pieces too, which have no local tensors that count writes."""
 
     def body(comm: Comm) -> None:
-        x = lay(matrix(1), ONE_RANK)
-        for view in (lambda: x[1:3], lambda: x[1:, 2], lambda: x.t(), lambda: x.split(2), lambda: x.unsqueeze(0)[0]):
-            with pytest.raises(UnsupportedOpError, match="would be a copy, where torch returns a view"):
-                view()
-        assert_same(torch.nn.functional.linear(x, x), matrix(1) @ matrix(1).t())
-        with pytest.raises(UnsupportedOpError, match="are written to by pointwise operators and copies only"):
-            x.cumsum_(0)
+        whole, x = matrix(1), lay(matrix(1), ONE_RANK)
+        for view in (lambda x: x[1:3], lambda x: x[1:, 2], lambda x: x.t(), lambda x: x.unsqueeze(0)[0]):
+            seen = view(x)
+            assert_same(seen * 2, view(whole) * 2)
+            x.add_(1)
+            whole.add_(1)
+            with pytest.raises(UnsupportedOpError, match="so it is out of date"):
+                seen * 2
+        assert_same(torch.nn.functional.linear(x, x), whole @ whole.t())
+
+    forget()
+    run_local(body, 2, timeout=20)
+
+
+VIEW_WRITES: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda x: x[1].add_(1),
+    "a row, augmented": lambda x: x.__setitem__(2, x[2].mul_(3)),
+    "an element": lambda x: x.__setitem__((1, 2), 5.0),
+    "a slice": lambda x: x[1:3, 1:].zero_(),
+    "a flat view": lambda x: x.view(-1)[3:9].fill_(2.0),
+    "a scan": lambda x: x.cumsum_(0),
+    "rows by number": lambda x: x.index_fill_(0, torch.tensor([1, 3]), 4.0),
+    "rows one after the other": lambda x: [row.mul_(2) for row in x],
+}
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, BOXES])
+@pytest.mark.parametrize("write", VIEW_WRITES)
+def test_writes_to_pieces_and_their_views(write: str, layout: str) -> None:
+    def body(comm: Comm) -> None:
+        whole, x = matrix(1), lay(matrix(1), layout)
+        with plain_as_replicated():
+            VIEW_WRITES[write](x)
+        VIEW_WRITES[write](whole)
+        assert_same(x, whole)
 
     forget()
     run_local(body, 2, timeout=60)

@@ -19,6 +19,8 @@ from torch import Tensor
 from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout
+from shardwise.tensor.copied_views import CopiedView
+from shardwise.tensor.dense_strides import Strides, copy_strides, has_format, make_stand_in
 from shardwise.tensor.dispatch import on_local_tensors
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.moving.autograd import (
@@ -36,6 +38,8 @@ class AttributesMixin(Tensor):
 
     sharding: Layout
     local_parts: tuple[Tensor, ...]
+    _strides: Strides | None
+    _copied_from: CopiedView | None
 
     if TYPE_CHECKING:  # what ShardedTensor, the only class that mixes these in, has
 
@@ -103,10 +107,15 @@ class LocalMemoryMixin(AttributesMixin):
         return super()._typed_storage()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-        """Whether the local tensors are; to fully_shard of torch, which asks first, what to write instead of it."""
+        """Whether the whole would be; to fully_shard of torch, which asks first, what to write instead of it."""
         if is_called_by_fully_shard():
             raise refuse_wrapper("fully_shard")
-        return all(t.is_contiguous(memory_format=memory_format) for t in self.local_parts)
+        return has_format(self.sharding.shape, self._strides, memory_format)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """The strides that the whole would have, or that of one dim."""
+        found = self._strides or make_stand_in(self.sharding.shape, None, self.dtype).stride()
+        return found if dim is None else found[dim]
 
     def is_shared(self) -> bool:
         """Whether the local tensors are in memory that can be shared with other processes."""
@@ -241,6 +250,9 @@ class AutogradMixin(AttributesMixin):
                 "copy_(t)"
             )
         keep = self.requires_grad
+        if keep and not self.is_leaf:
+            moved: Self = value.redistribute(self.sharding, label="data")  # the tape knows the local tensors' shapes
+            value = moved
         if len(self.local_parts) == len(value.local_parts):
             for own, new in zip(self.local_parts, value.local_parts, strict=True):
                 own.data = new.detach()  # the very tensor stays: optimizers and hooks know it
@@ -248,7 +260,7 @@ class AutogradMixin(AttributesMixin):
             self.local_parts, self._anchor = tuple(t.detach() for t in value.local_parts), None
         with DisableTorchFunctionSubclass():
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
-        self.sharding = value.sharding
+        self.sharding, self._strides = value.sharding, value._strides
         self.__dict__.pop("_varied", None)
         self._forget()
         self.requires_grad_(keep)
@@ -325,15 +337,34 @@ class AutogradMixin(AttributesMixin):
     def detach(self) -> Self:
         """The same values off the tape; the local tensors share their memory."""
         made = self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
+        if self._strides is not None or self._copied_from is not None:
+            made._strides, made._copied_from = self._strides, self._copied_from
         if is_dual_level():
             made.__dict__[NO_TANGENT] = True
         return made
 
+    def _note_copied_strides(self, strides: Strides | None, memory_format: torch.memory_format) -> None:
+        """Note which strides the whole would have as a copy, in a memory format, of a tensor with these strides."""
+        if strides is not None or memory_format not in (torch.preserve_format, torch.contiguous_format):
+            self._strides = copy_strides(self.sharding.shape, strides, memory_format)
+
+    def detach_(self) -> Self:
+        """Take this tensor off the tape, in place; the local tensors share their memory with those before."""
+        self.local_parts, self._anchor = tuple(t.detach() for t in self.local_parts), None
+        self.__dict__.pop("_varied", None)
+        self._forget()
+        return self
+
     @on_local_tensors
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:  # type: ignore[override]  # ours
         """A copy; differentiable."""
+        if self._copied_from is not None:
+            self._copied_from.check()
         anchor = None if self._anchor is None else self._anchor.clone()
-        return self._like(self.sharding, tuple(t.clone(memory_format=memory_format) for t in self.local_parts), anchor)
+        copies = tuple(t.clone(memory_format=memory_format) for t in self.local_parts)
+        made = self._like(self.sharding, copies, anchor)
+        made._note_copied_strides(self._strides, memory_format)
+        return made
 
 
 def tape_tensors(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -1,36 +1,102 @@
-"""Is a view that had to be copied still what a view would be? Not after the tensor it was taken from is written to."""
+"""Is a view that had to be copied still what a view would be? Not after the tensor it was taken from is written to.
+
+What is written to the copy is written to that tensor as well, where the engine knows how (`ops/engine/write_back.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shardwise.tensor.dispatch import UnsupportedOpError
 
+Versions = tuple[int, ...]
 
-@dataclass(frozen=True, slots=True)
+
+_WRITES = "shardwise_writes"
+
+
+def _count_writes(tensors: Sequence[Tensor]) -> Versions:
+    return tuple(t.untyped_storage().__dict__.get(_WRITES, 0) if t.is_inference() else t._version for t in tensors)
+
+
+def count_inference_write(local: Tensor) -> None:
+    """Count a write to a local tensor of inference mode, for which torch keeps no version."""
+    if local.is_inference():
+        notes = local.untyped_storage().__dict__
+        notes[_WRITES] = notes.get(_WRITES, 0) + 1
+
+
+@dataclass(slots=True, eq=False)
 class CopiedView:
     """What a copy was taken from, and how often that had been written to then.
 
     Local tensors share their count of writes with all their views and with what they are detached from. They are kept
-    as long as the copy is, as torch keeps the memory of a view's base.
+    as long as the copy is, as torch keeps the memory of a view's base. `behind` is what the source was copied from.
+    `write` writes the copy, whose local tensors are `parts`, to the source; `siblings` were taken with it and do not
+    overlap.
     """
 
     name: str
     sources: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    versions: Versions
+    behind: CopiedView | None = None
+    write: Callable[[], None] | None = None
+    parts: tuple[Tensor, ...] = ()
+    written: Versions = ()
+    siblings: tuple[CopiedView, ...] = ()
 
     @classmethod
-    def of(cls, name: str, sources: Sequence[Tensor]) -> CopiedView:
-        counted = tuple(local.detach() for local in sources if not local.is_inference())
-        return cls(name, counted, tuple(local._version for local in counted))
+    def of(cls, name: str, sources: Sequence[Tensor], behind: CopiedView | None = None) -> CopiedView:
+        counted = tuple(local.detach() for local in sources)
+        return cls(name, counted, _count_writes(counted), behind)
+
+    def allow_writes(self, parts: tuple[Tensor, ...], write: Callable[[], None]) -> None:
+        """Let what is written to these local tensors be written to the source by a function."""
+        self.parts, self.written, self.write = parts, _count_writes(parts), write
 
     def check(self) -> None:
         """Raise if the copy is out of date."""
-        if any(local._version != version for local, version in zip(self.sources, self.versions, strict=True)):
+        if self.behind is not None:
+            self.behind.check()
+        if self.versions != _count_writes(self.sources):
             raise UnsupportedOpError(
                 f"{self.name} was copied and shares no memory with the tensor it was taken from, which was written to "
                 "since, so it is out of date; take it again, or clone() it at once if the old values are meant"
             )
+
+    def write_back(self) -> None:
+        """Write the copy to its source, if it was written to."""
+        if self.write is None or self.written == _count_writes(self.parts):
+            return
+        fresh = [view for view in (self, *self.siblings) if view.versions == _count_writes(view.sources)]
+        self.write()
+        self.written = _count_writes(self.parts)
+        for view in fresh:
+            view.versions = _count_writes(view.sources)
+
+
+class _Following(threading.local):
+    on: bool = False
+
+
+_following = _Following()
+
+
+@contextmanager
+def followed_writes() -> Iterator[None]:
+    """A context after which the caller writes copies back that were written to in it."""
+    before, _following.on = _following.on, True
+    try:
+        yield
+    finally:
+        _following.on = before
+
+
+def is_written_back(view: CopiedView | None) -> bool:
+    """Whether a write to a copy, made now, will be written to its source."""
+    return _following.on and view is not None and view.write is not None

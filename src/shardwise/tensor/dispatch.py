@@ -15,7 +15,7 @@ The code of an operator then runs in the layers that the caller had: so its loca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -89,7 +89,6 @@ Answer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, An
 FunctionAnswer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any] | None], Any]
 
 _NO_DATA = "data is not allocated"
-_MOVED_VIEW = "shardwise_view_of_moved_pieces"
 _functions: dict[Callable[..., Any], Implementation] = {}
 _functions_with_out: dict[Callable[..., Any], Implementation] = {}
 
@@ -141,14 +140,6 @@ def call_function(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a torch function."""
-    answer = _find_answer(func, types, args, kwargs)
-    if _state.moved_view:
-        _state.moved_view = False
-        _refuse_moved_views(func, answer)
-    return answer
-
-
-def _find_answer(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(sharded_leaves(args, kwargs), None)
     if first is not None:
         own = override_for(func, first.sharding.spec)
@@ -167,24 +158,6 @@ def _find_answer(func: Callable[..., Any], types: Sequence[type], args: tuple[An
             f"{getattr(func, '__name__', func)} reads the values of a ShardedTensor before it computes, and no rank "
             "has them all; pass tensor.full() for arguments that are indices or sizes"
         ) from error
-
-
-def note_moved_view(outputs: Iterable[Any]) -> None:
-    """Note that these are views, inside of a function, of tensors that had to be moved: it must not return them."""
-    _state.moved_view = True
-    for output in outputs:
-        for local in output.local_parts:
-            local.untyped_storage().__dict__[_MOVED_VIEW] = True
-
-
-def _refuse_moved_views(func: Callable[..., Any], answer: Any) -> None:
-    """Raise if a function returns what torch returns as a view and what is a copy here: later writes would differ."""
-    for tensor in sharded_leaves((answer,), {}):
-        if any(_MOVED_VIEW in local.untyped_storage().__dict__ for local in tensor.local_parts):
-            raise UnsupportedOpError(
-                f"{getattr(func, '__name__', func)} of a tensor in irregular pieces would be a copy, where torch "
-                "returns a view: writes to one would not be seen in the other; redistribute to a mesh layout first"
-            )
 
 
 def refuse_operator(
@@ -214,14 +187,10 @@ class OperatorEngine:
 
 class _ThreadState(threading.local):
     """The layers of torch in which the operators of the function that this thread runs are computed, and whether the
-    caller passed plain tensors that are more than numbers.
-
-    `moved_view`: whether an operator returned as a copy what torch returns as a view.
-    """
+    caller passed plain tensors that are more than numbers."""
 
     keys: DispatchKeys | None = None
     plain_passed: bool = False
-    moved_view: bool = False
 
 
 engine = OperatorEngine()

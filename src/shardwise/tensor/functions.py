@@ -15,8 +15,10 @@ from torch import Tensor
 
 from shardwise.comm import Comm
 from shardwise.tensor.autograd_mixin import tape_tensors
+from shardwise.tensor.copied_views import followed_writes
+from shardwise.tensor.dense_strides import has_format
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
-from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.inplace import check_leaf_without_data, check_writable, count_write, note_write_without_data
 from shardwise.tensor.move import check_move, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -37,12 +39,19 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
         return target.copy_(source.full())  # as `load_state_dict` of a plain model does, on every rank
     if tuple(source.shape) != tuple(target.shape):
         source = _broadcast_source(source, tuple(target.shape))
-    check_writable(target)
+    with followed_writes():
+        check_writable(target)
     if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
         return NotImplemented
-    held = _align_values(source, target)
+    held, anchor = _align_values(source, target)
     for local, values in zip(target.local_parts, held, strict=True):
         local.copy_(values)
+    check_leaf_without_data(target)
+    if not target.local_parts:
+        note_write_without_data(target, anchor)
+    count_write(target)
+    if target._copied_from is not None:
+        target._copied_from.write_back()
     return target
 
 
@@ -57,14 +66,14 @@ def _broadcast_source(source: Tensor, shape: tuple[int, ...]) -> Tensor:
     return source.expand(shape)
 
 
-def _align_values(source: Tensor, target: ShardedTensor) -> tuple[Tensor, ...]:
-    """Another tensor's values in the layout of `target`."""
+def _align_values(source: Tensor, target: ShardedTensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Another tensor's values in the layout of `target`, and the anchor of a rank that has none of them."""
     if isinstance(source, ShardedTensor):
         check_move(source, target.sharding, "align")
-        return move_to(source, target.sharding, "align")[0]
+        return move_to(source, target.sharding, "align")
     comm = target.comm
     held = wrap(replicated_layout(tuple(source.shape), comm.ranks), (source,), comm)
-    return move_to(held, target.sharding, "align")[0]
+    return move_to(held, target.sharding, "align")
 
 
 def _all_ranks_true(comm: Comm, verdict: bool, label: str) -> bool:
@@ -83,7 +92,7 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         dst = replicated_layout(tuple(first.shape), comm.ranks)
         check_move(first, dst, label)
         first = wrap(dst, move_to(first, dst, label)[0], comm)
-    held = _align_values(second, first)
+    held, _ = _align_values(second, first)
     same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first.local_parts, held, strict=True))
     return _all_ranks_true(comm, same, label)
 
@@ -102,14 +111,21 @@ def _allclose(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> bool:
 
 @register_function(torch.Tensor.contiguous)
 def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> ShardedTensor:
-    tensor: ShardedTensor = args[0]
-    return wrap(
-        tensor.sharding,
-        tuple(t.contiguous() for t in tensor.local_parts),
-        comm,
-        dtype=tensor.dtype,
-        anchor=tensor._anchor,
-    )
+    """The tensor itself where the whole would be contiguous, else a copy: as torch has it, so that writes to the result
+    are seen in the tensor, or not, in every layout."""
+    tensor, memory_format = _read_contiguous(*args, **kwargs)
+    if not has_format(tuple(tensor.shape), tensor._strides, memory_format):
+        return tensor.clone(memory_format=memory_format)
+    if all(t.is_contiguous(memory_format=memory_format) for t in tensor.local_parts):
+        return tensor
+    local = tuple(t.contiguous(memory_format=memory_format) for t in tensor.local_parts)
+    return wrap(tensor.sharding, local, comm, dtype=tensor.dtype, anchor=tensor._anchor)
+
+
+def _read_contiguous(
+    tensor: ShardedTensor, *, memory_format: torch.memory_format = torch.contiguous_format
+) -> tuple[ShardedTensor, torch.memory_format]:
+    return tensor, memory_format
 
 
 Tensors = Tensor | Sequence[Tensor]

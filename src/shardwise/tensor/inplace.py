@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape
+from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape, storage_identity
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
-from shardwise.tensor.copied_views import CopiedView
+from shardwise.tensor.copied_views import CopiedView, count_inference_write, is_written_back
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.random.distributions import Distribution
@@ -22,6 +22,8 @@ from shardwise.tensor.random.traced_draws import StreamRequest, draw_in_trace
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 _COPIED_BY = "shardwise_copied_by"
+WITNESS, _VIEW_OF = "_witness", "_view_of"
+MEMORY_NOTES = "_memory_notes"  # what a rank outside of the mesh knows of the memory of others
 
 
 def draw_into(
@@ -58,6 +60,7 @@ def draw_into(
         raise
     assert distribution is not None
     fill_locals(tensor.sharding, tensor.comm.rank, tensor.local_parts, stream, distribution)
+    count_write(tensor)
     return tensor
 
 
@@ -80,13 +83,69 @@ def mark_moved_views(
             mark_copied(output, f"what {op} returned, after its input had to be moved,")
 
 
+def _find_witness(tensor: ShardedTensor) -> Tensor:
+    """A tensor that counts the writes to one without data on this rank, and to its views."""
+    if WITNESS not in tensor.__dict__:
+        with torch.inference_mode(False):
+            tensor.__dict__[WITNESS] = torch.empty(0)
+    witness: Tensor = tensor.__dict__[WITNESS]
+    return witness
+
+
+def count_write(tensor: ShardedTensor) -> None:
+    """Count a write where no version of a local tensor does: on a rank without data, or in inference mode."""
+    if not tensor.local_parts and WITNESS in tensor.__dict__:
+        tensor.__dict__[WITNESS].zero_()
+    for local in tensor.local_parts:
+        count_inference_write(local)
+
+
+def note_write_without_data(tensor: ShardedTensor, anchor: Tensor | None) -> None:
+    """Put what was written to a tensor on its tape and on that of the tensors it is a view of, on a rank without data.
+
+    Otherwise this rank would not meet the moves of others in the backward pass.
+    """
+    if anchor is None or not anchor.requires_grad or not torch.is_grad_enabled():
+        return
+    own = tensor._anchor
+    tensor._anchor = anchor if own is None or not own.requires_grad else torch.cat([own, anchor])
+    base: ShardedTensor | None = tensor.__dict__.get(_VIEW_OF)
+    if base is not None:
+        note_write_without_data(base, anchor)
+
+
+def check_leaf_without_data(tensor: ShardedTensor) -> None:
+    """Raise what torch raises for a leaf that is written to, on a rank that has no data of it."""
+    if tensor.local_parts or tensor._anchor is None or not torch.is_grad_enabled():
+        return
+    if tensor.requires_grad and tensor.is_leaf:
+        tensor._anchor.zero_()
+
+
 def note_copies(given: Sequence[ShardedTensor], result: Any) -> None:
     """Note for results that torch would return as views, and that were copied, what they were taken from."""
     before = next((t._copied_from for t in given if t._copied_from is not None), None)
+    sources = [local for t in given for local in t.local_parts or (_find_witness(t),)]
     for output in result if isinstance(result, list | tuple) else [result]:
-        if isinstance(output, ShardedTensor) and (name := _name_of_copy(output)) is not None:
-            output._fingerprint = None
-            output._copied_from = before or CopiedView.of(name, [local for t in given for local in t.local_parts])
+        if not isinstance(output, ShardedTensor):
+            continue
+        if (name := _name_of_copy(output)) is None:
+            if not output.local_parts:
+                output.__dict__[WITNESS], output.__dict__[_VIEW_OF] = _find_witness(given[0]), given[0]
+            continue
+        output._fingerprint = None
+        if before is not None and share_memory(output.local_parts, sources):
+            output._copied_from = before
+        elif output._copied_from is None or not share_memory(output._copied_from.sources, sources):
+            output._copied_from = CopiedView.of(
+                name, sources, before
+            )  # else an operator inside of this one has noted it
+
+
+def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether one of some tensors is in the memory of one of the others."""
+    held = {storage_identity(t.untyped_storage()) for t in others}
+    return any(storage_identity(t.untyped_storage()) in held for t in some)
 
 
 @cache
@@ -111,6 +170,7 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
             "tape, and its gradient would be lost; use the view that is not in place"
         )
     tensor.sharding, tensor.local_parts, tensor._anchor = view.sharding, view.local_parts, view._anchor
+    tensor._strides = view._strides
     tensor._forget()
     set_wrapper_shape(tensor, view)
     return tensor
@@ -118,7 +178,8 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
 
 def _name_of_copy(tensor: ShardedTensor) -> str | None:
     notes = (local.untyped_storage().__dict__.get(_COPIED_BY) for local in tensor.local_parts)
-    return next((name for name in notes if name is not None), None)
+    known: str | None = tensor.__dict__.get(MEMORY_NOTES, {}).get(_COPIED_BY)
+    return next((name for name in notes if name is not None), known)
 
 
 def is_writable(tensor: ShardedTensor) -> bool:
@@ -129,7 +190,7 @@ def is_writable(tensor: ShardedTensor) -> bool:
 def check_writable(tensor: ShardedTensor) -> None:
     """Raise if what is written to a tensor would be lost: it should be a view, but had to be copied."""
     name = _name_of_copy(tensor)
-    if name is not None:
+    if name is not None and not is_written_back(tensor._copied_from):
         raise UnsupportedOpError(
             f"{name} was copied to {format_layout_text(tensor.sharding)} and shares no memory with the tensor it "
             "was taken from, "
@@ -143,6 +204,7 @@ def fill_with(tensor: ShardedTensor, value: complex | Tensor) -> ShardedTensor:
     check_fill(tensor.sharding, value)
     for local in tensor.local_parts:
         local.fill_(value)
+    count_write(tensor)
     return tensor
 
 

@@ -28,16 +28,33 @@ from shardwise.ops.engine.gathers.gather_again import copy_mark, free_after_forw
 from shardwise.ops.engine.irregular import compute_on_pieces, is_in_pieces, retry_on_mesh
 from shardwise.ops.engine.known_calls.recording import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.engine.local_view import LocalView
-from shardwise.ops.engine.mixed import convert_plain_tensors, describe_on_one_mesh, is_placeholder, needs_one_mesh
+from shardwise.ops.engine.mixed import (
+    convert_plain_tensors,
+    describe_on_one_mesh,
+    is_placeholder,
+    needs_one_mesh,
+    refuse_lost_gradients,
+)
 from shardwise.ops.engine.outside import compute_outside, is_outside, refuse_unknown_shapes
 from shardwise.ops.engine.registry import Steps, find_rule
-from shardwise.ops.engine.schema import OperatorCall, has_tag, is_pointwise, key_without_numbers, name_of, split_call
+from shardwise.ops.engine.schema import (
+    OperatorCall,
+    has_tag,
+    is_pointwise,
+    key_without_numbers,
+    name_of,
+    split_call,
+    written_slots,
+)
+from shardwise.ops.engine.strides import note_strides
 from shardwise.ops.engine.summed import is_summed
 from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.ops.engine.vary import move_input, vary_along
+from shardwise.ops.engine.write_back import allow_writes
 from shardwise.tensor import caches
+from shardwise.tensor.copied_views import CopiedView, followed_writes
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
-from shardwise.tensor.inplace import check_writable, gives_views, mark_moved_views, note_copies
+from shardwise.tensor.inplace import check_writable, count_write, gives_views, mark_moved_views, note_copies
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -51,12 +68,32 @@ def call_op(op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[
     """Compute an operator on ShardedTensors."""
     note_entry(op)
     given = list(sharded_leaves(args, kwargs))
-    for tensor in given:
-        if tensor._copied_from is not None:
-            tensor._copied_from.check()
-    result = _compute(op, given, args, kwargs)
+    copies = [tensor._copied_from for tensor in given if tensor._copied_from is not None]
+    for copy in copies:
+        copy.check()
+    if written_slots(op):
+        result = _compute_and_follow(op, given, args, kwargs, copies)
+    else:
+        result = _compute(op, given, args, kwargs)
     if gives_views(op):
         note_copies(given, result)
+        allow_writes(op, given, args, kwargs, result)
+    note_strides(op, given, args, kwargs, result)
+    return result
+
+
+def _compute_and_follow(
+    op: Any, given: list[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any], copies: Sequence[CopiedView]
+) -> Any:
+    """Compute an operator that writes; copies that it wrote to are written to what they were taken from."""
+    with followed_writes():
+        result = _compute(op, given, args, kwargs)
+    written = [kwargs.get(name) for name in written_slots(op)] + list(args[:1])
+    for tensor in given:
+        if any(tensor is w for w in written):
+            count_write(tensor)
+    for copy in copies:
+        copy.write_back()
     return result
 
 
@@ -72,6 +109,7 @@ def _compute(op: Any, given: list[ShardedTensor], args: tuple[Any, ...], kwargs:
         return finish_out(op, kwargs, decompose(op, args, kwargs))
     call = split_call(op, args, kwargs)
     written = sorted(written_indices(call))
+    refuse_lost_gradients(call, written)
     if any(is_placeholder(call.tensors[i]) for i in written) and (way := find_fallback(op)) is not None:
         return fall_back(op, way, args, kwargs)
     tensors = describe_on_one_mesh(convert_plain_tensors(call), written)
@@ -119,7 +157,7 @@ def _run_call(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
     called = key_without_numbers(call) if pointwise else call.key
     kinds = tuple((id(t.sharding), t.dtype, is_summed(t)) for t in tensors)
-    key = (called, kinds, first_positions(tensors), recorded)
+    key = (called, kinds, first_positions(tensors), recorded, tensors[0].device)
     known = _decisions.get(key)
     decision = decide(call, tensors, recorded) if known is None else known[0]
     if isinstance(decision, Steps):

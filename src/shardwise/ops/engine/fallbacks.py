@@ -24,7 +24,7 @@ from shardwise.ops.engine.known_calls.recording import note_operator
 from shardwise.ops.engine.mixed import MixedTensorsError, is_placeholder, plain_as_replicated
 from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.schema import find_functional, written_slots
-from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
+from shardwise.tensor.dispatch import UnsupportedOpError, call_operator, sharded_leaves
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Fallback = Callable[..., Any]
@@ -140,6 +140,8 @@ def _make_out_variant(op: Any) -> Fallback | None:
         tensors = [t for t in pytree.tree_leaves((args, kwargs, given)) if is_tensor(t)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError("no gradient passes through out=; leave it out, or compute under torch.no_grad()")
+        if next(sharded_leaves(args, kwargs), None) is None:
+            raise ValueError("only out= is a ShardedTensor; if every rank has the same values pass replicate(t)")
         if options:  # of a tensor that is made
             kwargs |= {"dtype": given[0].dtype, "device": given[0].device}
         found = _call_overload(functional, args, kwargs)

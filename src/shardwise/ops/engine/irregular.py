@@ -8,8 +8,8 @@
 3. The operator runs on each local tensor, and the shapes of the results are compared with the layout.
 4. For everything else the tensors are put on a mesh: where chunks are one for each of some ranks nothing moves, and the
    mesh is that of these ranks. Otherwise they are cut along their longest dim over all ranks of the comm.
-5. A tensor that is written to is never moved: such operators are refused. So are functions that would return a copy
-   where torch returns a view.
+5. A tensor that is written to is never moved: such operators are computed without writing, and the result copied.
+   A view of tensors that had to be moved is a copy (`tensor/copied_views.py`).
 
 All of this is decided from shapes and layouts, so all ranks decide the same.
 """
@@ -37,13 +37,14 @@ from shardwise.geometry import (
     Shard,
 )
 from shardwise.ops.engine.choice.placement_cost import mesh_view
+from shardwise.ops.engine.fallbacks import find_writing_fallback
 from shardwise.ops.engine.known_calls.recording import note_special
 from shardwise.ops.engine.schema import OperatorCall, is_pointwise, written_slots
 from shardwise.ops.engine.two_step import all_dims, arguments_by_name, redistribute_to
 from shardwise.ops.engine.vary import vary_along
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.dispatch import UnsupportedOpError, call_operator, note_moved_view
-from shardwise.tensor.inplace import gives_views
+from shardwise.tensor.dispatch import UnsupportedOpError, call_operator
+from shardwise.tensor.inplace import check_leaf_without_data, gives_views, mark_copied
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -119,8 +120,26 @@ def _broadcast_shape(
 
 
 def _compute_on_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor], written: Sequence[int]) -> Any:
-    refuse_written_pieces(call.op, [tensors[i] for i in written])
-    return run_on_mesh(call, tensors)
+    """What is written to stays where it is: such an operator is computed without writing, and the result copied."""
+    if not any(is_in_pieces(tensors[i]) for i in written):
+        return run_on_mesh(call, tensors)
+    if call.op is aten.copy_.default:
+        return _copy_into_pieces(*tensors)
+    way = find_writing_fallback(call.op)
+    if way is None:
+        refuse_written_pieces(call.op, [tensors[i] for i in written])
+        raise AssertionError("a tensor in pieces is written to")
+    args, kwargs = call.fill_slots(tensors)
+    return way.run(*args, **kwargs)
+
+
+def _copy_into_pieces(target: ShardedTensor, source: ShardedTensor) -> ShardedTensor:
+    held = source if source.shape == target.shape else aten.expand.default(source, tuple(target.shape))
+    moved = redistribute_to(held, target.sharding, "copy_")
+    for local, values in zip(target.local_parts, moved.local_parts, strict=True):
+        local.copy_(values)
+    check_leaf_without_data(target)
+    return _note_written(target, moved._tape_tensors())
 
 
 def retry_on_mesh(call: OperatorCall, error: UnsupportedOpError) -> Any:
@@ -152,7 +171,8 @@ def run_on_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
         return _call_again(call, [_show_mesh(t, v) for t, v in zip(tensors, views, strict=True)])
     result = _call_again(call, [_cut_over_ranks(t, str(op)) if is_in_pieces(t) else t for t in tensors])
     if gives_views(op):
-        note_moved_view([result] if isinstance(result, ShardedTensor) else result)
+        for output in [result] if isinstance(result, ShardedTensor) else result:
+            mark_copied(output, "a view of a tensor in irregular pieces")
     return result
 
 
@@ -207,9 +227,24 @@ def _cut_into_pieces(tensor: ShardedTensor, lead: ShardedTensor, layout: Layout,
     """What each local tensor of the lead is computed with; a rank without any has one tensor without elements."""
     if tensor.shape == lead.shape:
         parts = redistribute_to(tensor, lead.sharding, name)._tape_tensors()
-        more = (1,) * (layout.ndim - lead.ndim) if lead.local_parts else ()
+        if not lead.local_parts:
+            return [_stand_for_nothing(tensor, parts[0])]
+        more = (1,) * (layout.ndim - lead.ndim)
         return [part.reshape(more + tuple(part.shape)) for part in parts] if more else parts
     return _cut_whole(tensor, layout, name)
+
+
+def _stand_for_nothing(tensor: ShardedTensor, held: Tensor) -> Tensor:
+    """What a rank without pieces computes with: a tensor without elements, on the tape.
+
+    One without dims has an element nevertheless, since numbers count less in the dtype of a result.
+    """
+    return _as_anchor(held) if tensor.ndim else _as_anchor(held).sum(dtype=held.dtype) + 1
+
+
+def _as_anchor(held: Tensor) -> Tensor:
+    """A tensor without elements on the tape of another: itself if it has none."""
+    return held if held.shape == (0,) else held.reshape(-1)[:0]
 
 
 def _cut_whole(tensor: ShardedTensor, layout: Layout, name: str) -> Sequence[Tensor]:
@@ -220,7 +255,7 @@ def _cut_whole(tensor: ShardedTensor, layout: Layout, name: str) -> Sequence[Ten
     value = vary_along(whole, target, (0,) if len(ranks) > 1 else ())
     rows = layout.rows_of(rank)
     if not len(rows):
-        return [value.reshape(-1)[:0]]
+        return [_stand_for_nothing(tensor, value)]
     found = [_cut_box(value, piece.box) for piece in layout.pieces_of(rank)]
     if value.requires_grad:
         for part, is_first in zip(found, np.isin(rows, _first_copies(layout)), strict=True):
@@ -239,8 +274,8 @@ def _cut_box(value: Tensor, box: Box) -> Tensor:
 def _note_written(tensor: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
     """A tensor whose local tensors were written to; where there are none, what was written is on the tape."""
     tensor.__dict__.pop("_varied", None)
-    if not tensor.local_parts and results[0].requires_grad:
-        tensor._anchor = results[0]
+    if not tensor.local_parts and results[0].requires_grad and torch.is_grad_enabled():
+        tensor._anchor = _as_anchor(results[0])
     return tensor
 
 
@@ -248,7 +283,7 @@ def _wrap_pieces(call: OperatorCall, layout: Layout, results: Sequence[Tensor], 
     comm, one = lead.comm, results[0]
     shapes = layout.local_shapes(comm.rank)
     if not shapes:
-        anchor = one if one.requires_grad else None
+        anchor = _as_anchor(one) if one.requires_grad else None
         return wrap(layout, (), comm, dtype=one.dtype, device=lead.device, anchor=anchor)
     if shapes != tuple(tuple(r.shape) for r in results):
         raise LayoutError(

@@ -7,15 +7,18 @@ from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise._torch import pytree
 from shardwise.comm import Comm
-from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate
+from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.choice.placement_cost import find_mesh, mesh_view, view_on_mesh
 from shardwise.ops.engine.schema import OperatorCall, Slot
+from shardwise.ops.engine.two_step import redistribute_to
 from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.dispatch import is_plain_passed, register_function, run_function
+from shardwise.tensor.dispatch import UnsupportedOpError, is_plain_passed, register_function, run_function
+from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 _ANY_MESH = "_any_mesh"
@@ -106,7 +109,7 @@ def _replicated_on_mesh(shape: tuple[int, ...], mesh: Mesh) -> Layout:
 
 def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
     """All tensors of a call as ShardedTensors; plain ones that are not 0-dim are refused unless read as replicated."""
-    sharded = [t for t in call.tensors if isinstance(t, ShardedTensor)]
+    sharded = _sharded_of(call)
     first = next((t for t in sharded if _ANY_MESH not in t.__dict__), sharded[0])
     found = []
     for number, tensor in enumerate(call.tensors):
@@ -122,6 +125,21 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
                 "`with shardwise.plain_as_replicated():`"
             )
     return found
+
+
+def refuse_lost_gradients(call: OperatorCall, written: Iterable[int]) -> None:
+    """Raise if a plain tensor that is on torch's own tape is written to: it would not know of the ShardedTensors."""
+    plain = [i for i in written if not isinstance(call.tensors[i], ShardedTensor) and call.tensors[i].requires_grad]
+    if plain and torch.is_grad_enabled() and any(map(is_differentiated, _sharded_of(call))):
+        raise UnsupportedOpError(
+            f"{call.op} writes values of a ShardedTensor that requires grad to a plain tensor that requires grad, as "
+            f"argument {_argument_name(call, plain[0])!r}: gradients would be lost; use the operator that does not "
+            "write, or shardwise.replicate(t)"
+        )
+
+
+def _sharded_of(call: OperatorCall) -> list[ShardedTensor]:
+    return [t for t in call.tensors if isinstance(t, ShardedTensor)]
 
 
 def is_placeholder(tensor: Any) -> bool:
@@ -142,9 +160,42 @@ def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[i
         return list(tensors)
     lead = min(written) if written else max(range(len(tensors)), key=lambda i: (tensors[i].numel(), -i))
     mesh = _mesh_of(tensors[lead])
-    return [
+    described = [
         t if s is None or s.mesh == mesh else _describe_on_mesh(t, mesh) for t, s in zip(tensors, specs, strict=True)
     ]
+    return _move_from_own_meshes(described, written)
+
+
+def _move_from_own_meshes(tensors: list[ShardedTensor], written: Collection[int]) -> list[ShardedTensor]:
+    """The same tensors, those on a mesh that no user named moved to the one that a user did, or that is written to.
+
+    Tensors in irregular pieces are put on such meshes. Where a mesh leaves out ranks nothing is moved: those ranks do
+    not come here.
+    """
+    specs = [mesh_view(t.sharding) for t in tensors]
+    meshes = list(dict.fromkeys(s.mesh for s in specs if s is not None))
+    if len(meshes) < 2 or any(m.ranks.size < tensors[0].comm.world_size for m in meshes):
+        return tensors
+    named = next((m for m in meshes if not _is_own(m)), meshes[0])
+    held = specs[min(written)] if written else None
+    mesh = named if held is None else held.mesh
+    movable = [s is not None and s.mesh != mesh and (_is_own(s.mesh) or _is_own(mesh)) for s in specs]
+    return [
+        _cut_over_mesh(t, mesh) if moves and i not in written else t
+        for i, (t, moves) in enumerate(zip(tensors, movable, strict=True))
+    ]
+
+
+def _is_own(mesh: Mesh) -> bool:
+    """Whether the mesh was made for tensors that have none: its axes have names of ours."""
+    return all(name in ("all", "chunks", "pieces") or name.startswith("cells") for name in mesh.axes)
+
+
+def _cut_over_mesh(tensor: ShardedTensor, mesh: Mesh) -> ShardedTensor:
+    """The tensor cut along its longest dim over the first axis of a mesh, and replicated over the others."""
+    cut = Shard(max(range(tensor.ndim), key=lambda d: tensor.shape[d])) if tensor.ndim else Replicate()
+    placements = (cut, *(Replicate(),) * (mesh.ndim - 1))
+    return redistribute_to(tensor, MeshSpec(mesh, placements).layout(tuple(tensor.shape)), "one mesh")
 
 
 def needs_one_mesh(tensors: Iterable[ShardedTensor]) -> bool:

@@ -28,12 +28,13 @@ from shardwise.ops.engine.mixed import copy_mesh_note
 from shardwise.ops.engine.registry import Steps, find_rule
 from shardwise.ops.engine.schema import has_tag
 from shardwise.tensor.dispatch import UnsupportedOpError, sharded_leaves
+from shardwise.tensor.inplace import MEMORY_NOTES, note_write_without_data
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.transfer import Topology
 
 _ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
-_STAND_IN, _NOTES = "_stand_in", "_memory_notes"
+_STAND_IN = "_stand_in"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def compute_outside(call_op: Callable[..., Any], op: Any, args: tuple[Any, ...],
     comm = StandInComm(int(spec.mesh.ranks.flat[0]), left_out.comm, torch.device("meta"))
     twins = {id(t): _stand_in_for(t, comm) for t in given}
     versions = {key: _version_of(twin) for key, twin in twins.items()}
-    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: _replace_tensor(t, twins), (args, kwargs))
+    joins = op in (aten.stack.default, aten.cat.default)  # the only ones where a number is an element like others
+    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: _replace_tensor(t, twins, joins), (args, kwargs))
     result = call_op(op, (ShardedTensor,), new_args, new_kwargs)
     for tensor in given:
         if _version_of(twins[id(tensor)]) != versions[id(tensor)]:
@@ -157,11 +159,11 @@ def compute_outside(call_op: Callable[..., Any], op: Any, args: tuple[Any, ...],
     )
 
 
-def _replace_tensor(tensor: Tensor, twins: dict[int, ShardedTensor]) -> Tensor:
-    """The stand-in of a ShardedTensor; a plain tensor without its values; numbers stay."""
+def _replace_tensor(tensor: Tensor, twins: dict[int, ShardedTensor], joins: bool) -> Tensor:
+    """The stand-in of a ShardedTensor; a plain tensor without its values; numbers stay, unless they are joined."""
     if isinstance(tensor, ShardedTensor):
         return twins[id(tensor)]
-    return tensor if tensor.ndim == 0 else tensor.to("meta")
+    return tensor if tensor.ndim == 0 and not joins else tensor.to("meta")
 
 
 def _version_of(twin: ShardedTensor) -> int:
@@ -175,11 +177,13 @@ def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
     known: tuple[Tensor | None, bool, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
     now = tensor._anchor, tensor.requires_grad
     if known is not None and known[2].sharding is tensor.sharding and known[0] is now[0] and known[1] == now[1]:
+        known[2]._strides = tensor._strides
         return known[2]
     made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)
+    made._strides = tensor._strides
     copy_mesh_note(tensor, made)
     for local in made.local_parts:
-        local.untyped_storage().__dict__.update(tensor.__dict__.get(_NOTES, {}))
+        local.untyped_storage().__dict__.update(tensor.__dict__.get(MEMORY_NOTES, {}))
     tensor.__dict__[_STAND_IN] = (*now, made)
     return made
 
@@ -197,15 +201,18 @@ def _wrap_without_data(twin: ShardedTensor, left_out: ShardedTensor) -> ShardedT
     """The result on this rank; notes about its memory go with it, so that writing to it is refused as elsewhere."""
     anchor = _anchor_of(twin, left_out.device)
     made = wrap(twin.sharding, (), left_out.comm, dtype=twin.dtype, device=left_out.device, anchor=anchor)
-    made.__dict__[_NOTES] = dict(twin.local_parts[0].untyped_storage().__dict__) if twin.local_parts else {}
+    made.__dict__[MEMORY_NOTES] = dict(twin.local_parts[0].untyped_storage().__dict__) if twin.local_parts else {}
     return made
 
 
 def _note_written(tensor: ShardedTensor, twin: ShardedTensor) -> None:
-    """Put a tensor that was written to on the tape; torch itself refuses that for a leaf."""
+    """Put a tensor that was written to on the tape, if that is recorded; torch itself refuses that for a leaf."""
+    if not torch.is_grad_enabled():
+        return
     if tensor._anchor is not None and tensor.requires_grad and tensor.is_leaf:
         tensor._anchor.zero_()
-    tensor._anchor = _anchor_of(twin, tensor.device)
+    tensor._anchor = None
+    note_write_without_data(tensor, _anchor_of(twin, tensor.device))
 
 
 def _anchor_of(twin: ShardedTensor, device: torch.device) -> Tensor | None:

@@ -13,9 +13,10 @@ from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
 from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.mixed import plain_as_replicated, register_plain_maker
+from shardwise.ops.engine.mixed import convert_plain_tensors, plain_as_replicated, register_plain_maker
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.engine.schema import split_call
 from shardwise.ops.engine.two_step import find_runs, redistribute_to, resolve_partial
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
@@ -89,12 +90,15 @@ def _ensure_row(weight: Tensor) -> Tensor:
     return weight if weight.shape[0] else torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
 
 
-def _scale_long_rows(weight: ShardedTensor, ids: ShardedTensor, max_norm: float, norm_type: float) -> ShardedTensor:
+def _scale_long_rows(weight: ShardedTensor, ids: Tensor, max_norm: float, norm_type: float) -> ShardedTensor:
     """Scale the rows that are looked up and are longer than `max_norm`, in place; each rank those it has."""
+    ids, _ = convert_plain_tensors(split_call(aten.embedding_renorm_.default, (ids, weight), {}))
     spec = mesh_view(weight.sharding)
-    if spec is None or weight.sharding.pending is not None:
+    leaves_out = spec is not None and spec.mesh.ranks.size < weight.comm.world_size  # these would not know the rows
+    if spec is None or leaves_out or weight.sharding.pending is not None:
         raise UnsupportedOpError(
-            f"embedding_renorm_ of {format_layout_text(weight.sharding)}: redistribute the table to Shard or Replicate"
+            f"embedding_renorm_ of {format_layout_text(weight.sharding)}: redistribute the table to Shard or Replicate "
+            "on a mesh of all ranks"
         )
     check_writable(weight)
     whole = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim)

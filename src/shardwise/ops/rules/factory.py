@@ -20,6 +20,7 @@ from shardwise._torch import aten
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate, Shard
 from shardwise.ops.engine.choice.placement_cost import mesh_view
+from shardwise.ops.engine.mixed import replicate
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import redistribute_to, resolve_partial
@@ -191,6 +192,16 @@ register_sharding(aten.normal_.default, Steps(draw_normal))
 register_sharding(aten.bernoulli_.float, Steps(draw_bernoulli))
 register_sharding([getattr(aten.random_, name) for name in ("default", "to", "from")], Steps(draw_integers))
 register_sharding([aten.fill_.Scalar, aten.fill_.Tensor], Steps(_fill))
+
+
+def _fill_diagonal(tensor: ShardedTensor, fill_value: float, wrap: bool = False) -> ShardedTensor:
+    """Write one value along the diagonal, whose places follow from the shape."""
+    places = torch.zeros(tuple(tensor.shape), dtype=torch.bool, device=tensor.device).fill_diagonal_(True, wrap)
+    written: ShardedTensor = aten.masked_fill_.Scalar(tensor, replicate(places, tensor), fill_value)
+    return written
+
+
+register_sharding(aten.fill_diagonal_.default, Steps(_fill_diagonal))
 register_sharding(aten.zero_.default, Steps(lambda tensor: fill_value(tensor, 0), in_place=True))
 
 

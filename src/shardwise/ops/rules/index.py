@@ -306,8 +306,10 @@ def _put_local(op: Any) -> Any:
     def local(view: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
         found = [find_local_entries(view, 0, dim, one, from_end=True) for dim, one in enumerate(indices)]
         here = _all_hits(hit for hit, _ in found)
-        places = [at.expand(here.shape)[here] for _, at in found]
-        kept = values.expand([*here.shape, *x.shape[len(indices) :]])[here]
+        places = [at.expand(here.shape) for _, at in found]
+        kept = values.expand([*here.shape, *x.shape[len(indices) :]])
+        if not x.is_meta:  # of a rank outside of the mesh, which has no values to choose from
+            places, kept = [at[here] for at in places], kept[here]
         written: Tensor = op(x, places, kept, accumulate)
         return written
 

@@ -106,7 +106,7 @@ def _nll_part(
         nothing = scores.sum(classes)
         return (nothing if reduction == NONE else nothing.sum()), nothing.detach().sum()
     picked = scores.gather(classes, place.unsqueeze(classes)).squeeze(classes)
-    factor = counted.to(scores.dtype) if weight is None else torch.where(counted, weight[place], 0)
+    factor = counted.to(scores.dtype) if weight is None else torch.where(counted, weight.take(place), 0)
     loss = -torch.where(counted, picked * factor, 0)
     return (loss, factor.new_zeros(())) if reduction == NONE else (loss.sum(), factor.sum().detach())
 

@@ -29,7 +29,7 @@ from shardwise.ops.engine.two_step import (
     replace_placements,
     resolve_partial,
 )
-from shardwise.ops.rules.reduction import Dims, reduction_strategies
+from shardwise.ops.rules.reduction import Dims, check_not_empty, reduction_strategies
 from shardwise.tensor.moving.autograd import is_differentiated, split_dual
 from shardwise.tensor.moving.reductions import reduction_identity
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -57,6 +57,7 @@ def _extreme_rule(x: TensorMeta, dim: Dims, keepdim: bool, op: str, local: Any) 
     """Pending where it is not differentiated: gradients need the extreme of all ranks."""
     if x.dtype.is_complex:
         raise NotImplementedError(f"complex numbers ({x.dtype}) have no {op}imum; take that of x.abs() or x.real")
+    check_not_empty(x, dim, f"{op}imum")
     pending = any(isinstance(p, Partial) for p in x.placements)
     if x.requires_grad and (pending or cutting_axes(x.layout, all_dims(dim, x.ndim))):
         return Steps(partial(_extreme_with_gradient, op))
@@ -75,6 +76,7 @@ def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Strateg
 
 @register_sharding([aten.median.dim, aten.nanmedian.dim, aten.mode.default])
 def median_along_dim(x: TensorMeta, dim: int = -1, keepdim: bool = False) -> list[Strategy]:
+    check_not_empty(x, dim, "median or mode")
     return reduction_strategies(x, dim, keepdim, None, outputs=2)
 
 

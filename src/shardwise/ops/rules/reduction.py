@@ -19,7 +19,7 @@ from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import all_dims, cutting_axes, gather_rank_rows, resolve_partial
+from shardwise.ops.engine.two_step import all_dims, cutting_axes, gather_rank_rows, is_in_one_run, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -204,7 +204,16 @@ def _local_logsumexp(local: Tensor, dims: tuple[int, ...]) -> Tensor:
 def vector_norm(
     x: TensorMeta, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> list[Strategy] | Steps:
+    if ord < 0 or math.isinf(ord):
+        check_not_empty(x, dim, f"norm of order {ord:g}")
     return two_step_rule(x, dim, keepdim, _vector_norm_over_ranks)
+
+
+def check_not_empty(x: TensorMeta, dim: Dims, name: str) -> None:
+    """Raise if a dim that is reduced has no elements, for reductions that have no value for none."""
+    for reduced in all_dims(dim, x.ndim):
+        if x.shape[reduced] == 0:
+            raise IndexError(f"{name} of a tensor of shape {list(x.shape)}: dim {reduced} has no elements")
 
 
 def _vector_norm_over_ranks(
@@ -276,4 +285,5 @@ def _trace_part(view: LocalView, x: Tensor) -> Tensor:
 
 @register_sharding(aten.trace.default)
 def trace(x: TensorMeta) -> list[Any]:
-    return reduction_strategies(x, None, False, Partial("sum"), keeps=_linear_kinds(x, None), local=_trace_part)
+    over = Partial("sum") if all(is_in_one_run(x.layout, dim) for dim in range(x.ndim)) else None
+    return reduction_strategies(x, None, False, over, keeps=_linear_kinds(x, None), local=_trace_part)

@@ -143,6 +143,8 @@ def _softmax_rule(x: TensorMeta, dim: int, over_ranks: Callable[..., Any]) -> li
 def _subtract_max(x: Any, dim: int, name: str) -> tuple[Any, Any]:
     """`x` in a wide dtype less its largest value along the dim, which has no gradient; the sum of its exponentials."""
     wide: Any = resolve_partial(x, name).to(accumulation_dtype(x.dtype))
+    if wide.numel() == 0:
+        return wide, wide.sum(dim, True)
     below = wide - resolve_partial(aten.amax.default(wide.detach(), [dim], True), name)
     return below, resolve_partial(below.exp().sum(dim, True), name)
 

@@ -27,7 +27,7 @@ from shardwise.ops.engine.view_sharding import Level, NoViewError, dim_patterns,
 from shardwise.ops.rules.index import sum_kind, zeros_on_tape
 from shardwise.ops.rules.view import pending_kinds, renumber_dims
 from shardwise.tensor.dispatch import register_function, run_function
-from shardwise.tensor.inplace import mark_copied
+from shardwise.tensor.inplace import mark_copied, share_memory
 from shardwise.tensor.move import move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -278,10 +278,12 @@ def _set_item(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(tensor, ShardedTensor) or not simple or any(isinstance(k, bool) for k in keys):
         run_plain_maker(Tensor.__setitem__, (tensor, key, value), {})
         return None
-    part = tensor[tuple(_to_slice(k) for k in keys)]
+    part: Any = tensor[tuple(_to_slice(k) for k in keys)]
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedTensor)):
         part.fill_(value)
         return None
+    if isinstance(value, ShardedTensor) and share_memory(value.local_parts, part.local_parts):
+        value = value.clone()  # as in x[i] += 1, where it is the very row, which torch would take for an overlap
     rows = _row_dims(keys, tensor.ndim)
     lacking = [n for d, n in enumerate(part.shape) if d not in rows]
     part.copy_(_insert_rows(value.expand(lacking), rows))

@@ -22,6 +22,7 @@ from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.view_recut import recut_for_view
 from shardwise.ops.engine.view_sharding import NoViewError, view_spec
 from shardwise.ops.rules.row_owners import settle_rows
+from shardwise.tensor.dense_strides import can_view, copy_if_shared
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.move import format_layout_text, move_to
@@ -115,7 +116,9 @@ def view_as_real(x: TensorMeta) -> list[Any]:
 
 @register_sharding([aten.view_as_complex.default])
 def view_as_complex(x: TensorMeta) -> list[Any]:
-    return renumber_dims(x, [*range(x.ndim - 1), None])
+    """The extreme of pairs of numbers is not that of complex ones, which have none."""
+    found = renumber_dims(x, [*range(x.ndim - 1), None])
+    return [s for s in found if not isinstance(p := s.inputs[0], Partial) or p.op in ("sum", "avg")]
 
 
 @register_sharding([aten.view.dtype])
@@ -137,11 +140,16 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
     try:
         layout = _cached_view_layout(tensor.sharding, tuple(size))
     except NoViewError:
-        moved = _move_for_view(tensor, resolve_size(tensor.sharding.shape, size))
-        return mark_copied(reshape_sharded(moved, size), "a view, before which its input had to be moved,")
+        shape = resolve_size(tensor.sharding.shape, size)
+        moved = reshape_sharded(_move_for_view(tensor, shape), size)
+        if not can_view(tensor.sharding.shape, tensor._strides, shape):
+            return moved  # a copy in torch as well
+        return mark_copied(moved, "a view, before which its input had to be moved,")
     if not tensor.local_parts:
         return wrap(layout, (), tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor)
     local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
+    if not can_view(tensor.sharding.shape, tensor._strides, resolve_size(tensor.sharding.shape, size)):
+        local = copy_if_shared(local, tensor.local_parts[0])
     return wrap(layout, (local,), tensor.comm)
 
 

@@ -40,7 +40,7 @@ from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut, v
 from shardwise.tensor import caches
 from shardwise.tensor.dispatch import call_function, enter_function
 from shardwise.tensor.dtensors import convert_dtensors
-from shardwise.tensor.inplace import is_writable
+from shardwise.tensor.inplace import count_write, is_writable
 from shardwise.tensor.recorder import recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types
 
@@ -106,12 +106,16 @@ def call_fast_path(
         result = func(*local, **named) if named else func(*local)
     if shortcut.writes:
         first.__dict__.pop("_varied", None)
+        if mode == 3:
+            count_write(first)
         return first
     if result.dtype is not made.dtype or result.shape != made.local_shapes[comm.rank]:
         return _wrap_unexpected(func, args, made.layout, result, comm)
     wrapped = made.make_wrapper()
     wrapped.sharding, wrapped.local_parts = made.layout, (result,)  # as `wrap` does, without a call
     wrapped.comm, wrapped._fingerprint = comm, made
+    if made.strides is not None:
+        wrapped._strides = made.strides
     return wrapped
 
 

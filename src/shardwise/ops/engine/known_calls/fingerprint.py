@@ -1,4 +1,4 @@
-"""What a shortcut depends on of a tensor, as one object: its layout, dtype and device, and whether it is summed.
+"""What a shortcut depends on of a tensor, as one object: layout, dtype, device, the strides of the whole, if it is summed.
 
 A key of a few objects that are compared by identity is made and found faster than one of all that they stand for. A
 tensor keeps its fingerprint from its first use on, and a result gets that of its shortcut. Whatever replaces the layout
@@ -32,12 +32,14 @@ class _LocalShapes(dict[int, tuple[int, ...] | None]):
 
 
 class Fingerprint:
-    """A layout, a dtype and a device; `make_wrapper` makes the outside of such a tensor."""
+    """A layout, a dtype, a device, strides unless contiguous; `make_wrapper` makes the outside of such a tensor."""
 
-    __slots__ = ("dtype", "layout", "local_shapes", "make_wrapper")
+    __slots__ = ("dtype", "layout", "local_shapes", "make_wrapper", "strides")
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.dtype = layout, dtype
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None
+    ) -> None:
+        self.layout, self.dtype, self.strides = layout, dtype, strides
         self.local_shapes = _LocalShapes(layout)
         self.make_wrapper: Callable[[], ShardedTensor] = partial(
             make_wrapper_subclass, ShardedTensor, layout.shape, dtype=dtype, device=device
@@ -45,17 +47,23 @@ class Fingerprint:
 
 
 _MAX_FINGERPRINTS = 16384
-_fingerprints: dict[tuple[int, torch.dtype, torch.device, bool], Fingerprint] = {}
+_fingerprints: dict[tuple[int, torch.dtype, torch.device, tuple[int, ...] | None, bool], Fingerprint] = {}
 
 
-def get_fingerprint(layout: Layout, dtype: torch.dtype, device: torch.device, summed: bool = False) -> Fingerprint:
+def get_fingerprint(
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
+    summed: bool = False,
+) -> Fingerprint:
     """The fingerprint of such tensors, the same object each time: it keeps the layout, and so its identity, alive."""
-    key = (id(layout), dtype, device, summed)
+    key = (id(layout), dtype, device, strides, summed)
     found = _fingerprints.get(key)
     if found is None:
         if len(_fingerprints) >= _MAX_FINGERPRINTS:
             _fingerprints.clear()
-        found = _fingerprints[key] = Fingerprint(layout, dtype, device)
+        found = _fingerprints[key] = Fingerprint(layout, dtype, device, strides)
     return found
 
 
@@ -65,7 +73,7 @@ def find_fingerprint(tensor: ShardedTensor) -> Fingerprint | None:
     parts = tensor.local_parts
     if len(parts) != 1 or tensor._copied_from is not None or tensor.sharding.depends_on_data:
         return None
-    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, is_summed(tensor))
+    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, tensor._strides, is_summed(tensor))
     if type(tensor) is ShardedTensor:  # the local tensors of its subclasses may be replaced by assignment to a shard
         tensor._fingerprint = found
     return found

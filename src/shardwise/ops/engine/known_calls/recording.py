@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks
+from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks, storage_identity
 from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.ops.engine.known_calls.fingerprint import get_fingerprint
 from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut
@@ -111,7 +111,7 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
-        shaped = get_fingerprint(result.sharding, result.dtype, result.device)
+        shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._strides)
         return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
@@ -132,15 +132,21 @@ def _find_shortcut(
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
     direct = several is None and not moves and not (vary and writes)
-    made = get_fingerprint(result.sharding, result.dtype, result.device) if direct else None
-    casts, label = recording.casts, recording.label
-    return Shortcut(layouts, several, vary, made, casts=casts, moves=moves, label=label, writes=writes)
+    made = get_fingerprint(result.sharding, result.dtype, result.device, result._strides) if direct else None
+    casts, label, strides = recording.casts, recording.label, _strides_of(outputs)
+    return Shortcut(layouts, several, vary, made, casts, moves=moves, label=label, writes=writes, strides=strides)
+
+
+def _strides_of(outputs: Sequence[ShardedTensor]) -> tuple[tuple[int, ...] | None, ...]:
+    """The strides that each output would have as a whole; empty if all are contiguous."""
+    found = tuple(o._strides for o in outputs)
+    return found if any(found) else ()
 
 
 def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
     tensors = isinstance(result, ShardedTensor) and isinstance(args[0], ShardedTensor)
-    return tensors and not kwargs and bool(result.dtype == args[0].dtype)
+    return tensors and not kwargs and bool(result.dtype == args[0].dtype) and args[0]._strides is None
 
 
 def _gives_back_what_it_writes(
@@ -181,12 +187,20 @@ def _find_shortcut_of_several(
     if vary is None or any(vary) or not all(_is_even(t.sharding) for t in tensors):
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
-    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device)
-    shortcut = Shortcut(tuple(o.sharding for o in outputs), several, (), made, casts=recording.casts, compared=True)
+    if any(t._strides for t in tensors) and _shares_memory(tensors, outputs):
+        return None  # whether it copies depends on the strides of the whole
+    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, result._strides)
+    layouts, strides = tuple(o.sharding for o in outputs), _strides_of(outputs)
+    shortcut = Shortcut(layouts, several, (), made, casts=recording.casts, compared=True, strides=strides)
     if has_saved_tensors_hooks():
         return UNKNOWN  # the comparison would be seen by the hooks
     verdict = _gives_the_same(shortcut, func, args, kwargs, outputs)
     return UNKNOWN if verdict is None else (shortcut if verdict else None)
+
+
+def _shares_memory(tensors: Sequence[ShardedTensor], outputs: Sequence[ShardedTensor]) -> bool:
+    held = [{storage_identity(p.untyped_storage()) for t in some for p in t.local_parts} for some in (tensors, outputs)]
+    return not held[0].isdisjoint(held[1])
 
 
 @cache_by_identity

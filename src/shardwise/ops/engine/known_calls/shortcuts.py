@@ -13,7 +13,7 @@ from shardwise.geometry import Layout, LayoutError
 from shardwise.ops.engine.gathers.gather_again import free_after_forward
 from shardwise.ops.engine.known_calls.fingerprint import Fingerprint
 from shardwise.ops.engine.vary import move_input, vary_along
-from shardwise.tensor.inplace import check_writable
+from shardwise.tensor.inplace import check_writable, count_write
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -27,7 +27,8 @@ class Shortcut:
     at once. `casts`: autocast, where it is on, may cast arguments of an operator. `reshape`: the local tensor takes the
     shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it has it. `writes`:
     the first argument is written to and returned. `compared`: of several operators; other tensors are saved for the
-    backward pass than by these. `plain`: none of these, so that the function is called with the local tensors.
+    backward pass than by these. `strides`: those of the outputs as whole tensors, empty if all are contiguous. `plain`:
+    none of these, so that the function is called with the local tensors.
     """
 
     outputs: tuple[Layout, ...]
@@ -40,6 +41,7 @@ class Shortcut:
     label: str = ""
     writes: bool = False
     compared: bool = False
+    strides: tuple[tuple[int, ...] | None, ...] = ()
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,12 +64,19 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
         result = func(*local_args, **kwargs)
     if shortcut.writes:
         tensors[0].__dict__.pop("_varied", None)
+        count_write(tensors[0])
         return tensors[0]
     comm = tensors[0].comm
     if shortcut.several is None:
-        return wrap_checked(func, shortcut.outputs[0], result, comm)
+        return _note_strides(shortcut, [wrap_checked(func, shortcut.outputs[0], result, comm)])[0]
     results = zip(shortcut.outputs, result, strict=True)
-    return shortcut.several([wrap_checked(func, layout, value, comm) for layout, value in results])
+    return shortcut.several(_note_strides(shortcut, [wrap_checked(func, *pair, comm) for pair in results]))
+
+
+def _note_strides(shortcut: Shortcut, outputs: list[ShardedTensor]) -> list[ShardedTensor]:
+    for output, strides in zip(outputs, shortcut.strides, strict=False):
+        output._strides = strides
+    return outputs
 
 
 def vary_arguments(
