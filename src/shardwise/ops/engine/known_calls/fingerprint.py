@@ -1,4 +1,4 @@
-"""What a shortcut depends on of a tensor, as one object: layout, dtype, device, the strides of the whole, if it is summed.
+"""What a shortcut depends on of a tensor, as one object: layout, dtype, device, strides, and whether it is summed.
 
 A key of a few objects that are compared by identity is made and found faster than one of all that they stand for. A
 tensor keeps its fingerprint from its first use on, and a result gets that of its shortcut. Whatever replaces the layout
