@@ -87,7 +87,7 @@ def _find_witness(tensor: ShardedTensor) -> Tensor:
     """A tensor that counts the writes to one without data on this rank, and to its views."""
     if WITNESS not in tensor.__dict__:
         with torch.inference_mode(False):
-            tensor.__dict__[WITNESS] = torch.empty(0)
+            tensor.__dict__[WITNESS] = torch.empty(0, device="cpu")
     witness: Tensor = tensor.__dict__[WITNESS]
     return witness
 
