@@ -299,6 +299,12 @@ def test_a_file_is_zoomed_into_without_a_server(browser: Browser, tmp_path: Path
     assert "rank 299 → rank 299" in browser.text("#status")
 
 
+def test_signs_that_are_not_seen_are_written_as_escapes(browser: Browser, tmp_path: Path) -> None:
+    shardwise.save({"a\u202eb\n": torch.ones(2)}, tmp_path / "ckpt")
+    open_file(browser, CheckpointTarget(open_checkpoint(str(tmp_path / "ckpt"))), tmp_path)
+    assert browser.texts("[data-card=tensors] td.code")[0] == "a\\u{202e}b\\u{a}"
+
+
 PLAN = {
     "mesh": "dp=2,tp=2",
     "input_plan": "dp: S(0)",

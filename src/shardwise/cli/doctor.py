@@ -28,7 +28,7 @@ EXTRAS = {
     "PyYAML": "plans in .yaml files: pip install 'shardwise[yaml]'",
     "s3fs": "checkpoints at s3:// addresses: pip install 'shardwise[s3]'",
     "gcsfs": "checkpoints at gs:// addresses: pip install 'shardwise[gcs]'",
-    "transformers": "shardwise.hf: pip install transformers",
+    "transformers": "shardwise.hf, and `shardwise model config.json`: pip install 'shardwise[hf]'",
 }
 
 NoRanks = Annotated[bool, typer.Option("--no-ranks", help="Do not start ranks: look up versions and devices only.")]

@@ -1,6 +1,6 @@
 // The entrance: reads the facts and shows the view that fits them.
 
-import { element } from "./parts/dom.js";
+import { element, visible } from "./parts/dom.js";
 import { announce, hideTip } from "./parts/tooltip.js";
 import { showCheckpoint } from "./views/checkpoint.js";
 import { showLayout } from "./views/layout.js";
@@ -23,8 +23,8 @@ function show(facts, served) {
   root.replaceChildren();
   hideTip();
   document.getElementById("kind").textContent = facts.kind;
-  document.getElementById("title").textContent = facts.title;
-  document.title = `${facts.title} · shardwise`;
+  document.getElementById("title").textContent = visible(facts.title);
+  document.title = `${visible(facts.title)} · shardwise`;
   const view = VIEWS[facts.kind];
   if (view)
     view(root, facts, {

@@ -12,8 +12,15 @@ export function element(tag, properties = {}, ...children) {
     else if (name === "style") Object.assign(node.style, value);
     else node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  const given = children.flat().filter((child) => child !== null && child !== undefined);
+  node.append(...given.map((child) => (child instanceof Node ? child : visible(String(child)))));
   return node;
+}
+
+// A text in which characters that are not seen, such as line ends or those that turn the direction of writing, are
+// written as escapes: a name looks like what it is.
+export function visible(text) {
+  return text.replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
 }
 
 let made = 0;

@@ -103,7 +103,7 @@ async function showTensor(detail, tensor, facts, served) {
     `in ${tensor.files
       .slice(0, 3)
       .map((n) => facts.files[n][0])
-      .join(", ")}${tensor.files.length > 3 ? ` and ${tensor.files.length - 3} more files` : ""}`,
+      .join(", ")}${tensor.files.length > 3 ? ` and ${formatCount(tensor.files.length - 3, "more file")}` : ""}`,
   );
   let picture = tensor.picture === null ? null : facts.pictures[tensor.picture];
   if (!picture && tensor.layout && served) {

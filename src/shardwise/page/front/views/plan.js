@@ -27,7 +27,7 @@ export function showPlan(root, facts, { served, show }) {
     memoryCard(facts),
     trafficCard(facts),
     ...unevenCards(facts),
-    treeCard(rows, table),
+    treeCard(facts, rows, table),
     card(
       "Parameters",
       `${formatCount(rows.length, "parameter")} of ${facts.model}, bytes on one rank.`,
@@ -228,9 +228,10 @@ function unevenCards(facts) {
     });
 }
 
-function treeCard(rows, table) {
+function treeCard(facts, rows, table) {
   const tree = createTree(moduleTree(rows), { label: "Modules", onchoose: (node) => table.search(node.path) });
-  return card("Modules", "Held by one rank.", { class: "narrow", "data-card": "modules" }, tree);
+  const note = facts.plans.length > 1 ? `Held by one rank, ${facts.plans[0].name}.` : "Held by one rank.";
+  return card("Modules", note, { class: "narrow", "data-card": "modules" }, tree);
 }
 
 function parameterTable(facts, rows) {
@@ -245,7 +246,7 @@ function parameterTable(facts, rows) {
       width: two ? "14%" : "17%",
     },
     {
-      title: "layout",
+      title: two ? "layout 1" : "layout",
       value: (r) => ruleOf(r.layout),
       text: (r) => ruleOf(r.layout),
       code: true,
@@ -254,7 +255,7 @@ function parameterTable(facts, rows) {
     ...(two
       ? [
           {
-            title: "second",
+            title: "layout 2",
             value: other((r) => ruleOf(r.layout)),
             text: (r) => (r.other ? ruleOf(r.other.layout) : "-"),
             code: true,
@@ -262,11 +263,11 @@ function parameterTable(facts, rows) {
           },
         ]
       : []),
-    { title: "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
+    { title: two ? "held 1" : "held", kind: "number", value: (r) => r.memory, text: (r) => formatBytes(r.memory) },
     ...(two
       ? [
           {
-            title: "second",
+            title: "held 2",
             kind: "number",
             value: other((r) => r.parameters + r.gradients + r.optimizer),
             text: (r) => (r.other ? formatBytes(r.other.parameters + r.other.gradients + r.other.optimizer) : "-"),
