@@ -11,6 +11,7 @@ import argparse
 import gc
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -45,7 +46,8 @@ class Held:
 def look(folder: Path) -> Held:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    mine = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name or "shardwise" in name]
+    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")  # not those of tests that run beside this one
+    mine = [name for name in os.listdir("/dev/shm") if own.search(name)]
     files = [name for name in os.listdir(folder) if name.startswith(".")]
     return Held(
         pages * os.sysconf("SC_PAGE_SIZE"),

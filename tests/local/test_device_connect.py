@@ -21,7 +21,7 @@ class ThreadGatherer:
     """The bytes of ranks that are threads; those of rank r go through `given[r]`."""
 
     def __init__(self, world: int) -> None:
-        self._barrier, self._data = threading.Barrier(world, timeout=20), dict[int, bytes]()
+        self._barrier, self._data = threading.Barrier(world, timeout=60), dict[int, bytes]()
 
     def of(self, rank: int) -> Any:
         def gather(data: bytes, *, call: str) -> list[bytes]:
