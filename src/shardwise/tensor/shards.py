@@ -87,8 +87,10 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    # Of torch 2.15, where they are printed and compared; by keyword, so that calls are those of earlier releases too.
-    strides: tuple[int, ...] | None = field(default=None, kw_only=True, repr=_HAVE_STRIDES, compare=_HAVE_STRIDES)
+    # Of torch 2.15, where they are the sixth argument, printed and compared; earlier calls have five.
+    strides: tuple[int, ...] | None = field(  # type: ignore[misc]  # mypy wants to know the release of torch
+        default=None, kw_only=not _HAVE_STRIDES, repr=_HAVE_STRIDES, compare=_HAVE_STRIDES
+    )
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Five entries, as before torch 2.15; strides follow where there are any."""
