@@ -308,6 +308,12 @@ def has_saved_tensors_hooks() -> bool:
     return _top_saved_tensors_hooks(True) is not None
 
 
+def saved_tensors_hook() -> Callable[[Tensor], Any] | None:
+    """The hook that tensors go through when they are saved: one for each run of checkpointed code, both times."""
+    hooks = _top_saved_tensors_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
 def is_dual_level() -> bool:
     """Whether tensors may have tangents: inside of `dual_level()` and `torch.func.jvp`, on every thread."""
     return bool(forward_ad._current_level >= 0 and is_forward_grad_enabled())

@@ -60,6 +60,7 @@ NORMALISED: dict[str, Callable[[Any], Any]] = {
     "twice": lambda x: (x / x.sum()) / (x / x.sum()).square().sum(),
     "loss": lambda x: ((x - x.mean()) ** 3).sum(),
     "where": lambda x: torch.where(x > x.mean(), x * x.sum(), x),
+    "where by one truth": lambda x: torch.where((x > 1e9).any(), x, -x),
     "lerp": lambda x: torch.lerp(x, x.mean(), 0.25),
     "clamp": lambda x: torch.clamp(x, max=x.mean()),
 }

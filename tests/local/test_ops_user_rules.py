@@ -111,3 +111,33 @@ def test_a_wrong_rule_of_an_operator_that_only_writes_is_found() -> None:
     with sharding_rule(bump_, lambda x, by: [([], [Partial("sum"), None])]):
         checked = check_sharding(bump_, torch.zeros(8, 6), 2.0)
     assert not checked.ok and "is off by" in str(checked)
+
+
+INNER = {
+    "softmax": (torch.ops.aten._softmax.default, lambda x: x.softmax(1)),
+    "log_softmax": (torch.ops.aten._log_softmax.default, lambda x: x.log_softmax(1)),
+    "layer_norm": (torch.ops.aten.native_layer_norm.default, lambda x: torch.nn.functional.layer_norm(x, [6])),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_rule_of_the_operator_that_torch_makes_of_another_is_asked(name: str) -> None:
+    op, function = INNER[name]
+    asked = []
+
+    def rule(x: Any, *rest: Any) -> list[Any]:
+        asked.append(x)
+        outputs = 3 if name == "layer_norm" else 1
+        return [([Replicate()] * outputs, [Replicate(), *(None for _ in rest)])]
+
+    def body(comm: Comm) -> tuple[Any, Tensor]:
+        found: Any = function(lay_out(X, PAIR, (Shard(0),)))
+        return found.placements, found.full()
+
+    for _ in range(2):
+        placements, value = run_local(body, 2)[0]
+        assert placements == (Shard(0),) and torch.allclose(value, function(X)) and not asked
+    with sharding_rule(op, rule):
+        placements, value = run_local(body, 2)[0]
+    assert placements == (Replicate(),) and torch.allclose(value, function(X)) and asked
+    assert run_local(body, 2)[0][0] == (Shard(0),)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import _torch, _torch_graphs
 
@@ -291,10 +292,25 @@ def test_running_calls_of_a_module_are_found_on_the_stack() -> None:
 
 
 def test_hooks_on_saved_tensors_are_noticed() -> None:
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert not _torch.has_saved_tensors_hooks() and _torch.saved_tensors_hook() is None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        assert _torch.has_saved_tensors_hooks() and _torch.saved_tensors_hook() is keep
     assert not _torch.has_saved_tensors_hooks()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert _torch.has_saved_tensors_hooks()
-    assert not _torch.has_saved_tensors_hooks()
+
+
+def test_each_run_of_checkpointed_code_has_its_own_hook() -> None:
+    seen = []
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.saved_tensors_hook())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    sum(checkpoint(program, x, use_reentrant=False).sum() for _ in range(2)).backward()
+    assert len(seen) == 4 == len(set(map(id, seen))) and None not in seen
 
 
 def test_operator_names_are_those_of_aten() -> None:

@@ -38,7 +38,7 @@ class AttributesMixin(Tensor):
 
     sharding: Layout
     local_parts: tuple[Tensor, ...]
-    _strides: Strides | None
+    _dense_strides: Strides | None
     _copied_from: CopiedView | None
 
     if TYPE_CHECKING:  # what ShardedTensor, the only class that mixes these in, has
@@ -110,11 +110,11 @@ class LocalMemoryMixin(AttributesMixin):
         """Whether the whole would be; to fully_shard of torch, which asks first, what to write instead of it."""
         if is_called_by_fully_shard():
             raise refuse_wrapper("fully_shard")
-        return has_format(self.sharding.shape, self._strides, memory_format)
+        return has_format(self.sharding.shape, self._dense_strides, memory_format)
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides that the whole would have, or that of one dim."""
-        found = self._strides or make_stand_in(self.sharding.shape, None, self.dtype).stride()
+        found = self._dense_strides or make_stand_in(self.sharding.shape, None, self.dtype).stride()
         return found if dim is None else found[dim]
 
     def is_shared(self) -> bool:
@@ -260,7 +260,7 @@ class AutogradMixin(AttributesMixin):
             self.local_parts, self._anchor = tuple(t.detach() for t in value.local_parts), None
         with DisableTorchFunctionSubclass():
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and dtype that torch's own code sees
-        self.sharding, self._strides = value.sharding, value._strides
+        self.sharding, self._dense_strides = value.sharding, value._dense_strides
         self.__dict__.pop("_varied", None)
         self._forget()
         self.requires_grad_(keep)
@@ -337,8 +337,8 @@ class AutogradMixin(AttributesMixin):
     def detach(self) -> Self:
         """The same values off the tape; the local tensors share their memory."""
         made = self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
-        if self._strides is not None or self._copied_from is not None:
-            made._strides, made._copied_from = self._strides, self._copied_from
+        if self._dense_strides is not None or self._copied_from is not None:
+            made._dense_strides, made._copied_from = self._dense_strides, self._copied_from
         if is_dual_level():
             made.__dict__[NO_TANGENT] = True
         return made
@@ -346,7 +346,7 @@ class AutogradMixin(AttributesMixin):
     def _note_copied_strides(self, strides: Strides | None, memory_format: torch.memory_format) -> None:
         """Note which strides the whole would have as a copy, in a memory format, of a tensor with these strides."""
         if strides is not None or memory_format not in (torch.preserve_format, torch.contiguous_format):
-            self._strides = copy_strides(self.sharding.shape, strides, memory_format)
+            self._dense_strides = copy_strides(self.sharding.shape, strides, memory_format)
 
     def detach_(self) -> Self:
         """Take this tensor off the tape, in place; the local tensors share their memory with those before."""
@@ -363,7 +363,7 @@ class AutogradMixin(AttributesMixin):
         anchor = None if self._anchor is None else self._anchor.clone()
         copies = tuple(t.clone(memory_format=memory_format) for t in self.local_parts)
         made = self._like(self.sharding, copies, anchor)
-        made._note_copied_strides(self._strides, memory_format)
+        made._note_copied_strides(self._dense_strides, memory_format)
         return made
 
 

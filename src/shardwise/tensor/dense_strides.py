@@ -1,7 +1,8 @@
 """Which strides would the whole tensor have? By them contiguous() and reshape() copy exactly where torch copies.
 
 A local tensor cannot tell: some columns of the whole may be all that a rank has, and contiguous there. So a tensor that
-would not be contiguous as a whole has a note (`_strides`), the same on every rank; one without is read as contiguous.
+would not be contiguous as a whole has a note (`_dense_strides`), the same on every rank; one without is read as
+contiguous.
 """
 
 from __future__ import annotations

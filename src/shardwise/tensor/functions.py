@@ -114,7 +114,7 @@ def _contiguous(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Sharded
     """The tensor itself where the whole would be contiguous, else a copy: as torch has it, so that writes to the result
     are seen in the tensor, or not, in every layout."""
     tensor, memory_format = _read_contiguous(*args, **kwargs)
-    if not has_format(tuple(tensor.shape), tensor._strides, memory_format):
+    if not has_format(tuple(tensor.shape), tensor._dense_strides, memory_format):
         return tensor.clone(memory_format=memory_format)
     if all(t.is_contiguous(memory_format=memory_format) for t in tensor.local_parts):
         return tensor

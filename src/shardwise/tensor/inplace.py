@@ -170,7 +170,7 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
             "tape, and its gradient would be lost; use the view that is not in place"
         )
     tensor.sharding, tensor.local_parts, tensor._anchor = view.sharding, view.local_parts, view._anchor
-    tensor._strides = view._strides
+    tensor._dense_strides = view._dense_strides
     tensor._forget()
     set_wrapper_shape(tensor, view)
     return tensor

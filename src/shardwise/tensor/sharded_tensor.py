@@ -141,7 +141,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     _fingerprint: Any
     _anchor: Tensor | None = None
     _copied_from: CopiedView | None = None
-    _strides: tuple[int, ...] | None = None  # of the whole, unless it is contiguous: see dense_strides.py
+    _dense_strides: tuple[int, ...] | None = None  # of the whole, unless it is contiguous: see dense_strides.py
     _reads_notation: ClassVar[bool] = True
 
     @staticmethod

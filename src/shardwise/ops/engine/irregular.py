@@ -239,7 +239,7 @@ def _stand_for_nothing(tensor: ShardedTensor, held: Tensor) -> Tensor:
 
     One without dims has an element nevertheless, since numbers count less in the dtype of a result.
     """
-    return _as_anchor(held) if tensor.ndim else _as_anchor(held).sum(dtype=held.dtype) + 1
+    return _as_anchor(held) if tensor.ndim else (_as_anchor(held).sum(dtype=held.dtype) + 1).to(held.dtype)
 
 
 def _as_anchor(held: Tensor) -> Tensor:

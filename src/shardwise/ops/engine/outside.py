@@ -177,10 +177,10 @@ def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
     known: tuple[Tensor | None, bool, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
     now = tensor._anchor, tensor.requires_grad
     if known is not None and known[2].sharding is tensor.sharding and known[0] is now[0] and known[1] == now[1]:
-        known[2]._strides = tensor._strides
+        known[2]._dense_strides = tensor._dense_strides
         return known[2]
     made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)
-    made._strides = tensor._strides
+    made._dense_strides = tensor._dense_strides
     copy_mesh_note(tensor, made)
     for local in made.local_parts:
         local.untyped_storage().__dict__.update(tensor.__dict__.get(MEMORY_NOTES, {}))

@@ -96,6 +96,7 @@ OperatorCode: TypeAlias = Rule | Steps
 _FORM = "a rule returns a list of pairs ([output placements], [input placements]), None for non-tensors"
 _operators: dict[Any, OperatorCode] = {}
 _ignoring_lengths: set[OperatorCode] = set()
+_standing_for: dict[OperatorCode, tuple[Any, OperatorCode]] = {}
 
 
 def ignores_lengths(rule: R) -> R:
@@ -112,9 +113,26 @@ def rule_ignores_lengths(rule: OperatorCode) -> bool:
     return rule in _ignoring_lengths
 
 
+def stands_for(inner: Any) -> Callable[[R], R]:
+    """Mark the rule of an operator that torch makes another one of: it holds while that one has its present rule.
+
+    With a rule of the user for `_softmax`, `softmax` has to be broken down, so that the rule is asked.
+    """
+
+    def mark(rule: R) -> R:
+        _standing_for[rule] = inner, _operators[inner]
+        return rule
+
+    return mark
+
+
 def find_rule(op: Any) -> OperatorCode | None:
     """The rule of an operator, or its steps, or None."""
-    return _operators.get(op)
+    rule = _operators.get(op)
+    if rule is None or rule not in _standing_for:
+        return rule
+    inner, known = _standing_for[rule]
+    return rule if _operators.get(inner) is known else None
 
 
 def registered_ops() -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def note_strides(
     op: Any, given: Sequence[ShardedTensor], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
     """Note on the results of an operator which strides they would have as whole tensors, unless contiguous ones."""
-    if all(t._strides is None for t in given):
+    if all(t._dense_strides is None for t in given):
         if op in _KEEP_CONTIGUOUS or not gives_views(op) or _cuts_first_dim(op, args):
             return
     elif not (gives_views(op) or op in _COPIES or is_pointwise(op)) or written_slots(op):
@@ -47,7 +47,7 @@ def note_strides(
     outputs = result if isinstance(result, list | tuple) else (result,)
     for output, strides in zip(outputs, _ask_torch(split_call(op, args, kwargs)), strict=False):
         if strides is not None and isinstance(output, ShardedTensor):
-            output._strides, output._fingerprint = strides, None
+            output._dense_strides, output._fingerprint = strides, None
 
 
 def _cuts_first_dim(op: Any, args: Sequence[Any]) -> bool:
@@ -68,7 +68,7 @@ def _ask_torch(call: OperatorCall) -> tuple[Strides | None, ...]:
 
 
 def _strides_of(tensor: Tensor) -> Strides | None:
-    return tensor._strides if isinstance(tensor, ShardedTensor) else find_strides(tensor)
+    return tensor._dense_strides if isinstance(tensor, ShardedTensor) else find_strides(tensor)
 
 
 def _run_without_memory(

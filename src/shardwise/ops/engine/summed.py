@@ -4,17 +4,21 @@ A norm written as operators squares its input and scales it: both need the sum. 
 summed leaves the sum with the tensor; for those that come later it is there, and taking it costs nothing. Once more
 after the local tensor was changed in place or got other memory, and in another mode: what was made without a tape is
 no part of one. Tensors of inference mode do not count their changes, so nothing is left with them.
+
+Checkpointed code that is computed again must do what it did before, so it finds no sum that was not made in the same
+run of it: neither one from before nor its own of the first time.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import has_saved_tensors_hooks, is_dual_level, storage_identity
+from shardwise._torch import is_dual_level, saved_tensors_hook, storage_identity
 from shardwise.comm.traced import is_tracing
 from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
 from shardwise.tensor.caches import cache_by_identity
@@ -31,6 +35,8 @@ class _Sum:
     """
 
     addends: tuple[Tensor, ...]
+    modes: tuple[Any, ...]
+    hook: weakref.ref[Any] | None
     state: tuple[Any, ...]
     layout: Layout
     parts: tuple[Tensor, ...]
@@ -39,15 +45,21 @@ class _Sum:
 
 
 def is_summed(tensor: ShardedTensor) -> bool:
-    """Whether the sum of a pending tensor was left with it: the same on all ranks, which make the same calls."""
+    """Whether a pending tensor's sum was left with it in these modes: alike on all ranks, which make the same calls."""
+    known: _Sum | None = tensor.__dict__.get(_SUMMED)
+    return known is not None and known.modes == _modes(tensor) and _dereference(known.hook) is saved_tensors_hook()
+
+
+def has_kept_sum(tensor: ShardedTensor) -> bool:
+    """Whether a sum was left with a pending tensor, in whatever mode."""
     return _SUMMED in tensor.__dict__
 
 
 def find_sum(tensor: ShardedTensor, wanted: Layout) -> ShardedTensor | None:
     """The sum of a pending tensor that an earlier operator made, if this one wants nothing pending; or None."""
-    known: _Sum | None = tensor.__dict__.get(_SUMMED)
-    if known is None or wanted.pending is not None or is_dual_level():
+    if wanted.pending is not None or is_dual_level() or not is_summed(tensor):
         return None
+    known: _Sum = tensor.__dict__[_SUMMED]
     if known.state != _state(tensor) or any(a is not b for a, b in zip(known.addends, tensor.local_parts, strict=True)):
         return None
     found = wrap(known.layout, known.parts, tensor.comm, dtype=tensor.dtype, anchor=known.anchor)
@@ -60,19 +72,35 @@ def keep_sum(tensor: ShardedTensor, summed: ShardedTensor) -> None:
     uncounted = any(t.is_inference() for t in tensor.local_parts)
     if uncounted or is_dual_level() or summed.sharding != _sum_layout(tensor.sharding):
         return
-    kept = _Sum(tensor.local_parts, _state(tensor), summed.sharding, summed.local_parts, summed._anchor)
+    hook = saved_tensors_hook()
+    kept = _Sum(
+        tensor.local_parts,
+        _modes(tensor),
+        None if hook is None else weakref.ref(hook),
+        _state(tensor),
+        summed.sharding,
+        summed.local_parts,
+        summed._anchor,
+    )
     summed.__dict__["_varied"] = kept.varied
     tensor.__dict__[_SUMMED] = kept
     tensor._fingerprint = None  # another one says that it is summed
 
 
+def _modes(tensor: ShardedTensor) -> tuple[bool, bool, bool]:
+    return torch.is_grad_enabled() and tensor.requires_grad, torch.is_inference_mode_enabled(), is_tracing()
+
+
+def _dereference(hook: weakref.ref[Any] | None) -> Any:
+    """The hook, or None if there was none; one that is gone equals no other."""
+    return None if hook is None else hook() or hook
+
+
 def _state(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """All that has to be as it was: torch's modes, and versions and memory of the local tensors."""
-    recorded = torch.is_grad_enabled() and tensor.requires_grad
-    modes = recorded, torch.is_inference_mode_enabled(), has_saved_tensors_hooks(), is_tracing()
+    """What else has to be as it was: versions and memory of the local tensors."""
     if is_tracing():
-        return modes
-    return modes, *((t._version, storage_identity(t.untyped_storage())) for t in tensor.local_parts)
+        return ()
+    return tuple((t._version, storage_identity(t.untyped_storage())) for t in tensor.local_parts)
 
 
 @cache_by_identity

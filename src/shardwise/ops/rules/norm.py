@@ -16,7 +16,7 @@ from shardwise._torch import aten
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.local_view import LocalView
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import (
     cutting_axes,
@@ -44,7 +44,18 @@ def _normalised_dims(x: TensorMeta | ShardedTensor, shape: Sequence[int]) -> tup
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
+@register_sharding(aten.native_layer_norm.default)
+@ignores_lengths
+def native_layer_norm(
+    x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> list[Strategy] | Steps:
+    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
+        return Steps(_layer_norm_over_ranks)
+    return _leading_dim_strategies(x, normalized_shape, 3, (weight, bias))
+
+
 @register_sharding(aten.layer_norm.default)
+@stands_for(aten.native_layer_norm.default)
 @ignores_lengths
 def layer_norm(
     x: TensorMeta,
@@ -64,16 +75,6 @@ def _layer_norm_result(
     x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
 ) -> Any:
     return _layer_norm_over_ranks(x, shape, weight, bias, eps)[0]
-
-
-@register_sharding(aten.native_layer_norm.default)
-@ignores_lengths
-def native_layer_norm(
-    x: TensorMeta, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> list[Strategy] | Steps:
-    if cutting_axes(x.layout, _normalised_dims(x, normalized_shape)):
-        return Steps(_layer_norm_over_ranks)
-    return _leading_dim_strategies(x, normalized_shape, 3, (weight, bias))
 
 
 def _layer_norm_over_ranks(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.geometry import Layout, Shard
 from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
 from shardwise.ops.engine.rules import register_sharding
 from shardwise.ops.engine.two_step import cutting_axes, gather_rank_rows, mesh_spec_of, resolve_partial
 from shardwise.ops.engine.vary import vary_along
@@ -119,6 +119,7 @@ def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] 
 
 
 @register_sharding(aten.softmax.int)
+@stands_for(aten._softmax.default)
 @ignores_lengths
 def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     """As an operator of its own, which is called more often than the one that torch makes of it."""
@@ -126,6 +127,7 @@ def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | S
 
 
 @register_sharding(aten.log_softmax.int)
+@stands_for(aten._log_softmax.default)
 @ignores_lengths
 def log_softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._log_softmax.default(_cast(x, dtype), dim, False))

@@ -63,7 +63,7 @@ def _check_memory(tensor: ShardedTensor, name: str) -> MeshSpec:
             "ranks, which ask each other about their memory; redistribute to one"
         )
     verdict = b"1" if all(map(_is_all_of_its_memory, tensor.local_parts)) else b"0"
-    if tensor._strides is not None or b"0" in tensor.comm.all_gather_bytes(verdict, label=name):
+    if tensor._dense_strides is not None or b"0" in tensor.comm.all_gather_bytes(verdict, label=name):
         raise UnsupportedOpError(
             f"{name} of {format_layout_text(tensor.sharding)} reads a ShardedTensor as contiguous memory, and this is "
             "a slice, a transposed view or the like; use contiguous() or clone() first, or a view that names dims"

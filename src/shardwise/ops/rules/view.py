@@ -142,13 +142,13 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
     except NoViewError:
         shape = resolve_size(tensor.sharding.shape, size)
         moved = reshape_sharded(_move_for_view(tensor, shape), size)
-        if not can_view(tensor.sharding.shape, tensor._strides, shape):
+        if not can_view(tensor.sharding.shape, tensor._dense_strides, shape):
             return moved  # a copy in torch as well
         return mark_copied(moved, "a view, before which its input had to be moved,")
     if not tensor.local_parts:
         return wrap(layout, (), tensor.comm, dtype=tensor.dtype, device=tensor.device, anchor=tensor._anchor)
     local = tensor.local_parts[0].reshape(layout.local_shapes(tensor.comm.rank)[0])
-    if not can_view(tensor.sharding.shape, tensor._strides, resolve_size(tensor.sharding.shape, size)):
+    if not can_view(tensor.sharding.shape, tensor._dense_strides, resolve_size(tensor.sharding.shape, size)):
         local = copy_if_shared(local, tensor.local_parts[0])
     return wrap(layout, (local,), tensor.comm)
 

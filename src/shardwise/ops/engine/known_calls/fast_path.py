@@ -115,7 +115,7 @@ def call_fast_path(
     wrapped.sharding, wrapped.local_parts = made.layout, (result,)  # as `wrap` does, without a call
     wrapped.comm, wrapped._fingerprint = comm, made
     if made.strides is not None:
-        wrapped._strides = made.strides
+        wrapped._dense_strides = made.strides
     return wrapped
 
 

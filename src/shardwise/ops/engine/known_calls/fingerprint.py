@@ -14,7 +14,7 @@ import torch
 
 from shardwise._torch import make_wrapper_subclass
 from shardwise.geometry import Layout
-from shardwise.ops.engine.summed import is_summed
+from shardwise.ops.engine.summed import has_kept_sum, is_summed
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
@@ -73,7 +73,8 @@ def find_fingerprint(tensor: ShardedTensor) -> Fingerprint | None:
     parts = tensor.local_parts
     if len(parts) != 1 or tensor._copied_from is not None or tensor.sharding.depends_on_data:
         return None
-    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, tensor._strides, is_summed(tensor))
-    if type(tensor) is ShardedTensor:  # the local tensors of its subclasses may be replaced by assignment to a shard
+    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, tensor._dense_strides, is_summed(tensor))
+    # Whether a kept sum counts depends on modes; the local tensors of subclasses may be replaced by assigning a shard.
+    if type(tensor) is ShardedTensor and not has_kept_sum(tensor):
         tensor._fingerprint = found
     return found

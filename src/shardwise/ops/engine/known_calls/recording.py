@@ -111,7 +111,7 @@ def _find_shortcut(
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
     if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
-        shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._strides)
+        shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
         return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, reshape=True)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
@@ -132,21 +132,21 @@ def _find_shortcut(
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
     direct = several is None and not moves and not (vary and writes)
-    made = get_fingerprint(result.sharding, result.dtype, result.device, result._strides) if direct else None
+    made = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides) if direct else None
     casts, label, strides = recording.casts, recording.label, _strides_of(outputs)
     return Shortcut(layouts, several, vary, made, casts, moves=moves, label=label, writes=writes, strides=strides)
 
 
 def _strides_of(outputs: Sequence[ShardedTensor]) -> tuple[tuple[int, ...] | None, ...]:
     """The strides that each output would have as a whole; empty if all are contiguous."""
-    found = tuple(o._strides for o in outputs)
+    found = tuple(o._dense_strides for o in outputs)
     return found if any(found) else ()
 
 
 def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
     tensors = isinstance(result, ShardedTensor) and isinstance(args[0], ShardedTensor)
-    return tensors and not kwargs and bool(result.dtype == args[0].dtype) and args[0]._strides is None
+    return tensors and not kwargs and bool(result.dtype == args[0].dtype) and args[0]._dense_strides is None
 
 
 def _gives_back_what_it_writes(
@@ -187,9 +187,9 @@ def _find_shortcut_of_several(
     if vary is None or any(vary) or not all(_is_even(t.sharding) for t in tensors):
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     several = type(result) if type(result) in (list, tuple) else None
-    if any(t._strides for t in tensors) and _shares_memory(tensors, outputs):
+    if any(t._dense_strides for t in tensors) and _shares_memory(tensors, outputs):
         return None  # whether it copies depends on the strides of the whole
-    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, result._strides)
+    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
     layouts, strides = tuple(o.sharding for o in outputs), _strides_of(outputs)
     shortcut = Shortcut(layouts, several, (), made, casts=recording.casts, compared=True, strides=strides)
     if has_saved_tensors_hooks():

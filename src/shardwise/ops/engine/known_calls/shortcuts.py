@@ -75,7 +75,7 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
 
 def _note_strides(shortcut: Shortcut, outputs: list[ShardedTensor]) -> list[ShardedTensor]:
     for output, strides in zip(outputs, shortcut.strides, strict=False):
-        output._strides = strides
+        output._dense_strides = strides
     return outputs
 
 
