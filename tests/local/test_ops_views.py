@@ -182,6 +182,26 @@ def test_heads_are_merged_with_the_batch_whatever_its_length(batch: int, sizes: 
     check_op(lambda x: x.view(3, batch * 2, 4).transpose(0, 1), ramp(3, batch, 8), placements=[cuts], worlds=((2,),))
 
 
+@pytest.mark.parametrize("size", [(-1,), (5, 1, 5), (25, 1)])
+@pytest.mark.parametrize("owner", [(0, 5), (5, 0)])
+def test_a_tensor_that_one_rank_has_alone_is_viewed_in_place(owner: tuple[int, int], size: tuple[int, ...]) -> None:
+    """The cut that can be viewed has the same pieces: nothing is copied, and both may be written to."""
+
+    def body(comm: Comm) -> Tensor:
+        x = on(Mesh.of(tp=2), Shard(2, groups=owner))(ramp(1, 5, 5, grad=False))
+        flat = x.view(size)
+        flat.add_(1)
+        x.mul_(2)
+        x[:, :1] = x[:, -1:]
+        assert torch.equal(flat.full().flatten(), x.full().flatten())
+        return x.full()
+
+    expected = (ramp(1, 5, 5, grad=False) + 1) * 2
+    expected[:, :1] = expected[:, -1:]
+    for found in run_local(body, 2):
+        assert torch.equal(found, expected)
+
+
 def test_a_view_that_has_to_move_the_tensor_is_a_copy_and_what_is_written_to_it_is_written_to_both() -> None:
     def body(comm: Comm) -> None:
         fused = on(Mesh.of(tp=2), Shard(1))(ramp(5, 24, grad=False))

@@ -169,8 +169,9 @@ def run_on_mesh(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
     shapes_known = torch.Tag.dynamic_output_shape not in getattr(op, "tags", ())
     if shapes_known and all(v is not None and v.mesh == views[0].mesh for v in views):  # type: ignore[union-attr]
         return _call_again(call, [_show_mesh(t, v) for t, v in zip(tensors, views, strict=True)])
-    result = _call_again(call, [_cut_over_ranks(t, str(op)) if is_in_pieces(t) else t for t in tensors])
-    if gives_views(op):
+    moved = [_cut_over_ranks(t, str(op)) if is_in_pieces(t) else t for t in tensors]
+    result = _call_again(call, moved)
+    if gives_views(op) and any(m.sharding != t.sharding for m, t in zip(moved, tensors, strict=True)):
         for output in [result] if isinstance(result, ShardedTensor) else result:
             mark_copied(output, "a view of a tensor in irregular pieces")
     return result

@@ -81,7 +81,8 @@ def slice_rows(tensor: ShardedTensor, dim: int, rows: range) -> ShardedTensor:
         assert cut.through is not None
         locals_, anchor = move_to(tensor, cut.through, "slice")
         part = slice_rows(wrap(cut.through, locals_, tensor.comm, anchor=anchor), dim, rows)
-        return mark_copied(part, "a slice of a dim that had to be gathered")
+        is_copy = cut.through != tensor.sharding  # else the same pieces in other words
+        return mark_copied(part, "a slice of a dim that had to be gathered") if is_copy else part
     local = aten.slice.Tensor(tensor.local_parts[0], dim, *cut.rows)
     return wrap(cut.result, (local,), tensor.comm)
 

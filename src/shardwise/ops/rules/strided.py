@@ -83,7 +83,7 @@ def _call_on_memory(op: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -
     result = op(whole.local_parts[0], *values, **kwargs)
     spec = whole.sharding.spec
     made = wrap(spec.layout(tuple(result.shape)), (result,), tensor.comm)
-    is_copy = op is aten.as_strided.default and whole is not tensor
+    is_copy = op is aten.as_strided.default and whole.sharding != tensor.sharding
     return mark_copied(made, f"what {op} returned, after its input had to be moved,") if is_copy else made
 
 

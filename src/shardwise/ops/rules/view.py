@@ -141,7 +141,11 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
         layout = _cached_view_layout(tensor.sharding, tuple(size))
     except NoViewError:
         shape = resolve_size(tensor.sharding.shape, size)
-        moved = reshape_sharded(_move_for_view(tensor, shape), size)
+        recut = _move_for_view(tensor, shape)
+        if recut.sharding == tensor.sharding:  # the same pieces in other words: the memory is the tensor's own
+            recut._dense_strides = tensor._dense_strides
+            return reshape_sharded(recut, size)
+        moved = reshape_sharded(recut, size)
         if not can_view(tensor.sharding.shape, tensor._dense_strides, shape):
             return moved  # a copy in torch as well
         return mark_copied(moved, "a view, before which its input had to be moved,")
