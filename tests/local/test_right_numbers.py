@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing import assert_close
 
 import shardwise
 from shardwise import Comm, Replicate, Shard, ShardedTensor, manual_seed, redistribute_many, run_local
+from shardwise.geometry import parse_spec
 from tests.local.dense import (
     S0,
     S1,
@@ -417,3 +419,56 @@ def test_nothing_is_a_ShardedTensor_by_accident() -> None:
         assert isinstance(x / 0, ShardedTensor) and isinstance(torch.cat([x, x]), ShardedTensor)
 
     run_local(body, 2, timeout=60)
+
+
+OTHER_MESHES: dict[str, Callable[[Any, Any], Any]] = {
+    "_foreach_add": lambda x, y: torch._foreach_add([x, y], 1),
+    "_foreach_add_": lambda x, y: (torch._foreach_add_([x, y], 1), (x, y))[1],
+    "_foreach_mul_ by lists": lambda x, y: (torch._foreach_mul_([x, y], [x, y]), (x, y))[1],
+    "_foreach_norm": lambda x, y: torch._foreach_norm([x, y]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MESHES)
+def test_lists_of_tensors_on_several_meshes(name: str) -> None:
+    """Rank 1 has a part of one tensor and nothing of the other."""
+    program = OTHER_MESHES[name]
+
+    def make() -> list[Any]:
+        return [torch.arange(1.0, 7.0).reshape(2, 3), torch.full((2, 2), 3.0)]
+
+    def body(comm: Comm) -> list[Tensor]:
+        layouts = (parse_spec("on all=3: S(0)"), parse_spec("on tp=2 @ 0,2: R"))
+        return [t.full() for t in program(*map(shardwise.shard, make(), layouts))]
+
+    for found in run_local(body, 3):
+        assert_close(found, list(program(*make())))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["amin", "amax"])
+def test_extremes_of_few_elements_as_whole_numbers(name: str, dtype: torch.dtype) -> None:
+    """Two of four ranks have nothing: what they add to the result is infinite, and no whole number is."""
+
+    def body(comm: Comm) -> list[Tensor]:
+        x: Any = shardwise.shard(torch.tensor([3.0, 5.0]), parse_spec("on dp=2,tp=2: S(0), S(0)"))
+        return [getattr(x, name)().to(dtype).full(), getattr(x, name)(0, keepdim=True).type(dtype).full()]
+
+    value = 3 if name == "amin" else 5
+    for found in run_local(body, 4):
+        assert_close(found, [torch.tensor(value, dtype=dtype), torch.tensor([value], dtype=dtype)])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_row_of_irregular_pieces_is_changed_in_place(rows: int) -> None:
+    def body(comm: Comm) -> Tensor:
+        spec = parse_spec(f"as pieces 1[0:{rows},4:5], 1[0:{rows},0:4]")
+        x = shardwise.shard(torch.zeros(rows, 5, dtype=torch.bfloat16), spec)
+        x[0] += 1
+        x[:].mul_(2)
+        return x.full()
+
+    expected = torch.zeros(rows, 5, dtype=torch.bfloat16)
+    expected[0] = 2
+    for found in run_local(body, 3):
+        assert torch.equal(found, expected)

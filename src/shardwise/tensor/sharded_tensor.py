@@ -32,7 +32,7 @@ from shardwise.tensor.move import (
     target_layout,
 )
 from shardwise.tensor.moving.execute import Handle
-from shardwise.tensor.moving.reductions import check_conversion
+from shardwise.tensor.moving.reductions import check_conversion, limit_addend
 from shardwise.tensor.recorder import write_tensor
 from shardwise.tensor.shards import (
     Shard,
@@ -360,7 +360,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         if same and group is None:
             return self
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
-        locals_ = tuple(t.to(*args, **kwargs) for t in self.local_parts)
+        addends = (limit_addend(t, self.sharding.pending, moved_probe.dtype) for t in self.local_parts)
+        locals_ = tuple(t.to(*args, **kwargs) for t in addends)
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
         comm = self.comm if group is None else self._resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -109,7 +110,16 @@ def is_outside(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
     draws = has_tag(op, torch.Tag.nondeterministic_seeded) and isinstance(find_rule(op), Steps)
     if op in _ASK_ALL_RANKS or draws:
         return False
-    return any(map(_leaves_out_this_rank, tensors)) and not any(map(is_in_pieces, tensors))
+    left_out = [_leaves_out_this_rank(t) for t in tensors]
+    if _takes_lists(op) and not all(left_out):
+        return False  # each tensor of a list is computed by itself, and this rank has some of them
+    return any(left_out) and not any(map(is_in_pieces, tensors))
+
+
+@cache
+def _takes_lists(op: Any) -> bool:
+    name: str = op._schema.name.removeprefix("aten::")
+    return name.startswith(("_foreach_", "_fused_"))
 
 
 def _leaves_out_this_rank(tensor: ShardedTensor) -> bool:

@@ -32,6 +32,7 @@ def _permute_back(base: ShardedTensor, value: ShardedTensor, dims: Sequence[int]
 
 
 _SCATTERS: dict[Any, Scatter] = {
+    aten.alias.default: lambda base, value: value,  # `x[:]`, a slice of all rows
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,

@@ -212,8 +212,8 @@ def _norm_group_key(tensor: Any, order: float) -> Any:
     if math.isinf(order) and is_differentiated(tensor):  # ties share gradients over ranks
         return None
     spec = mesh_spec_of(tensor)
-    if spec is None or tensor.sharding.pending is not None:
-        return None
+    if spec is None or tensor.sharding.pending is not None or spec.mesh.ranks.size < tensor.comm.world_size:
+        return None  # ranks outside of the mesh take part without data, in operators of one tensor
     return spec.mesh, cutting_axes(tensor.sharding, range(tensor.ndim)), tensor.dtype, tensor.device, tensor.comm
 
 

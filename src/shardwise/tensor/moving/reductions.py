@@ -8,6 +8,7 @@ from torch import Tensor
 from shardwise.geometry import Reduction
 
 LOW_PRECISION_BYTES = 2
+_LARGEST_WHOLE = 2**63 - 1024  # the largest float64 that is an int64
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,3 +111,19 @@ def check_conversion(pending: Reduction | None, old: torch.dtype, new: torch.dty
         f"addends of a pending {pending} converted from {old} to {new} do not yield the converted value; "
         "redistribute to Shard or Replicate first"
     )
+
+
+def limit_addend(addend: Tensor, pending: Reduction | None, new: torch.dtype) -> Tensor:
+    """An addend of a pending minimum or maximum that can be converted: where nothing is reduced it is infinite.
+
+    As a whole number it becomes the largest or smallest one, to which infinity is not converted.
+
+    >>> limit_addend(torch.tensor(float("inf")), Reduction("min"), torch.int8)
+    tensor(127., dtype=torch.float64)
+    """
+    if pending is None or pending.op not in ("min", "max") or not addend.is_floating_point():
+        return addend
+    if new.is_floating_point or new.is_complex or new == torch.bool:
+        return addend
+    limits = torch.iinfo(new)
+    return addend.double().clamp(limits.min, min(limits.max, _LARGEST_WHOLE))
