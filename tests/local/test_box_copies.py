@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm import box_copies, box_kernels
 from shardwise.comm.box_copies import copy_box, copy_boxes, reduce_tensors
-from shardwise.comm.box_kernels import UNIT, find_kernel, find_row
+from shardwise.comm.box_kernels import COPY_KERNEL, UNIT, find_row
 from tests.moving import DTYPES, same_bytes, values
 
 BOXES = [
@@ -80,7 +80,7 @@ def test_reduction_may_write_to_any_of_its_terms() -> None:
 def test_boxes_are_copied_one_by_one_where_the_kernel_does_not_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(box_kernels, "_disabled", [])
+    monkeypatch.setattr(box_kernels.COPY_KERNEL, "problem", None)
 
     def fail(rows: object, device: object) -> None:
         raise RuntimeError("no compiler")
@@ -88,11 +88,11 @@ def test_boxes_are_copied_one_by_one_where_the_kernel_does_not_run(
     monkeypatch.setattr(box_copies, "prepare_rows", fail)
     pairs = [(torch.zeros(4, device="cpu"), torch.ones(4, device="cpu")) for _ in range(2)]
     assert box_copies._launch_fitting(pairs) == (None, pairs)
-    assert box_kernels.find_kernel() is None
+    assert box_kernels.COPY_KERNEL.find() is None
     assert "boxes are copied one by one: Triton's kernel does not run here (no compiler)" in caplog.text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or find_kernel() is None, reason="needs a GPU and Triton")
+@pytest.mark.skipif(not torch.cuda.is_available() or COPY_KERNEL.find() is None, reason="needs a GPU and Triton")
 def test_boxes_are_copied_in_one_launch() -> None:
     source = torch.rand(64, 4096, device="cuda")
     target = torch.zeros_like(source)

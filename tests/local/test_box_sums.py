@@ -93,7 +93,7 @@ def test_what_the_kernel_cannot_take_is_left(monkeypatch: pytest.MonkeyPatch) ->
 def test_terms_are_added_one_by_one_where_the_kernel_does_not_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(box_sums, "_disabled", [])
+    monkeypatch.setattr(box_sums.SUM_KERNEL, "problem", None)
 
     def fail(*args: object) -> None:
         raise RuntimeError("no compiler")
@@ -101,7 +101,7 @@ def test_terms_are_added_one_by_one_where_the_kernel_does_not_run(
     monkeypatch.setattr(box_sums, "_launch", fail)
     pairs = [(torch.zeros(4, device="cpu"), torch.ones(4, device="cpu")) for _ in range(2)]
     assert box_sums._launch_sums(pairs, CPU) == pairs
-    assert box_sums.find_sum_kernel() is None
+    assert box_sums.SUM_KERNEL.find() is None
     assert "terms are added one by one: Triton's kernel does not run here (no compiler)" in caplog.text
 
 
@@ -163,7 +163,7 @@ for dtype in box_sums.TERM_KINDS:
             total += term.float()
     pairs = [(target, term) for target, terms in held for term in terms]
     left = box_sums._launch_sums(pairs, torch.device("cpu"))
-    assert not left and not box_sums._disabled, (left, box_sums._disabled)
+    assert not left and box_sums.SUM_KERNEL.problem is None, (left, box_sums.SUM_KERNEL.problem)
     assert all(torch.equal(target, total) for (target, _), total in zip(held, wanted)), dtype
 print("added")
 """

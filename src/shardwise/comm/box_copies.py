@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_kernels import disable_kernel, find_kernel, find_row, prepare_rows
+from shardwise.comm.box_kernels import COPY_KERNEL, find_row, prepare_rows
 from shardwise.comm.protocol import ReduceOp
 
 BoxPair = tuple[Tensor, Tensor]
@@ -28,7 +28,7 @@ def copy_boxes(pairs: Sequence[BoxPair]) -> Callable[[], None] | None:
     If one launch took them all, what makes it again is returned: it knows addresses alone and keeps no tensor alive.
     """
     launch = None
-    if len(pairs) > 1 and pairs[0][0].device.type == "cuda" and find_kernel() is not None:
+    if len(pairs) > 1 and pairs[0][0].device.type == "cuda" and COPY_KERNEL.find() is not None:
         launch, pairs = _launch_fitting(pairs)
     for target, source in pairs:
         copy_box(target, source)
@@ -53,7 +53,7 @@ def _launch_fitting(pairs: Sequence[BoxPair]) -> tuple[Callable[[], None] | None
         launch = prepare_rows(rows, device)
         launch()
     except Exception as error:  # Triton needs a compiler of the system, and more that may be missing
-        disable_kernel(error)
+        COPY_KERNEL.disable(error)
         return None, list(pairs)
     return launch, rest
 

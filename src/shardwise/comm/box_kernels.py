@@ -40,30 +40,35 @@ def _copy_tile(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.cons
     tl.store(target + to[:, None] + columns[None, :], values, mask=inside)
 
 
-_disabled: list[BaseException] = []  # why the kernel is not used
+class TritonKernel:
+    """A kernel that is compiled when it is first needed; none where Triton is not installed or does not run."""
 
+    def __init__(self, tile: Callable[..., None], instead: str) -> None:
+        self._tile, self._instead = tile, instead
+        self.problem: BaseException | None = None
 
-def disable_kernel(reason: BaseException) -> None:
-    """Use the kernel no more in this process."""
-    _log.warning("boxes are copied one by one: Triton's kernel does not run here (%s)", reason)
-    _disabled.append(reason)
+    def find(self) -> Any:
+        """The compiled kernel, or None."""
+        return None if self.problem is not None else _compile_tile(self._tile)
 
-
-def find_kernel() -> Any:
-    """The compiled kernel; None where Triton is not installed or does not run."""
-    return None if _disabled else _make_kernel()
+    def disable(self, problem: BaseException) -> None:
+        """Use the kernel no more in this process."""
+        _log.warning("%s: Triton's kernel does not run here (%s)", self._instead, problem)
+        self.problem = problem
 
 
 @cache
-def _make_kernel() -> Any:
-    global tl
+def _compile_tile(tile: Any) -> Any:
     try:
         import triton
         import triton.language
     except ImportError:
         return None
-    tl = triton.language
-    return triton.jit(_copy_tile)
+    tile.__globals__["tl"] = triton.language  # the name by which the code of a tile reads it
+    return triton.jit(tile)
+
+
+COPY_KERNEL = TritonKernel(_copy_tile, "boxes are copied one by one")
 
 
 def find_row(target: Tensor, source: Tensor) -> BoxRow | None:
@@ -112,7 +117,7 @@ def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], N
     height = _TILE // columns
     tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
     table = device_table(tuple(rows), device)
-    kernel = find_kernel()[(tiles, len(rows))]
+    kernel = COPY_KERNEL.find()[(tiles, len(rows))]
     launch = partial(kernel, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
     return partial(launch_on, device, launch)
 

@@ -8,16 +8,14 @@ to three dims, and for each term an address and strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise._log import package_logger
-from shardwise.comm.box_kernels import device_table, launch_on
+from shardwise.comm.box_kernels import TritonKernel, device_table, launch_on
 
-_log = package_logger(__name__)
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 TERM_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 HEAD_FIELDS, TERM_FIELDS = 7, 4  # target: address, three sizes, three strides; term: address, three strides
@@ -48,24 +46,7 @@ def _sum_tile(table, TERMS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.conste
     tl.store(places, total, mask=inside)
 
 
-_disabled: list[BaseException] = []  # why the kernel is not used
-
-
-@cache
-def _make_kernel() -> Any:
-    global tl
-    try:
-        import triton
-        import triton.language
-    except ImportError:
-        return None
-    tl = triton.language
-    return triton.jit(_sum_tile)
-
-
-def find_sum_kernel() -> Any:
-    """The compiled kernel; None where Triton is not installed or does not run."""
-    return None if _disabled else _make_kernel()
+SUM_KERNEL = TritonKernel(_sum_tile, "terms are added one by one")
 
 
 def add_together(pairs: Sequence[TermPair]) -> list[TermPair]:
@@ -73,7 +54,7 @@ def add_together(pairs: Sequence[TermPair]) -> list[TermPair]:
 
     Targets are the same or have no element in common. All are left where there is no GPU, or no Triton.
     """
-    if len(pairs) < 2 or pairs[0][0].device.type != "cuda" or find_sum_kernel() is None:
+    if len(pairs) < 2 or pairs[0][0].device.type != "cuda" or SUM_KERNEL.find() is None:
         return list(pairs)
     return _launch_sums(pairs, pairs[0][0].device)
 
@@ -91,8 +72,7 @@ def _launch_sums(pairs: Sequence[TermPair], device: torch.device) -> list[TermPa
         try:
             _launch([row for row, _ in found], count, dtype, device)
         except Exception as error:  # Triton needs a compiler of the system, and more that may be missing
-            _log.warning("terms are added one by one: Triton's kernel does not run here (%s)", error)
-            _disabled.append(error)
+            SUM_KERNEL.disable(error)
             left += [pair for _, same in found for pair in same]
     return left
 
@@ -146,6 +126,6 @@ def plan_tiles(rows: Sequence[tuple[int, ...]]) -> tuple[int, int, int]:
 
 def _launch(rows: Sequence[tuple[int, ...]], count: int, dtype: torch.dtype, device: torch.device) -> None:
     tiles, columns, height = plan_tiles(rows)
-    kernel, kind = find_sum_kernel()[(tiles, len(rows))], getattr(tl, TERM_KINDS[dtype])
+    kernel, kind = SUM_KERNEL.find()[(tiles, len(rows))], getattr(tl, TERM_KINDS[dtype])
     table = device_table(tuple(rows), device)
     launch_on(device, partial(kernel, table, TERMS=count, COLUMNS=columns, ROWS=height, KIND=kind, num_warps=8))
