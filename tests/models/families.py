@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Mesh
+from tests.device import DEVICE
 
 VOCABULARY, LENGTH, ROWS = 64, 8, 4
 LAYOUTS = {
@@ -58,15 +59,15 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made: nn.Module = getattr(transformers, self.model)(getattr(transformers, self.config)(**self.options))
-        return made.eval()
+        return made.eval().to(DEVICE)
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
+    return torch.Generator(DEVICE).manual_seed(1)
 
 
 def tokens() -> Tensor:
-    return torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=_generator())
+    return torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=_generator(), device=DEVICE)
 
 
 def _text() -> dict[str, Tensor]:
@@ -74,8 +75,8 @@ def _text() -> dict[str, Tensor]:
 
 
 def _images() -> dict[str, Tensor]:
-    images = torch.randn(ROWS, 3, 16, 16, generator=_generator())
-    return {"pixel_values": images, "labels": torch.arange(ROWS) % 2}
+    images = torch.randn(ROWS, 3, 16, 16, generator=_generator(), device=DEVICE)
+    return {"pixel_values": images, "labels": torch.arange(ROWS, device=DEVICE) % 2}
 
 
 def _pairs() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _pairs() -> dict[str, Any]:
 
 
 def _speech() -> dict[str, Tensor]:
-    return {"input_features": torch.randn(ROWS, 8, 32, generator=_generator()), "labels": tokens()}
+    return {"input_features": torch.randn(ROWS, 8, 32, generator=_generator(), device=DEVICE), "labels": tokens()}
 
 
 FAMILIES = {

@@ -16,6 +16,7 @@ import shardwise.hf
 from shardwise import Comm, Mesh, ShardedTensor, run_local, shard_module
 from shardwise.checkpoint import loading
 from shardwise.nn import PlanError
+from tests.device import DEVICE
 from tests.models.environment import import_or_skip
 from tests.models.families import DECODER, FAMILIES, LAYOUTS, LENGTH, tokens
 
@@ -93,7 +94,7 @@ def test_a_family_trains_saves_loads_and_generates(
         assert_close(own, losses, rtol=1e-4, atol=1e-5)
         assert_close(parameters, whole(dense), rtol=1e-3, atol=1e-5)
         assert before == after
-    restored = type(dense).from_pretrained(tmp_path)
+    restored = type(dense).from_pretrained(tmp_path).to(DEVICE)
     assert_close(whole(restored), results[0][1], rtol=0, atol=0)
     if generates:
         assert torch.equal(join_rows(mesh, [made for _, _, made, _, _ in results]), expected)
@@ -107,7 +108,7 @@ def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model
     dtypes: dict[bool, torch.dtype] = {}
 
     def run(model: nn.Module, half: bool) -> dict[str, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=half):
             output = model(**batch)
         logits = output.logits_per_image if "pixel_values" in batch and "input_ids" in batch else output.logits
         dtypes.setdefault(half, logits.dtype)
@@ -238,7 +239,7 @@ def test_sharded_files_and_a_config_are_written_once(tmp_path: Path) -> None:
     run_local(body, 2, timeout=TIMEOUT)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "model.safetensors.index.json"} <= names and "model.safetensors" not in names
-    assert_close(whole(transformers.LlamaForCausalLM.from_pretrained(tmp_path)), whole(dense), rtol=0, atol=0)
+    assert_close(whole(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(DEVICE)), whole(dense), rtol=0, atol=0)
 
 
 def test_what_fails_while_it_is_written_is_raised_on_every_rank(tmp_path: Path) -> None:
