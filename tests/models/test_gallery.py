@@ -239,7 +239,9 @@ def test_sharded_files_and_a_config_are_written_once(tmp_path: Path) -> None:
     run_local(body, 2, timeout=TIMEOUT)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "model.safetensors.index.json"} <= names and "model.safetensors" not in names
-    assert_close(whole(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(DEVICE)), whole(dense), rtol=0, atol=0)
+    assert_close(
+        whole(transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(DEVICE)), whole(dense), rtol=0, atol=0
+    )
 
 
 def test_what_fails_while_it_is_written_is_raised_on_every_rank(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def convert_plain_tensors(call: OperatorCall) -> list[ShardedTensor]:
                 f"{call.op} got a plain tensor of shape {tuple(tensor.shape)} as argument "
                 f"{_argument_name(call, number)!r} "
                 "next to a ShardedTensor; if every rank has the same values pass shardwise.replicate(t), or use "
-                "`with shardwise.plain_as_replicated():`"
+                "`with shardwise.plain_as_replicated():`; a model that is given plain inputs needs a ModelPlan with "
+                'an input_plan ("R": the same on every rank)'
             )
     return found
 
