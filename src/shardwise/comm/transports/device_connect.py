@@ -34,6 +34,7 @@ from shardwise.comm.transports.device_memory import (
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import Door, Listener, PeerSockets
+from shardwise.comm.transports.pipes import are_pipes_supported, connect_pipes
 from shardwise.comm.transports.same_host import identify_host
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 
@@ -114,6 +115,7 @@ def _open_entry(device: torch.device) -> tuple[DeviceEntry | None, dict[str, Any
             "host": identify_host(),
             "process": identify_process(),
             "pid": os.getpid(),
+            "pipes": are_pipes_supported(),
         }
         listener = Listener()
     except (OSError, RuntimeError) as error:
@@ -130,7 +132,8 @@ def _connect(
     links: PeerSockets | None = None
     try:
         doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
-        links = entry.listener.connect(rank, doors, seconds)
+        with_pipes = all(card.get("pipes", False) for card in cards.values())
+        links = (connect_pipes if with_pipes else Listener.connect)(entry.listener, rank, doors, seconds)
         entry.events.open({r: card["events"] for r, card in others.items()})
         for r, card in others.items():
             read = peers.read(r, card["probe"].encode())[0].cpu()

@@ -84,6 +84,8 @@ class PeerSockets:
 
     def send(self, rank: int, kind: FrameKind, number: int, label: str, body: bytes) -> None:
         """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
+        if rank in self.ended:
+            return
         text = label.encode()
         frame = _FRAME_HEADER.pack(kind, number, len(text), len(body)) + text + body
         self._output[rank].append(memoryview(frame))
@@ -168,7 +170,7 @@ class PeerSockets:
         buffer = self._input[rank]
         buffer += self._arrived[:count]
         frames = []
-        while (frame := _next_frame(rank, buffer)) is not None:
+        while (frame := next_frame(rank, buffer)) is not None:
             frames.append(frame)
         return frames
 
@@ -192,7 +194,7 @@ def _open_process(pid: int) -> int | None:
         return None
 
 
-def _next_frame(rank: int, buffer: bytearray) -> Frame | None:
+def next_frame(rank: int, buffer: bytearray) -> Frame | None:
     """Take one complete frame off the front of a buffer."""
     if len(buffer) < _FRAME_HEADER.size:
         return None
@@ -220,13 +222,16 @@ class Listener:
 
     def connect(self, rank: int, doors: Mapping[int, Door], timeout: float) -> PeerSockets:
         """Connect to every lower rank and accept every higher one; raises OSError if they are not there in time."""
+        return PeerSockets(self.open_sockets(rank, doors, timeout), {r: door.pid for r, door in doors.items()})
+
+    def open_sockets(self, rank: int, doors: Mapping[int, Door], timeout: float) -> dict[int, socket.socket]:
+        """The sockets of such connections."""
         deadline = time.monotonic() + timeout
         sockets: dict[int, socket.socket] = {}
         for lower in sorted(r for r in doors if r < rank):
             sockets[lower] = _knock(doors[lower], rank, timeout)
         higher = {r: door.pid for r, door in doors.items() if r > rank}
-        sockets |= self._accept(higher, deadline)
-        return PeerSockets(sockets, {r: door.pid for r, door in doors.items()})
+        return sockets | self._accept(higher, deadline)
 
     def _accept(self, pids: Mapping[int, int], deadline: float) -> dict[int, socket.socket]:
         """The sockets of these ranks; whoever else connects is turned away, or left unheard."""
