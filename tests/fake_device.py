@@ -171,5 +171,6 @@ def open_fake_entry(device: FakeDevice, events: Any, **fields: Any) -> tuple[Dev
     probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
     messages, _ = shared.describe({-1: [probe]})
     card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
+    card["pipes"] = are_pipes_supported()
     card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(os.getpid())}
     return DeviceEntry(CPU, listener, shared, events, probe), card | fields
