@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise.comm import DisagreementError, ProcessGroupComm, agree, comm_from_device_mesh, default_comm, launch
 from shardwise.comm.transports import gloo
+from tests.device import DEVICE
 from tests.ranks.world import Ranks, world_fixture
 
 DTYPES = [
@@ -314,6 +315,18 @@ def alone_in_a_given_world() -> Any:
     x = torch.tensor([5.0], device=comm.device)
     comm.all_reduce(x, label="alone").wait()
     return type(comm).__name__, comm.ranks, x.item(), comm.all_gather_bytes(b"x", label="alone")
+
+
+def device_of_rank() -> tuple[int, str]:
+    return default_comm().rank, default_comm().device.type
+
+
+def test_launch_gives_ranks_comms_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = "cuda" if DEVICE == "cuda" else "cpu"
+    assert launch(device_of_rank, 2, device=chosen) == [(0, chosen), (1, chosen)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device='cuda': torch .* sees no GPU here; leave device out for the CPU"):
+        launch(device_of_rank, 2, device="cuda")
 
 
 def test_launch_explains_what_cannot_be_sent() -> None:

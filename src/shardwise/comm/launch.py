@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import TCPStore
-from shardwise.comm.current import given_world
+from shardwise.comm.current import given_world, use_comm
+from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
 from shardwise.comm.transports.worker import LOOPBACK, WorkerReply, WorkerTask, WorldConfig, worker_main
 
@@ -39,13 +40,16 @@ _LOOK_SECONDS = 0.5
 _AFTERMATH = 10.0  # how long the other ranks have to report how they ended, once one has failed
 
 
-def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[T]:
+def launch(
+    fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = DEFAULT_TIMEOUT, device: str | None = None
+) -> list[T]:
     """Call `fn(*args)` in `nprocs` new local processes that form a gloo world; return the results in rank order.
 
     Inside, torch.distributed is initialised and `default_comm()` is the world. `fn` must be importable (a function of
     a module, and in a script started under `if __name__ == "__main__"`). If a rank raises, the others are stopped and
     its exception is raised here with a note that has its rank and traceback.
 
+    With `device="cuda"` each rank's comm is for its GPU, which ranks share where there are more of them.
     Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
 
     >>> launch(os.cpu_count, 2)  # doctest: +SKIP
@@ -58,8 +62,8 @@ def launch(fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = D
         )
     if given_world() is not None:
         _warn_of_other_size(nprocs)
-        return [_run_in_given_world(fn, args)]
-    with LocalWorld(nprocs, timeout=timeout) as world:
+        return [_run_in_given_world(fn, args, timeout, _check_device(device))]
+    with LocalWorld(nprocs, timeout=timeout, device=device) as world:
         return results_of(world.outcomes(fn, *args, last=True))
 
 
@@ -74,9 +78,16 @@ def _warn_of_other_size(nprocs: int) -> None:
         )
 
 
-def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _check_device(device: str | None) -> str | None:
+    """Refuse a device that no rank could use before any rank is started."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: torch {torch.__version__} sees no GPU here; leave device out for the CPU")
+    return device
+
+
+def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...], timeout: float, device: str | None) -> T:
     if dist.is_initialized():
-        return fn(*args)
+        return _run_on_device(fn, args, timeout, device)
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
@@ -84,9 +95,16 @@ def _run_in_given_world(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus and own_gpu else "gloo")
     try:
-        return fn(*args)
+        return _run_on_device(fn, args, timeout, device)
     finally:
         dist.destroy_process_group()
+
+
+def _run_on_device(fn: Callable[..., T], args: tuple[Any, ...], timeout: float, device: str | None) -> T:
+    if device is None:
+        return fn(*args)
+    with use_comm(ProcessGroupComm.of(timeout=timeout, device=device)):
+        return fn(*args)
 
 
 @dataclass(frozen=True)
@@ -129,7 +147,7 @@ class LocalWorld:
     def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT, device: str | None = None) -> None:
         if nprocs < 1:
             raise ValueError(f"a world of {nprocs} processes: pass at least 1")
-        self._size, self._timeout, self._device = nprocs, timeout, device
+        self._size, self._timeout, self._device = nprocs, timeout, _check_device(device)
         self._address = LOOPBACK
         self._prepare: Callable[[int], None] | None = None
         self._store: TCPStore | None = None
