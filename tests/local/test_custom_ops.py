@@ -10,6 +10,7 @@ import torch
 import torch.distributed._shard.sharding_spec.api as torch_specs
 from torch.distributed._shard.metadata import ShardMetadata
 
+from shardwise import shard
 from shardwise.comm import Comm, LocalComm, run_local
 from shardwise.compat.custom_ops import (
     check_op_arguments,
@@ -191,3 +192,18 @@ def test_comms_that_are_local_count_as_one_group_by_their_ranks() -> None:
     x = ones()
     y = ShardedTensor(ChunkSpec(0, ranks=1), 2, 3, process_group=LocalComm.alone())
     check_op_arguments(torch.add, (x, y))
+
+
+def test_a_custom_op_that_computes_by_operators_answers_every_call() -> None:
+    """What it does below must not be taken for what torch's own function does."""
+
+    @custom_sharded_op_impl(torch.add)
+    def multiply(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        return torch.mul(*args)
+
+    def body(comm: Comm) -> None:
+        x = shard(torch.full((4, 2), 3.0), ChunkSpec(0, ranks=2), None)
+        for _ in range(3):
+            assert torch.add(x, x).full().eq(9).all()
+
+    run_local(body, 2, timeout=60)

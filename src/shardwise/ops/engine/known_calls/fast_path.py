@@ -100,8 +100,8 @@ def call_fast_path(
     comm = first.comm
     if shortcut.vary:
         local, named = vary_arguments(shortcut, args, kwargs or {})
-    if shortcut.reshape:
-        result = local[0].reshape(made.local_shapes[comm.rank])
+    if (shape := shortcut.shape) is not None:
+        result = shape(local[0], made.local_shapes[comm.rank] or ())
     else:
         result = func(*local, **named) if named else func(*local)
     if shortcut.writes:

@@ -13,16 +13,14 @@ from torch import Tensor
 from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks, storage_identity
 from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.ops.engine.known_calls.fingerprint import get_fingerprint
+from shardwise.ops.engine.known_calls.shaped import find_shape_function
 from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut
 from shardwise.tensor.caches import cache_by_identity
-from shardwise.tensor.dispatch import call_function
+from shardwise.tensor.dispatch import call_function, override_for, sharded_leaves
 from shardwise.tensor.moving.autograd import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 UNKNOWN: Any = object()
-_RESHAPES: frozenset[Any] = frozenset(
-    (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten)
-)
 
 
 @dataclass
@@ -94,6 +92,9 @@ def run_and_record(
 
     None: by none. UNKNOWN: another call has to show.
     """
+    first = next(sharded_leaves(args, kwargs))
+    if override_for(func, first.sharding.spec) is not None:
+        return call_function(func, types, args, kwargs), None  # what it does below is not what the function does
     before, _recording_state.recording = _recording_state.recording, FunctionRecording()
     try:
         result = call_function(func, types, args, kwargs)
@@ -110,9 +111,11 @@ def _find_shortcut(
 ) -> Any:
     outputs = list(result) if type(result) in (list, tuple) else [result]
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
-    if func in _RESHAPES and recording.operators == 1 and _is_reshape(args, kwargs, result):
+    shape = None if recording.moved else find_shape_function(func, args, kwargs, result, recording.operators)
+    if shape is not None:
         shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
-        return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, reshape=True)
+        strides = _strides_of(outputs)
+        return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, shape=shape, strides=strides)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
     if recording.operators > 1:
@@ -141,12 +144,6 @@ def _strides_of(outputs: Sequence[ShardedTensor]) -> tuple[tuple[int, ...] | Non
     """The strides that each output would have as a whole; empty if all are contiguous."""
     found = tuple(o._dense_strides for o in outputs)
     return found if any(found) else ()
-
-
-def _is_reshape(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether the first argument was given another shape and nothing else; `view` takes a dtype as well."""
-    tensors = isinstance(result, ShardedTensor) and isinstance(args[0], ShardedTensor)
-    return tensors and not kwargs and bool(result.dtype == args[0].dtype) and args[0]._dense_strides is None
 
 
 def _gives_back_what_it_writes(

@@ -12,6 +12,7 @@ from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError
 from shardwise.ops.engine.gathers.gather_again import free_after_forward
 from shardwise.ops.engine.known_calls.fingerprint import Fingerprint
+from shardwise.ops.engine.known_calls.shaped import ShapeFunction
 from shardwise.ops.engine.vary import move_input, vary_along
 from shardwise.tensor.inplace import check_writable, count_write
 from shardwise.tensor.move import format_layout_text
@@ -24,11 +25,11 @@ class Shortcut:
 
     `vary`: the axes along which each tensor varies, empty if none does; only of those that are differentiated, which is
     part of the key. `made`: the fingerprint of the only output, where nothing moves, so that the function can be called
-    at once. `casts`: autocast, where it is on, may cast arguments of an operator. `reshape`: the local tensor takes the
-    shape from the output's layout. `moves`: the layout in which a tensor is wanted, None where it has it. `writes`:
-    the first argument is written to and returned. `compared`: of several operators; other tensors are saved for the
-    backward pass than by these. `strides`: those of the outputs as whole tensors, empty if all are contiguous. `plain`:
-    none of these, so that the function is called with the local tensors.
+    at once. `casts`: autocast, where it is on, may cast arguments of an operator. `shape`: makes a local result of the
+    shape that the output's layout has here. `moves`: the layout in which a tensor is wanted, None where it has it.
+    `writes`: the first argument is written to and returned. `compared`: of several operators; other tensors are saved
+    for the backward pass than by these. `strides`: those of the outputs as whole tensors, empty if all are contiguous.
+    `plain`: none of these, so that the function is called with the local tensors.
     """
 
     outputs: tuple[Layout, ...]
@@ -36,7 +37,7 @@ class Shortcut:
     vary: tuple[tuple[int, ...], ...] = ()
     made: Fingerprint | None = None
     casts: bool = True
-    reshape: bool = False
+    shape: ShapeFunction | None = None
     moves: tuple[Layout | None, ...] = ()
     label: str = ""
     writes: bool = False
@@ -45,14 +46,14 @@ class Shortcut:
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        plain = not (self.vary or self.reshape or self.moves or self.writes or self.compared)
+        plain = not (self.vary or self.shape or self.moves or self.writes or self.compared)
         object.__setattr__(self, "plain", plain)
 
 
 def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function by its shortcut."""
-    if shortcut.reshape:
-        return _reshape_locals(shortcut.outputs[0], args[0])
+    if shortcut.shape is not None:
+        return _note_strides(shortcut, [_shape_local(shortcut.shape, shortcut.outputs[0], args[0])])[0]
     tensors = [value for value in args if isinstance(value, ShardedTensor)]
     if kwargs:
         tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
@@ -109,9 +110,9 @@ def wrap_checked(func: Any, layout: Layout, result: Tensor, comm: Comm) -> Shard
     return wrap(layout, (result,), comm)
 
 
-def _reshape_locals(layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
+def _shape_local(shape: ShapeFunction, layout: Layout, tensor: ShardedTensor) -> ShardedTensor:
     comm = tensor.comm
-    return wrap(layout, (tensor.local_parts[0].reshape(layout.local_shapes(comm.rank)[0]),), comm)
+    return wrap(layout, (shape(tensor.local_parts[0], layout.local_shapes(comm.rank)[0]),), comm)
 
 
 def _vary_locals(shortcut: Shortcut, aligned: Sequence[ShardedTensor]) -> list[Tensor]:
