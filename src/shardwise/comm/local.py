@@ -40,7 +40,7 @@ from shardwise.comm.local_jobs import (
     plan_nothing,
     plan_reduce_scatter,
 )
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 from shardwise.comm.turns import TurnTaking
 from shardwise.transfer.device_cost import DeviceTraffic
@@ -316,13 +316,13 @@ class LocalComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Copy tensors of any strides, all ranks' in one job."""
-        return self._start("exchange", label, "", (sends, receives), partial(plan_boxes, label=label))
+        return self._start("exchange", label, BOXES, (sends, receives), partial(plan_boxes, label=label))
 
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
-        return self._start("exchange", label, "", (sends, set(receives), take), partial(plan_lending, label=label))
+        return self._start("exchange", label, LENT, (sends, set(receives), take), partial(plan_lending, label=label))
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""

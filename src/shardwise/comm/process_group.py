@@ -38,7 +38,7 @@ from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.local import default_device
-from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError, PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
 from shardwise.comm.transports.device_choice import choose_device_engine, find_request
 from shardwise.comm.transports.device_connect import connect_devices
@@ -160,7 +160,7 @@ class ProcessGroupComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Copy tensors of any strides, those that this rank sends to itself included."""
-        call = tensors.describe_call("exchange", label)
+        call = tensors.describe_call("exchange", label, BOXES)
 
         def start(engine: Engine, stage: Stage) -> Work:
             lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
@@ -173,7 +173,7 @@ class ProcessGroupComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
-        call = tensors.describe_call("exchange", label)
+        call = tensors.describe_call("exchange", label, LENT)
 
         def start(engine: Engine, stage: Stage) -> Work:
             lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}

@@ -171,6 +171,10 @@ TakeLent = Callable[[Mapping[int, Sequence[Tensor]]], None]
 """What reads the tensors that other ranks lend, by rank."""
 
 
+BOXES, LENT = "boxes in place", "lent memory"
+"""How an exchange is made where nothing is packed: part of what ranks compare, so that all of them make the same."""
+
+
 class LendingComm(Comm, Protocol):
     """A comm whose ranks can read each other's tensors where they are, whatever their strides: nothing is packed."""
 

@@ -265,7 +265,7 @@ def move_to(
     limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
     link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit, started=started)
     if not is_move_recorded(held):
-        return move_locals(link, held.local_parts), None
+        return move_locals(link, held.local_parts, held.device), None
     dual_layout(dst), dual_layout(held.sharding)
     outputs = move_on_tape(link, tape_inputs(held.local_parts, held._anchor, held.dtype, held.device))
     return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])

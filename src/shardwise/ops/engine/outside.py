@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwise._torch import aten, pytree
 from shardwise.comm import Comm, Work
+from shardwise.comm.protocol import LendingComm, TakeLent, find_lending
 from shardwise.geometry import MeshSpec
 from shardwise.ops.engine.irregular import is_in_pieces
 from shardwise.ops.engine.known_calls.recording import note_special
@@ -33,6 +34,7 @@ from shardwise.tensor.inplace import MEMORY_NOTES, note_write_without_data
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.transfer import Topology
+from shardwise.transfer.device_cost import DeviceTraffic
 
 _ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
 _STAND_IN = "_stand_in"
@@ -40,7 +42,10 @@ _STAND_IN = "_stand_in"
 
 @dataclass(frozen=True)
 class StandInComm:
-    """The comm of a rank that computes as another would: it takes part in exchanges, and sends and receives nothing."""
+    """The comm of a rank that computes as another would: it takes part in exchanges, and sends and receives nothing.
+
+    How the bytes of the others travel, packed or lent, is chosen by the real comm: the same on every rank.
+    """
 
     rank: int
     real: Comm
@@ -65,8 +70,27 @@ class StandInComm:
     def find_topology(self) -> Topology | None:
         return self.real.find_topology()
 
+    @property
+    def lends_memory(self) -> bool:
+        return find_lending(self.real) is not None
+
+    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
+        return self._lending.prefers_lending(count)
+
     def exchange(self, sends: Any, receives: Any, *, label: str) -> Work:
         return self.real.exchange({}, {}, label=label)
+
+    def exchange_boxes(self, sends: Any, receives: Any, *, label: str) -> Work:
+        return self._lending.exchange_boxes({}, {}, label=label)
+
+    def lend(self, sends: Any, receives: Any, take: TakeLent, *, label: str) -> Work:
+        return self._lending.lend({}, (), lambda lent: None, label=label)
+
+    @property
+    def _lending(self) -> LendingComm:
+        lending = find_lending(self.real)
+        assert lending is not None
+        return lending
 
     def _refuse(self, *args: Any, label: str = "a collective", **kwargs: Any) -> Any:
         raise UnsupportedOpError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -70,7 +71,7 @@ class LayoutMove:
         """Whether every rank ends with what it began with."""
         return self.src == self.dst and self.scale == (1, 1) and self.out_dtype in (None, self.dtype)
 
-    def record(self) -> MoveRecord:
+    def record(self, device: torch.device | None = None) -> MoveRecord:
         """The move without what it has to do with gradients."""
         return MoveRecord(
             self.src,
@@ -81,6 +82,7 @@ class LayoutMove:
             self.max_buffer_bytes,
             self.scale,
             self.out_dtype,
+            None if device == self.comm.device else device,
         )
 
     def backward(self) -> LayoutMove:
@@ -132,7 +134,7 @@ class _MoveFunction(torch.autograd.Function):
 
 def _apply_move(link: LayoutMove, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     held = inputs if link.src.local_shapes(link.comm.rank) else ()
-    moved = _move_plain(link, held)
+    moved = _move_plain(link, held, inputs[0].device)
     return moved or (torch.empty(0, dtype=link.out_dtype or link.dtype, device=inputs[0].device),)
 
 
@@ -194,15 +196,24 @@ def _move_duals(move: Mover, link: LayoutMove, inputs: tuple[Tensor, ...]) -> tu
     return tuple(map(forward_ad.make_dual, values, tangents))
 
 
-def move_locals(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Carry out a move on local tensors, without a tape; where a program is traced, as an operator."""
-    return _move_duals(_move_plain, link, locals_) if is_dual_level() else _move_plain(link, locals_)
+def move_locals(
+    link: LayoutMove, locals_: tuple[Tensor, ...], device: torch.device | None = None
+) -> tuple[Tensor, ...]:
+    """Carry out a move on local tensors, without a tape; where a program is traced, as an operator.
+
+    `device`: where the tensor is, for ranks that have none of it; by default the comm's.
+    """
+    if is_dual_level():
+        return _move_duals(partial(_move_plain, device=device), link, locals_)
+    return _move_plain(link, locals_, device)
 
 
-def _move_plain(link: LayoutMove, locals_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _move_plain(
+    link: LayoutMove, locals_: tuple[Tensor, ...], device: torch.device | None = None
+) -> tuple[Tensor, ...]:
     if link.started is not None and (moved := link.started.take()) is not None:
         return moved
-    record = link.record()
+    record = link.record(None if locals_ else device)
     held = tuple(t.detach() for t in locals_)
     if not is_dispatch_mode_on():
         return record.run(held)

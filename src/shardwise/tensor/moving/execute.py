@@ -162,10 +162,10 @@ def execute(
     comm: Comm,
     dtype: torch.dtype,
     label: str,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[Tensor, ...]:
     """Carry out one transfer on this rank and return its destination tensors."""
-    device = sources[0].device if sources else comm.device
     job = TransferJob(transfer, resolve_lazy(sources), dtype, device, out_dtype)
     if out_dtype is not None and out_dtype != dtype:
         return RunningTransfers([[job]], comm, label).wait()[0]

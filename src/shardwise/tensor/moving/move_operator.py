@@ -46,6 +46,7 @@ class MoveRecord:
     max_buffer_bytes: int | None
     scale: tuple[int, int]
     out_dtype: torch.dtype | None = None  # of the results, if it is another one
+    device: torch.device | None = None  # of the tensor, for a rank without parts, if it is not the comm's
 
     def text(self) -> str:
         """The move in words that are the same on every rank."""
@@ -74,10 +75,16 @@ class MoveRecord:
             plan = self.make_plan()
             notify_watchers(plan, self.label, self.src, self.dst)
             with profiled_move(self.label, self.src, self.dst):
-                moved = execute(plan, locals_, self.comm, self.dtype, self.label, self.out_dtype)
+                moved = execute(
+                    plan, locals_, self.comm, self.dtype, self.label, self.out_dtype, self.device_of(locals_)
+                )
         for tensor in moved:
             rescale(tensor, self.scale)
         return moved
+
+    def device_of(self, locals_: Sequence[Tensor]) -> torch.device:
+        """Where the results are: with this rank's local tensors, and without those where the tensor is."""
+        return locals_[0].device if locals_ else self.device or self.comm.device
 
     def _plan_rows(self) -> RowExchange | None:
         """The move as one of rows, where it is one and all ranks of the comm have some part of the tensor."""
@@ -93,8 +100,8 @@ class MoveRecord:
         """The move as one of several that share an exchange."""
         plan = self.make_plan()
         notify_watchers(plan, self.label, self.src, self.dst)
-        device = locals_[0].device if locals_ else self.comm.device
-        return TransferJob(plan, resolve_lazy([t.detach() for t in locals_]), self.dtype, device, self.out_dtype)
+        sources = resolve_lazy([t.detach() for t in locals_])
+        return TransferJob(plan, sources, self.dtype, self.device_of(locals_), self.out_dtype)
 
 
 def _layout_text(layout: Layout) -> str:
@@ -140,6 +147,7 @@ def call_move_operator(record: MoveRecord, locals_: Sequence[Tensor]) -> tuple[T
             record.max_buffer_bytes,
             record.scale,
             record.out_dtype,
+            record.device,
         )
     )
     return tuple(torch.ops.shardwise.move(list(locals_), number))
@@ -186,10 +194,8 @@ def _fake_results(locals_: Sequence[Tensor], transfers: Sequence[int]) -> list[T
     records = [_records[number] for number in transfers]
     outputs = []
     for record, parts in zip(records, _split_locals(locals_, records), strict=True):
-        device = parts[0].device if parts else record.comm.device
-        outputs += [
-            torch.empty(shape, dtype=record.out_dtype or record.dtype, device=device) for shape in record.out_shapes
-        ]
+        dtype, device = record.out_dtype or record.dtype, record.device_of(parts)
+        outputs += [torch.empty(shape, dtype=dtype, device=device) for shape in record.out_shapes]
     return outputs
 
 

@@ -1,0 +1,85 @@
+"""A rank that has no part of a tensor takes part in the same exchanges as the others, and knows where the tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.comm import Comm, run_local
+from shardwise.comm.local import LocalComm
+from shardwise.transfer.device_cost import DeviceTraffic
+
+PLACES = {
+    "outside": "on tp=2 @ 0,2: S(0)",
+    "outside, summed": "on tp=2 @ 0,2: P",
+    "empty": "on tp=3: S(0) sizes(0,4,0)",
+    "boxes": "as pieces 0[0:2,0:6], 2[2:4,0:6]",
+}
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "mean of columns": lambda x: x.mean(0),
+    "product": lambda x: F.gelu(x @ x.mT).sum(1),
+    "maximum": lambda x: x.amax(0) * x.std(),
+}
+
+
+def prefer_lending(comm: LocalComm, count: Callable[[], DeviceTraffic | None]) -> bool:
+    return True
+
+
+def prefer_lending_small_moves(comm: LocalComm, count: Callable[[], DeviceTraffic | None]) -> bool:
+    """Some are lent and some are not, by what all ranks know of a move."""
+    traffic = count()
+    return traffic is not None and hash(traffic) % 2 == 0
+
+
+def values() -> Tensor:
+    return torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("choose", [prefer_lending, prefer_lending_small_moves])
+def test_ranks_without_parts_choose_as_the_others(
+    choose: Callable[..., bool], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU memory may be lent instead of packed: what a rank has must not decide that."""
+    monkeypatch.setattr(LocalComm, "lends_memory", property(lambda comm: True))
+    monkeypatch.setattr(LocalComm, "prefers_lending", choose)
+
+    def body(comm: Comm) -> None:
+        for name, program in PROGRAMS.items():
+            whole = values().requires_grad_()
+            x = sw.shard(values(), PLACES[place]).requires_grad_()
+            expected, found = program(whole), program(x)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            assert x.grad is not None and whole.grad is not None
+            torch.testing.assert_close(found.full_tensor(), expected, msg=name)
+            torch.testing.assert_close(x.grad.full_tensor(), whole.grad, msg=name)
+
+    run_local(body, 3, timeout=60)
+
+
+def test_what_a_rank_receives_is_where_the_tensor_is() -> None:
+    """Also where the comm has another device and the rank had no part before."""
+
+    def body(comm: Comm) -> list[str]:
+        assert isinstance(comm, LocalComm)
+        x = sw.shard(values(), "on tp=1 @ 0: R").requires_grad_()
+        comm.device = torch.device("meta")  # no result may be made there
+        moved = x.redistribute("on tp=2: S(0)")
+        plain = x.detach().redistribute("on tp=2: S(1)")
+        started = x.detach().redistribute("on tp=2: R", async_op=True).wait()
+        found = [str(t.local_tensor().device) for t in (moved, plain, started)]
+        assert moved.local_tensor().sum() == values()[2 * comm.rank : 2 * comm.rank + 2].sum()
+        return found
+
+    here = str(values().device)
+    assert run_local(body, 2, timeout=60) == [[here] * 3] * 2
