@@ -385,3 +385,29 @@ def test_copies_of_compiled_models_have_their_own_parameters_and_graphs() -> Non
 
     with warnings.catch_warnings(action="error"):
         assert run_local(body, 1, timeout=60.0) == [[(0.0, 1), (0.0, 1)]]
+
+
+def test_learning_rates_are_numbers_to_a_compiler() -> None:
+    """Kernels of a GPU take host tensors without dims as numbers, and any other host tensor as memory of the GPU."""
+    seen: list[list[tuple[torch.Size, torch.device]]] = []
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Any:
+        seen.append([(t.shape, t.device) for t in inputs if t.dtype is torch.float64])
+        return graph.forward
+
+    def body(comm: Comm) -> list[float]:
+        net = make_net()
+        groups = [{"params": list(net.up.parameters()), "lr": 0.5}, {"params": list(net.down.parameters()), "lr": 0.0}]
+        optimizer = torch.optim.SGD(groups)
+        run = shardwise.compile(make_step(net, optimizer), backend=backend)
+        before = net.down.weight.detach().full().clone()
+        changes = []
+        for rate in (0.0, 0.25, 0.0):
+            optimizer.param_groups[1]["lr"] = rate
+            run(batch())
+            changes.append(float((net.down.weight.detach().full() - before).abs().sum()))
+        return changes
+
+    first, second, third = run_local(body, 1)[0]
+    assert first == 0 < second == third
+    assert seen == [[(torch.Size([]), torch.device("cpu"))] * 2]

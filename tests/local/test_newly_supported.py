@@ -144,7 +144,7 @@ def test_dropout_between_recurrent_layers_does_not_depend_on_the_layout() -> Non
 
 
 def test_packed_sequences_of_a_replicated_batch() -> None:
-    whole, lengths = numbers(4, 5, 4, seed=9), torch.tensor([5, 3, 2, 1])
+    whole, lengths = numbers(4, 5, 4, seed=9), torch.tensor([5, 3, 2, 1], device="cpu")
 
     def through(layer: nn.Module, batch: Any) -> Any:
         packed = nn.utils.rnn.pack_padded_sequence(batch, lengths, batch_first=True)
@@ -397,13 +397,13 @@ def test_values_of_a_replicated_tensor(layout: str) -> None:
     def body(comm: Comm) -> None:
         x = lay(matrix(1), LAYOUTS.get(layout, layout))
         assert x.tolist() == matrix(1).tolist()
-        assert (x.numpy() == matrix(1).numpy()).all()
+        assert (x.cpu().numpy() == matrix(1).cpu().numpy()).all()
         scalar: Any = lay(torch.tensor(2.5), R)
-        assert scalar.tolist() == 2.5 and scalar.numpy() == 2.5 and scalar.item() == 2.5
+        assert scalar.tolist() == 2.5 and scalar.cpu().numpy() == 2.5 and scalar.item() == 2.5
         with pytest.raises(RuntimeError, match="requires grad"):
-            lay(matrix(1).requires_grad_(), R).numpy()
+            lay(matrix(1).requires_grad_(), R).cpu().numpy()
         for other in (S0, P):
             with pytest.raises(Exception, match=r"full\(\)|redistribute"):
-                lay(matrix(1), other).numpy()
+                lay(matrix(1), other).cpu().numpy()
 
     run(body)

@@ -67,6 +67,25 @@ def test_ranks_without_parts_choose_as_the_others(
     run_local(body, 3, timeout=60)
 
 
+@pytest.mark.parametrize("grad", (False, True))
+def test_ranks_that_pass_nothing_have_their_part_where_the_source_has_its(grad: bool) -> None:
+    def body(comm: Comm) -> list[str]:
+        assert isinstance(comm, LocalComm)
+        comm.device = torch.device("meta")  # no part may be made there
+        whole = values().requires_grad_(grad)
+        mine = [values().requires_grad_(grad)] if comm.rank == 0 else []
+        made = [
+            sw.shard(whole if comm.rank == 1 else None, "on tp=2: S(0)", src_rank=1),
+            sw.shard(whole, "on tp=1 @ 0: R"),
+            sw.from_local(mine, "on tp=1 @ 0: R", (4, 6)),
+        ]
+        moved = [x.redistribute("on tp=2: S(1)") for x in made]
+        return [str(x.device) for x in made] + [str(x.local_tensor().device) for x in moved]
+
+    here = str(values().device)
+    assert run_local(body, 2, timeout=60) == [[here] * 6] * 2
+
+
 def test_what_a_rank_receives_is_where_the_tensor_is() -> None:
     """Also where the comm has another device and the rank had no part before."""
 

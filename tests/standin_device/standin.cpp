@@ -130,6 +130,55 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {to_device(a), to_device(b), to_device(c)};
 }
 
+// The cells of recurrent layers, which torch leaves to one kernel on devices like this one. A workspace has what the
+// backward pass needs.
+using OptionalTensor = std::optional<at::Tensor>;
+at::Tensor add_bias(const at::Tensor& gates, const OptionalTensor& bias) {
+  return bias.has_value() && bias->defined() ? gates + *bias : gates;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& x, const at::Tensor& h, const at::Tensor& cx,
+                                                         const OptionalTensor& x_bias, const OptionalTensor& h_bias) {
+  const auto gates = (add_bias(x, x_bias) + add_bias(h, h_bias)).chunk(4, 1);
+  const auto in = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(), out = gates[3].sigmoid();
+  const auto cy = forget * cx + in * cell;
+  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
+    const OptionalTensor& grad_hy, const OptionalTensor& grad_cy, const at::Tensor& cx, const at::Tensor& cy,
+    const at::Tensor& workspace, bool has_bias) {
+  const auto parts = workspace.chunk(4, 1);
+  const auto &in = parts[0], &forget = parts[1], &cell = parts[2], &out = parts[3];
+  const auto zeros = at::zeros_like(cx), turned = cy.tanh();
+  const auto grad_h = grad_hy.has_value() && grad_hy->defined() ? *grad_hy : zeros;
+  const auto grad_c = grad_h * out * (1 - turned * turned) +
+                      (grad_cy.has_value() && grad_cy->defined() ? *grad_cy : zeros);
+  const auto gates = at::cat({grad_c * cell * in * (1 - in), grad_c * cx * forget * (1 - forget),
+                              grad_c * in * (1 - cell * cell), grad_h * turned * out * (1 - out)}, 1);
+  return {gates, grad_c * forget, has_bias ? gates.sum(0) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& x, const at::Tensor& h, const at::Tensor& hx,
+                                            const OptionalTensor& x_bias, const OptionalTensor& h_bias) {
+  const auto ours = add_bias(x, x_bias).chunk(3, 1), theirs = add_bias(h, h_bias).chunk(3, 1);
+  const auto reset = (ours[0] + theirs[0]).sigmoid(), update = (ours[1] + theirs[1]).sigmoid();
+  const auto fresh = (ours[2] + reset * theirs[2]).tanh();
+  return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, theirs[2]}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
+    const at::Tensor& grad, const at::Tensor& workspace, bool has_bias) {
+  const auto parts = workspace.chunk(5, 1);
+  const auto &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
+  const auto grad_update = grad * (hx - fresh) * update * (1 - update);
+  const auto grad_fresh = grad * (1 - update) * (1 - fresh * fresh);
+  const auto grad_reset = grad_fresh * hidden * reset * (1 - reset);
+  const auto ours = at::cat({grad_reset, grad_update, grad_fresh}, 1);
+  const auto theirs = at::cat({grad_reset, grad_update, grad_fresh * reset}, 1);
+  return {ours, theirs, grad * update, has_bias ? ours.sum(0) : at::Tensor(), has_bias ? theirs.sum(0) : at::Tensor()};
+}
+
 // Operators that take host tensors of indices beside device tensors, as those of CUDA do.
 bool takes_host_indices(const std::string& name) {
   return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
@@ -200,6 +249,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", &choose_attention);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

@@ -263,7 +263,7 @@ class CompiledProgram:
 
         flat = [t.detach() if self._in_step else t for t in self._flat_tensors(state, leaves)]
         try:
-            kind.run = trace_program(program, [*flat, _learning_rates(state), _NO_STREAMS], self._backend, prepare)
+            kind.run = trace_program(program, [*flat, *_learning_rates(state), _NO_STREAMS], self._backend, prepare)
         except BaseException as error:
             changed = effects.undo()
             if changed is not None and not isinstance(error, BackwardInside):
@@ -301,10 +301,10 @@ class CompiledProgram:
         rows = take_streams(draws) if draws else _NO_STREAMS
         rates = _learning_rates(self._state)
         if not kind.in_step:
-            outputs = iter(kind.run(*flat, rates, rows))
+            outputs = iter(kind.run(*flat, *rates, rows))
             return kind.result.rebuild(outputs, self._comm_of(self._state, ()))
         with torch.no_grad():
-            outputs = iter(kind.run(*flat, rates, rows))
+            outputs = iter(kind.run(*flat, *rates, rows))
         result = kind.result.rebuild(outputs, self._comm_of(self._state, ()))
         for tensor, gradient in zip(self._state.local_tensors(), kind.result.gradients, strict=True):
             if gradient != "kept":
@@ -325,15 +325,16 @@ class CompiledProgram:
         return "\n".join(lines)
 
 
-_NO_RATES = torch.empty(0, dtype=torch.float64, device="cpu")
 _NO_STREAMS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
-def _learning_rates(state: ProgramState) -> Tensor:
-    """The learning rates of the optimizers' groups, an input of the graph: schedulers change them."""
-    if not state.optimizers:
-        return _NO_RATES
-    return torch.tensor([group["lr"] for group in state.rated_groups()], dtype=torch.float64, device="cpu")
+def _learning_rates(state: ProgramState) -> list[Tensor]:
+    """The learning rates of the optimizers' groups, inputs of the graph: schedulers change them.
+
+    Each is a tensor without dims: that is what compilers take as a number in a kernel of a GPU. Other tensors in host
+    memory would be taken as memory of the GPU.
+    """
+    return [torch.tensor(group["lr"], dtype=torch.float64, device="cpu") for group in state.rated_groups()]
 
 
 def _describe_error(error: BaseException) -> str:

@@ -148,7 +148,7 @@ def swap_tensors(state: ProgramState, tensors: Sequence[Tensor], trace: CommTrac
 
 
 @contextmanager
-def computing_with_tensors(state: ProgramState, rates: Tensor) -> Iterator[None]:
+def computing_with_tensors(state: ProgramState, rates: Sequence[Tensor]) -> Iterator[None]:
     """Let optimizers compute with steps and learning rates that are tensors, as they do for CUDA graphs."""
     wanted: list[tuple[dict[str, Any], dict[str, Any]]] = []
     rate = iter(rates)

@@ -201,7 +201,9 @@ class FlatProgram:
             if has_gradient:
                 tensor.grad = next(rest)
         given = [t.grad for t in own] if self.in_step else []
-        *tensors, rates, streams = rest
+        *tensors, streams = rest
+        cut = len(tensors) - len(self.state.rated_groups())
+        tensors, rates = tensors[:cut], tensors[cut:]
         self.trace.start()
         with ExitStack() as stack:
             stack.enter_context(swap_tensors(self.state, own, self.trace))

@@ -61,7 +61,8 @@ def shard(
     next or by name: `shard(x, mesh, [Shard(0)])`. The mesh and the placements may be torch's; the ranks are then those
     of the DeviceMesh. A DTensor, which is laid out already, is redistributed.
 
-    The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.)
+    The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.) It is
+    on the kind of device that the source's tensor is on: of a host tensor, every rank's part is in host memory.
     Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
     that every rank has computed through other moves is therefore laid out with `src_rank=None`.
 
@@ -85,13 +86,18 @@ def shard(
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
     held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
-    unheld = given["requires_grad"] and not held
-    anchor = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True) if unheld else None
+    unheld, device = given["requires_grad"] and not held, _device_of_kind(given["device"], comm)
+    anchor = torch.empty(0, dtype=dtype, device=device, requires_grad=True) if unheld else None
     src = replicated_layout(shape, comm.ranks) if src_rank is None else single_rank_layout(shape, src_rank)
-    locals_, anchor = move_to(wrap(src, held, comm, dtype=dtype, anchor=anchor), dst, "shard")
+    locals_, anchor = move_to(wrap(src, held, comm, dtype=dtype, device=device, anchor=anchor), dst, "shard")
     if src == dst:  # nothing moved; the result owns its memory in every layout
         locals_ = tuple(local.clone(memory_format=torch.contiguous_format) for local in locals_)
-    return wrap(dst, locals_, comm, dtype=dtype, anchor=anchor)
+    return wrap(dst, locals_, comm, dtype=dtype, device=device, anchor=anchor)
+
+
+def _device_of_kind(kind: str, comm: Comm) -> torch.device:
+    """Where this rank has its part of a tensor that other ranks have on a device of this kind."""
+    return comm.device if comm.device.type == kind else torch.device(kind)
 
 
 def _comm_for(spec: Any, comm: Any) -> Comm:
@@ -149,7 +155,7 @@ def _agree_on_source(
     elif tensor is not None and not _is_plain_tensor(tensor):
         own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}"
     elif tensor is not None:
-        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
         own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
         own |= _check_layout_of(spec, tuple(tensor.shape), comm)
     if own["problem"] is None and src_rank is not None and src_rank not in comm.ranks:
@@ -263,9 +269,9 @@ def from_local(
     problem = problem or unread or unfit or _local_problem(held, where, comm)
     asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
     agree(comm, asked, label="from_local", problem=problem)
-    dtype, grad = _agree_on_kind(held, comm)
-    anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
-    return wrap(where, held, comm, dtype=dtype, anchor=anchor)
+    dtype, grad, device = _agree_on_kind(held, comm)
+    anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+    return wrap(where, held, comm, dtype=dtype, device=device, anchor=anchor)
 
 
 def _read_parts(
@@ -295,12 +301,16 @@ def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], str | None]:
     return (), f"local tensors are plain tensors, got {type(wrong).__name__}{_advice_for(wrong)}"
 
 
-def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool]:
-    """The dtype of the local tensors of all ranks, and whether they are on the tape; raises unless all are the same."""
-    own = f"{held[0].dtype} {any(t.requires_grad for t in held)}" if held else ""
+def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool, torch.device]:
+    """The dtype of the local tensors of all ranks, whether they are on the tape, and where a rank without any has them.
+
+    Raises unless dtype and tape are the same on all ranks that have some.
+    """
+    own = f"{held[0].dtype} {any(t.requires_grad for t in held)} {held[0].device.type}" if held else ""
     told = zip(comm.ranks, comm.all_gather_bytes(own.encode(), label="from_local"), strict=True)
     kinds = {rank: kind.decode().split() for rank, kind in told if kind}
     dtypes, grads = ({rank: kind[i] for rank, kind in kinds.items()} for i in (0, 1))
+    devices = [kind[2] for kind in kinds.values()]
     if len(set(dtypes.values())) > 1:
         raise DisagreementError(
             f"'from_local': the ranks have different dtypes: {fold_values(dtypes)}; convert them first"
@@ -311,7 +321,7 @@ def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, boo
             "so pass tensors of one kind"
         )
     dtype = next((getattr(torch, text.removeprefix("torch.")) for text in dtypes.values()), torch.get_default_dtype())
-    return dtype, "True" in grads.values()
+    return dtype, "True" in grads.values(), _device_of_kind(devices[0] if devices else comm.device.type, comm)
 
 
 def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:

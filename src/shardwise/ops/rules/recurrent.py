@@ -26,6 +26,7 @@ from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.engine.choice.placement_cost import mesh_view
 from shardwise.ops.engine.mixed import plain_as_replicated, reads_plain_as_replicated, replicate
 from shardwise.ops.engine.vary import vary_along
+from shardwise.ops.rules.recurrent_weights import put_in_one_chunk
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.move import format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -60,7 +61,9 @@ class _LayerCall:
         state = list(states) if self.function is torch.lstm else states[0]
         tail = () if packed else (self.batch_first,)
         options = (self.biases, self.layers, self.dropout, self.train, self.bidirectional, *tail)
-        found: tuple[Tensor, ...] = self.function(data, *packed, state, list(weights), *options)
+        kind = self.function.__name__.upper()
+        chunk = put_in_one_chunk(kind, weights, self.layers, self.batch_first, self.bidirectional)
+        found: tuple[Tensor, ...] = self.function(data, *packed, state, chunk, *options)
         return found
 
 
