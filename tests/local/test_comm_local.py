@@ -335,6 +335,28 @@ def test_threads_share_one_gpu() -> None:
     assert run_local(body, 3, device="cuda") == [[3.0]] * 3
 
 
+def test_threads_of_ranks_enter_their_gpu_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread calls something of its GPU before it computes; where no GPU is used, CUDA is not touched."""
+    entered: list[tuple[str, int]] = []
+
+    class Stream:
+        def query(self) -> None:
+            entered.append((threading.current_thread().name, -1))
+
+    def set_device(number: int) -> None:
+        entered.append((threading.current_thread().name, number))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda number: Stream())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    run_local(lambda comm: None, 2, device="cpu")
+    assert entered == []
+    for device, number in (("cuda:1", 1), ("cuda", 2)):
+        run_local(lambda comm: None, 2, device=device)
+        assert sorted(entered) == [(f"rank {rank}", call) for rank in range(2) for call in (-1, number)]
+        entered.clear()
+
+
 def test_a_world_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="run_local with world_size=0: pass at least 1 rank"):
         run_local(lambda comm: None, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from shardwise._torch import aten
 from shardwise.ops.rules.recurrent_weights import CellSizes, OneChunk, put_in_one_chunk
 
-LAYERS = {
+LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(5, 4, 2, bidirectional=True),
     "LSTM with projection": lambda: nn.LSTM(5, 4, proj_size=3, bias=False),
     "GRU": lambda: nn.GRU(5, 4, 3, bias=False),

@@ -70,10 +70,13 @@ def _start_rank(
     comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: ThreadWorldState
 ) -> threading.Thread:
     grad, device = torch.is_grad_enabled(), find_default_device()
+    gpu = _find_gpu(comm.device)
     context = copy_context()
 
     def body() -> None:
         try:
+            if gpu is not None:
+                _enter_gpu(gpu)
             results[comm.rank] = _run_as_rank(fn, comm, args, grad, device)
             room.leave(comm.rank)
         except BaseException as error:
@@ -82,6 +85,23 @@ def _start_rank(
     thread = threading.Thread(target=context.run, args=(body,), name=f"rank {comm.rank}", daemon=True)
     thread.start()
     return thread
+
+
+def _find_gpu(device: torch.device) -> int | None:
+    """The number of a GPU, of the caller's present one if it has none; None for another device."""
+    if device.type != "cuda":
+        return None
+    index: int | None = device.index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _enter_gpu(number: int) -> None:
+    """Make a GPU the present one of this thread, with its context, which a thread has after its first call only.
+
+    Memory comes from torch's pool without a call, and then cuBLAS warns that there is no context.
+    """
+    torch.cuda.set_device(number)
+    torch.cuda.current_stream(number).query()
 
 
 def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool, device: torch.device) -> T:
