@@ -83,16 +83,15 @@ class RowRequest:
 
     def renorm(self, locals_: Sequence[Tensor], most: float, kind: float, like: Tensor) -> None:
         """Scale rows that are wanted by anyone and whose norm is greater than `most`, in place."""
-        layout = self.call.layout
-        if all(band.width == layout.shape[1] for r in layout.ranks for band in owned_rows(layout, r, None).slabs):
-            for rank in self._ranks:
-                for band, at in self._requested_slabs(rank, like, False):
-                    if len(at):  # torch's own function fails on a GPU where there is nothing to do
-                        torch.embedding_renorm_(band.take_columns(locals_[band.slot]), at, most, kind)
+        layout, own = self.call.layout, self.call.comm.rank
+        if any(band.width != layout.shape[1] for r in layout.ranks for band in owned_rows(layout, r, None).slabs):
+            self._scale(locals_, _norm_scales(self._norms(locals_, kind, like), most))
             return
-        norms = self._norms(locals_, kind, like)
-        scales = torch.where(norms > most, most / (norms + NORM_EPSILON), torch.ones_like(norms))
-        self._scale(locals_, scales)
+        found = [[at for _, at in self._requested_slabs(r, like, False)] for r in self._ranks]
+        for band, wanted in zip(owned_rows(layout, own, None).slabs, zip(*found, strict=True), strict=True):
+            part, rows = band.take_columns(locals_[band.slot]), torch.cat(wanted).unique()  # type: ignore[no-untyped-call]  # untyped in torch
+            taken = part.index_select(0, rows)
+            part[rows] = taken * _norm_scales(torch.linalg.vector_norm(taken, kind, 1), most).unsqueeze(1)
 
     def _norms(self, locals_: Sequence[Tensor], kind: float, like: Tensor) -> Tensor:
         """The norms of the wanted rows, from what the holders of their columns know."""
@@ -145,6 +144,15 @@ class RowRequest:
         """This rank's bands, with the local numbers of the rows that another rank wants."""
         for band, inside in slabs_for(self.call, self.call.comm.rank, asker, answers):
             yield band, index_tensor(band.runs.find(self.asked[asker], inside)[1], like)
+
+
+def _norm_scales(norms: Tensor, most: float) -> Tensor:
+    """What rows of these norms are multiplied by.
+
+    Torch's own function has a kernel for GPUs that fails where there are no ids, takes norms other than the first and
+    second for other numbers, and takes a row of a view for the whole row.
+    """
+    return torch.where(norms > most, most / (norms + NORM_EPSILON), torch.ones_like(norms))
 
 
 def slabs_for(call: LookupCall, holder: int, asker: int, answers: bool) -> Iterator[tuple[ColumnSlab, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,20 +59,18 @@ def embedding(
 ) -> list[Any]:
     found = [Strategy((Replicate(),), (Replicate(), Replicate()))]
     whole = tuple(axis for axis, p in enumerate(ids.placements) if not isinstance(p, Shard))  # rows stay split
-    columns = (Shard(1), Replicate())
-    found.append(Strategy((Shard(ids.ndim),), columns, local_if_empty=_look_up_if_in_range, axes=whole))
+    found.append(Strategy((Shard(ids.ndim),), (Shard(1), Replicate()), axes=whole))
     found += [Strategy((p,), (p, Replicate())) for p in pending_kinds(weight)]
-    if scale_grad_by_freq:
-        return found  # frequencies are counted over all ids and rows
-    found += [Strategy((Shard(d),), (Replicate(), Shard(d))) for d in range(ids.ndim)]
-    rows = (Shard(0), Replicate())
-    return [*found, Strategy((Partial("sum"),), rows, _look_up_local_rows)]
+    if not scale_grad_by_freq:  # frequencies are counted over all ids and rows
+        found += [Strategy((Shard(d),), (Replicate(), Shard(d))) for d in range(ids.ndim)]
+        found.append(Strategy((Partial("sum"),), (Shard(0), Replicate()), _look_up_local_rows))
+    return [replace(s, local_if_empty=_look_up_if_in_range) for s in found]
 
 
-def _look_up_if_in_range(view: Any, weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Any:
+def _look_up_if_in_range(view: Any, weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
     """Torch looks at no id where rows have no columns, and all ranks must find the same mistakes."""
     check_range(ids, 0, view.shapes[0][0], 0)
-    return aten.embedding.default(weight, ids, *rest, **named)
+    return _look_up(weight, ids, *rest, **named)
 
 
 def _look_up_local_rows(
@@ -81,13 +80,26 @@ def _look_up_local_rows(
     here, at = find_local_entries(view, 0, 0, ids)
     places = (padding_idx - start + at for start, stop, at in view.runs(0, 0) if start <= padding_idx < stop)
     padding = next(places, -1)
-    values = aten.embedding.default(_ensure_row(weight), at, padding, *rest, **named)
+    values = _look_up(weight, at, padding, *rest, **named)
     return torch.where(here.unsqueeze(-1), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def _ensure_row(weight: Tensor) -> Tensor:
-    """The table, with a row of zeros if it has none, so that it can be looked up in."""
-    return weight if weight.shape[0] else torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
+def _look_up(weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
+    found: Tensor = aten.embedding.default(_ensure_elements(weight), ids, *rest, **named)
+    return found if weight.shape[1] else found[..., :0]
+
+
+def _ensure_elements(weight: Tensor) -> Tensor:
+    """The table, with a row and a column of zeros if it has none.
+
+    A table without rows cannot be looked up in, and one without columns only in host memory: kernels for GPUs, those
+    of the backward pass above all, read and write elements that are not there.
+    """
+    for dim in range(2):
+        if weight.shape[dim] == 0:
+            shape = [1 if d == dim else n for d, n in enumerate(weight.shape)]
+            weight = torch.cat([weight, weight.new_zeros(shape)], dim)
+    return weight
 
 
 def _scale_long_rows(weight: ShardedTensor, ids: Tensor, max_norm: float, norm_type: float) -> ShardedTensor:
@@ -144,8 +156,16 @@ def embedding_bag(
 
 def _sum_bags(view: Any, *args: Any, **kwargs: Any) -> Any:
     """Bags of the rows that this rank holds, on the tape: torch asks for the variant without gradients."""
-    whole = view.runs(0, 0) == ((0, view.shapes[0][0], 0),)
-    return aten._embedding_bag.default(*args, **kwargs) if whole else _sum_local_bags(view, *args, **kwargs)
+    if view.runs(0, 0) != ((0, view.shapes[0][0], 0),):
+        return _sum_local_bags(view, *args, **kwargs)
+    return _make_bags(*args, **kwargs)
+
+
+def _make_bags(weight: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+    bags, *lists, largest = aten._embedding_bag.default(_ensure_elements(weight), *rest, **named)
+    if weight.shape[1] == 0:  # the places of the largest are one for each element, else one for each bag
+        bags, largest = bags[:, :0], largest[:, :0] if largest.ndim == 2 else largest
+    return bags, *lists, largest
 
 
 def _sum_local_bags(
@@ -163,9 +183,7 @@ def _sum_local_bags(
     """Add up the rows that this rank holds; an average is divided by the length of the whole bag."""
     here, at = find_local_entries(view, 0, 0, ids)
     kept = here.to(weight.dtype) if weights is None else weights * here
-    bags, *rest = aten._embedding_bag.default(
-        _ensure_row(weight), at, offsets, False, SUM, False, kept, include_last_offset
-    )
+    bags, *rest = _make_bags(weight, at, offsets, False, SUM, False, kept, include_last_offset)
     if mode == MEAN:
         ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([ids.numel()])])
         starts = offsets[:-1] if include_last_offset else offsets

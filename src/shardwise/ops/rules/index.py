@@ -129,8 +129,11 @@ def _index_local(view: Any, x: Tensor, indices: Sequence[Tensor | None], *, from
     hits: list[Tensor] = []
     moved: list[Tensor | None] = []
     for dim, one in enumerate(indices):
-        here, at = (None, None) if one is None else find_local_entries(view, 0, dim, one, from_end=from_end)
-        hits += [] if here is None else [here]
+        if one is None:
+            moved.append(None)
+            continue
+        here, at = find_local_entries(view, 0, dim, one.to(x.device), from_end=from_end)
+        hits.append(here)
         moved.append(at)
     new, start = _new_dims(x.ndim, indices)  # type: ignore[arg-type]  # tensors have ndim as well
     here = _all_hits(hits)
@@ -289,7 +292,7 @@ def _is_cut(x: TensorMeta) -> bool:
 
 def _put_where(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """One value for each place that a mask says, in the order of places: they are put in place on a whole tensor."""
-    (mask,), view = indices, mesh_view(x.sharding)
+    mask, view = indices[0].to(x.device), mesh_view(x.sharding)
     assert view is not None
     whole = MeshSpec(view.mesh, (Replicate(),) * view.mesh.ndim)
     held = [redistribute_to(t, whole.layout(tuple(t.shape)), "index_put") for t in (mask, values)]
@@ -301,13 +304,17 @@ def _put_where(op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate:
 
 
 def _put_local(op: Any) -> Any:
-    """A local function that writes the values whose places this rank holds."""
+    """A local function that writes the values whose places this rank holds.
+
+    As in torch, the indices and a single value may be in host memory where the tensor is not.
+    """
 
     def local(view: Any, x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
-        found = [find_local_entries(view, 0, dim, one, from_end=True) for dim, one in enumerate(indices)]
+        found = [find_local_entries(view, 0, dim, one.to(x.device), from_end=True) for dim, one in enumerate(indices)]
         here = _all_hits(hit for hit, _ in found)
         places = [at.expand(here.shape) for _, at in found]
-        kept = values.expand([*here.shape, *x.shape[len(indices) :]])
+        value = values.to(x.device) if values.ndim == 0 else values
+        kept = value.expand([*here.shape, *x.shape[len(indices) :]])
         if not x.is_meta:  # of a rank outside of the mesh, which has no values to choose from
             places, kept = [at[here] for at in places], kept[here]
         written: Tensor = op(x, places, kept, accumulate)

@@ -112,11 +112,11 @@ def _nll_part(
 
 
 def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise for targets that are not a class, as torch does where it can check without waiting for a device."""
-    if target.device.type != "cpu" or not target.numel():
+    """Raise for targets that are not a class; a device, or a graph that is traced, raises when it computes."""
+    if not target.numel():
         return
     outside = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if is_tracing():
+    if target.device.type != "cpu" or is_tracing():
         assert_async(~outside.any(), f"a target is out of bounds: the classes are 0 to {classes - 1}")
     elif len(wrong := target[outside]):
         raise IndexError(f"Target {int(wrong[0])} is out of bounds: the classes are 0 to {classes - 1}")
