@@ -16,7 +16,9 @@ from shardwise.compat.dtensor.registration import register_sharding, remove_shar
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
 from shardwise.ops.discovery.auto_rule import AutoRule, format_strategy
 from shardwise.ops.discovery.discover import DiscoveryReport, discover_sharding
+from shardwise.ops.discovery.search import limit_integers
 from shardwise.ops.engine.registry import TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.engine.schema import split_call
 
 aten = torch.ops.aten
 X, Y = torch.zeros(8, 6), torch.zeros(6, 5)
@@ -92,6 +94,36 @@ def test_samples_that_do_not_run_are_an_error() -> None:
 def test_a_name_with_several_overloads_is_an_error_that_lists_them() -> None:
     with pytest.raises(ValueError, match=r"aten.sum has the overloads .*dim_IntList.*; name one"):
         discover_sharding(aten.sum, X)
+
+
+# Devices
+
+
+def test_samples_on_a_device_are_tried_in_host_memory() -> None:
+    """An index out of range, as in parts of a dim that is indexed, would end a process's use of a GPU."""
+    seen = set()
+
+    def look_up(x: Tensor, index: Tensor) -> Tensor:
+        seen.add(x.device.type)
+        return x.cpu().index_select(0, index.cpu()).to(x.device)
+
+    with torch.library._scoped_library(LIBRARY, "DEF") as library:
+        library.define("look_up(Tensor x, Tensor index) -> Tensor")
+        library.impl("look_up", look_up, "CompositeExplicitAutograd")
+        assert "R, S(0) -> S(0)" in found(torch.ops.shardwise_discover.look_up.default, X, INDEX)
+    assert seen == {"cpu"}
+
+
+def test_an_operator_that_runs_on_a_device_only_gets_indices_that_are_valid_in_every_part() -> None:
+    index, ends = torch.tensor([1, 7, 0, 3, 5, 2]), torch.tensor([3, 8])
+    call = split_call(aten.index_select.default, (X, 0, index), {})
+    limited = limit_integers(call)
+    assert limited.tensors[0] is X
+    assert limited.tensors[1].tolist() == [1, 1, 0, 1, 1, 0]  # a dim of 6 is cut in parts of 2
+    bags = split_call(aten._embedding_bag.default, (X, index, ends), {})
+    assert limit_integers(bags).tensors[2] is ends  # its name is `offsets`
+    with pytest.raises(ValueError, match="does not run in host memory and takes integers"):
+        limit_integers(split_call(aten.index_select.default, (torch.zeros(3, 4), 0, index), {}))
 
 
 # Sources

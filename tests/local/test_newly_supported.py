@@ -265,6 +265,7 @@ def test_rrelu_without_chance(layout: str, training: bool) -> None:
 
 @pytest.mark.parametrize("weights", ("R", "S0", "S1"))
 @pytest.mark.parametrize("norm_type", (2.0, 1.0, float("inf")))
+@pytest.mark.usefixtures("renorm_on_host")
 def test_an_embedding_with_a_largest_norm(weights: str, norm_type: float) -> None:
     """Rows that are looked up are scaled in place, before they are used; others stay."""
 

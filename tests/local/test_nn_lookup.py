@@ -32,6 +32,7 @@ from shardwise.tensor import ShardedTensor, shard
 from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("renorm_on_host")
 RANKS, ROWS, WIDTH = 3, 11, 6
 Function = Callable[[Tensor, int], Tensor]
 

@@ -19,6 +19,7 @@ from shardwise.nn import plain_as_local_batch
 from shardwise.tensor import ShardedTensor, shard
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("renorm_on_host")
 RANKS, ROWS, WIDTH = 2, 7, 4
 SPECS: dict[str, ShardingSpec] = {
     "rows": ChunkSpec(0, 2),

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import _torch, _torch_graphs
+from tests.device import DEVICE
 
 SRC = Path(__file__).parents[2] / "src" / "shardwise"
 PRIVATE = re.compile(
@@ -120,10 +121,11 @@ def test_composite_operators_are_decomposed_by_torchs_own_kernel() -> None:
 
 
 def test_autocast_is_restored_and_off_below_what_it_casts() -> None:
-    a = torch.ones(2, 2)
+    device = "cuda" if DEVICE == "cuda" else "cpu"
+    a = torch.ones(2, 2, device=device)
     assert not _torch.is_any_autocast_enabled()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert _torch.is_any_autocast_enabled() and "cpu" in _torch.autocast_device_types
+    with torch.autocast(device, torch.bfloat16):
+        assert _torch.is_any_autocast_enabled() and device in _torch.autocast_device_types
         keys = _torch.current_dispatch_keys()
     for op, dtype in ((torch.ops.aten.add.Tensor, torch.bfloat16), (torch.ops.aten.mm.default, torch.float32)):
         with _torch.autograd_on_locals(keys.below(op)):
@@ -223,9 +225,9 @@ def test_what_checkpointing_applies(monkeypatch: pytest.MonkeyPatch, reentrant: 
 
 
 def test_asynchronous_assertion_raises_on_the_cpu() -> None:
-    _torch.assert_async(torch.tensor(True), "fine")
+    _torch.assert_async(torch.tensor(True, device="cpu"), "fine")
     with pytest.raises(RuntimeError, match="not fine"):
-        _torch.assert_async(torch.tensor(False), "not fine")
+        _torch.assert_async(torch.tensor(False, device="cpu"), "not fine")
 
 
 def test_trees_are_taken_apart_and_put_together() -> None:

@@ -182,11 +182,23 @@ def test_gradients_at_equal_values(name: str, layout: str) -> None:
     check_or_refuse(EQUAL[name], [SPLITS[layout]], (ones * 3,), (rows,), (rows * 0,), rtol=1e-7, atol=1e-9)
 
 
+def _has_derivative(function: Callable[[Tensor], Any]) -> bool:
+    x = torch.ones(2, requires_grad=True)
+    try:
+        torch.autograd.grad(function(x)[0], x)
+    except RuntimeError as error:
+        assert "is not implemented" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("layout", SPLITS)
 @pytest.mark.parametrize("name", TIES)
 def test_gradients_at_ties_across_ranks(name: str, layout: str) -> None:
     ones = torch.ones(4, 4, dtype=torch.float64)
     some = torch.tensor([[1.0, 2, 1, 0], [1, 1, 0, 2], [-1, 2, 1, 0], [1, -2, 1, 2]], dtype=torch.float64)
+    if name == "aminmax" and not _has_derivative(torch.aminmax):
+        pytest.skip("this release of torch has no derivative of aminmax")
     check_or_refuse(TIES[name], [SPLITS[layout]], (ones,), (some,), (-some,), (ones * 0,))
 
 

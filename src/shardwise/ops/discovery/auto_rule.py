@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._log import package_logger
-from shardwise.ops.discovery.search import UNIT, Findings, find_strategies, line_up_placements
+from shardwise.ops.discovery.search import UNIT, Findings, find_strategies, limit_integers, line_up_placements
 from shardwise.ops.discovery.trial import is_boundary_name
 from shardwise.ops.engine.registry import Strategy, TensorMeta
 from shardwise.ops.engine.schema import OperatorCall, split_call
@@ -64,11 +65,11 @@ class AutoRule:
     ) -> list[tuple[list[Any], list[Any]]]:
         whole = self._call(args, kwargs, {})
         tried = [call, self._call(args, kwargs, _shrink_lengths([*args, *kwargs.values()], UNIT)), whole]
-        tried += [_move_call_to_gpu(c) for c in tried] if torch.cuda.is_available() else []
+        moves = [_stay, _move_call_to_gpu] if torch.cuda.is_available() else [_stay]
         problem: ValueError | None = None
-        for one in tried:
+        for move, one in product(moves, tried):
             try:
-                return self.remember(call, find_strategies(one))
+                return self.remember(call, find_strategies(move(one)))
             except ValueError as error:
                 problem = problem or error
         assert problem is not None
@@ -110,9 +111,13 @@ def format_placement_brief(placement: Any) -> str:
     return repr(placement).replace("Shard", "S").replace("Replicate()", "R").replace("Partial", "P").replace("'", "")
 
 
+def _stay(call: OperatorCall) -> OperatorCall:
+    return call
+
+
 def _move_call_to_gpu(call: OperatorCall) -> OperatorCall:
     """The same call on the GPU, for operators that run nowhere else."""
-    return replace(call, tensors=tuple(t.cuda() for t in call.tensors))
+    return limit_integers(replace(call, tensors=tuple(t.cuda() for t in call.tensors)))
 
 
 def _rule_key(call: OperatorCall) -> Hashable:

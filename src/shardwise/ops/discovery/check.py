@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.geometry import MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.discovery.auto_rule import format_strategy
 from shardwise.ops.discovery.run_strategy import Deviation, StrategyCase, make_specs, run_strategy
-from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies
+from shardwise.ops.discovery.search import InputPlacements, Trial, draw_trials, find_strategies, make_runnable
 from shardwise.ops.discovery.trial import run_call, written_tensors
 from shardwise.ops.engine.choice.placement_cost import same_kind
 from shardwise.ops.engine.registry import Rule, Steps, Strategy, TensorMeta, ask_rule, find_rule
@@ -75,15 +75,16 @@ def check_sharding(
 ) -> CheckReport:
     """Verify the registered rule of an operator against the operator itself, gradients included.
 
-    `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` skips discovery.
+    `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` skips discovery. Samples on a
+    device are copied to host memory, unless the operator does not run there.
 
     >>> print(check_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5)))
     aten.mm.default on (4, 6), (6, 5): 6 strategies checked, values and gradients
       all right
     """
     op = resolve_op(op)
-    call = split_call(op, sample_args, sample_kwargs)
     rule = require_rule(op)
+    call = make_runnable(split_call(op, sample_args, sample_kwargs))
     _, trials = draw_trials(call)
     found = find_strategies(call).strategies if find_missing else ()
     case = _make_case(call, trials[0])

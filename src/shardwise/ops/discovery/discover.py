@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.ops.discovery.auto_rule import AutoRule, format_strategy
 from shardwise.ops.discovery.rule_source import rule_source
-from shardwise.ops.discovery.search import find_strategies
+from shardwise.ops.discovery.search import find_strategies, make_runnable
 from shardwise.ops.engine.registry import Strategy
 from shardwise.ops.engine.schema import OperatorCall, resolve_op, split_call
 
@@ -50,7 +50,8 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
     """Find the strategies of an operator by trying: cut sample inputs in parts and see what the results make up.
 
     The samples set shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are split
-    together, so use different lengths, of 4 or more, for unrelated dims.
+    together, so use different lengths, of 4 or more, for unrelated dims. Samples on a device are copied to host memory,
+    unless the operator does not run there.
 
     >>> import torch
     >>> discover_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5))
@@ -63,7 +64,7 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
       P(sum), R -> P(sum)
     """
     op = resolve_op(op)
-    call = split_call(op, sample_args, sample_kwargs)
+    call = make_runnable(split_call(op, sample_args, sample_kwargs))
     findings = find_strategies(call)
     rule = AutoRule(op)
     rule.remember(call, findings)

@@ -5,6 +5,9 @@
    part by part, for two and three parts, even and uneven.
 3. See which recombination of each output (whole, concatenated, reduced) is the whole result, every time.
 4. Some operators take only lengths that fill whole words of memory: parts that one refuses are tried in units of 8.
+
+All this happens in host memory, where an index out of range is an error. On a GPU it would end the process's use of it;
+operators that run nowhere else are tried with integers that are valid in every part.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from shardwise.ops.engine.registry import Strategy
 from shardwise.ops.engine.schema import OperatorCall, Slot
 
 CUTS = ((2, True), (2, False), (3, True))
+DEVICE_CUTS = ((2, True), (2, False), (3, False))  # of a length of 6 every part has 2 or more
 TRIALS, TRIALS_OF_INTEGERS = 3, 10
 MAX_LAYOUTS = 4096
 UNIT = 8  # elements of 2 bytes in the 16 bytes at which kernels want rows to begin
@@ -93,6 +97,37 @@ def _preference(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
     pending = any(isinstance(p, Partial) for p in strategy.inputs)
     whole = sum(isinstance(p, Replicate) for p in strategy.inputs)
     return pending, sharded, whole, [p.dim for p in strategy.inputs if isinstance(p, Shard)]
+
+
+def make_runnable(call: OperatorCall) -> OperatorCall:
+    """The call with its tensors in host memory; on their own device if the operator does not run there."""
+    if all(t.device.type == "cpu" for t in call.tensors):
+        return call
+    host = replace(call, tensors=tuple(t.cpu() for t in call.tensors))
+    try:
+        draw_trials(host)
+    except ValueError:
+        return limit_integers(call)
+    return host
+
+
+def limit_integers(call: OperatorCall) -> OperatorCall:
+    """The call with integers that are valid indices also where any dim is split: less than the shortest part."""
+    kept = boundary_tensors(call)
+    numbers = [i for i, t in enumerate(call.tensors) if i not in kept and _is_integer(t)]
+    lengths = {n for i, t in enumerate(call.tensors) if i not in kept for n in t.shape if n > 1}
+    limit = min((min(s) for n in lengths for c in DEVICE_CUTS if (s := part_sizes(n, *c))), default=1)
+    if numbers and limit < 2:
+        raise ValueError(
+            f"{call.op} does not run in host memory and takes integers, which may be indices: they must be valid in "
+            f"all parts of each dim, but a dim of length {min(lengths, default=0)} has parts of length 1; pass sample "
+            "arguments of lengths 6 and more, or write a rule"
+        )
+    return replace(call, tensors=tuple(t % limit if i in numbers else t for i, t in enumerate(call.tensors)))
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def draw_trials(call: OperatorCall) -> tuple[SampleSource, list[Trial]]:
@@ -192,7 +227,8 @@ def _output_placements(
     """Raises ValueError if some result is not made up by the parts' results."""
     ways: list[set[Placement | None]] | None = None
     length = next((t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard)), None)
-    for trial, (parts, uneven) in product(trials, CUTS):
+    cuts = CUTS if call.tensors[0].device.type == "cpu" else DEVICE_CUTS
+    for trial, (parts, uneven) in product(trials, cuts):
         sizes = (1,) * parts if length is None else part_sizes(length, parts, uneven, unit)
         if sizes is None:
             continue

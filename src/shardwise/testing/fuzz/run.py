@@ -252,11 +252,22 @@ def mode(round_: Round) -> Iterator[None]:
 
 
 def dense_steps(program: Program, round_: Round) -> tuple[int, bool]:
-    """How many statements torch itself runs on whole tensors, and whether the backward pass works then."""
+    """How many statements torch itself runs on whole tensors, and whether the backward pass works then.
+
+    A device gets those that run in host memory: an index out of range ends a process's use of a GPU.
+    """
+    steps = program.steps
+    if default_device().type != "cpu":
+        with torch.device("cpu"):
+            steps = steps[: _try_steps(program, steps, round_)[0]]
+    return _try_steps(program, steps, round_)
+
+
+def _try_steps(program: Program, steps: Sequence[Statement], round_: Round) -> tuple[int, bool]:
     names: Names = make_inputs(program.inputs, round_, whole)
     inputs = tuple(names)
     count = 0
-    for step in program.steps:
+    for step in steps:
         if not _whole([step], names, round_):
             break
         count += 1
