@@ -199,7 +199,12 @@ def _reduced(layout: Layout, held: Sequence[Sequence[Tensor]], whole: Tensor) ->
 
 
 class CountingComm(LocalComm):
-    """A comm of threads that notes, for each exchange, its label and the bytes this rank has in flight."""
+    """A comm of threads that notes, for each exchange, its label and the bytes this rank has in flight.
+
+    Moves are exchanges as between processes: no rank makes them for all.
+    """
+
+    takes_offers = False
 
     def __init__(self, comm: Comm) -> None:
         assert isinstance(comm, LocalComm)

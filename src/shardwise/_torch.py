@@ -134,6 +134,19 @@ DirichletFunction: type[torch.autograd.Function] = private_name("distributions.d
 draw_standard_gamma: Any = private_name("_standard_gamma")
 draw_dirichlet: Any = private_name("_sample_dirichlet")
 
+# The handle of a thread's CUDA stream, without an object of torch for it; builds for the CPU do not have it.
+_current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The handle of this thread's stream of a CUDA device, 0 for the default stream."""
+    handle: int = _current_raw_stream(device_index)
+    return handle
+
+
+# Many copies in one call: ranks that are threads make those of all of them, and a call costs more than its elements.
+foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = private_name("_foreach_copy_")
+
 # Data-dependent checks on a GPU without a synchronisation.
 assert_async: Any = private_name("_assert_async")
 

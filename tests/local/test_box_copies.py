@@ -70,6 +70,31 @@ def test_box_that_the_kernel_cannot_take_has_no_row(part: object) -> None:
     assert find_row(torch.empty(source.shape, device="cpu"), source) is None
 
 
+def test_kernel_reads_16_bytes_at_once_only_where_all_places_allow_it() -> None:
+    whole, part = torch.zeros(64, 64, device="cpu"), torch.zeros(64, 16, device="cpu")
+
+    def plan(left: int, width: int) -> tuple[bool, bool]:
+        row = find_row(part[:, :width], whole[:, left : left + width])
+        assert row is not None
+        form = box_kernels.plan_launch([row])[1]
+        return bool(form["WIDE"]), bool(form["NARROW"])
+
+    assert whole.data_ptr() % 16 == part.data_ptr() % 16 == 0
+    assert plan(4, 8) == (True, True)
+    assert plan(2, 8) == (False, True), "the address is a multiple of 8 bytes"
+    assert plan(4, 6) == (False, True), "the length of a row is"
+
+
+def test_kernel_counts_in_64_bits_where_offsets_need_them() -> None:
+    row = (0, 0, 1, 4, 16, 0, 1 << 28, 0, 16)
+    assert box_kernels.plan_launch([row]) == (
+        (1, 1),
+        {"COLUMNS": 16, "ROWS": 128, "FIELDS": 9, "WIDE": True, "NARROW": False},
+    )
+    few = (0, 0, 1, 4, 16, 0, 1 << 27, 0, 16)
+    assert box_kernels.plan_launch([few])[1]["NARROW"] and not box_kernels.plan_launch([few, row])[1]["NARROW"]
+
+
 def test_reduction_may_write_to_any_of_its_terms() -> None:
     for place in range(4):
         terms = [torch.tensor([1.0, 5.0]) * (i + 1) for i in range(4)]

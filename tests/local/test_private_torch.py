@@ -230,6 +230,19 @@ def test_asynchronous_assertion_raises_on_the_cpu() -> None:
         _torch.assert_async(torch.tensor(False, device="cpu"), "not fine")
 
 
+def test_many_tensors_are_copied_in_one_call() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(2, 2)[:, 1]], [torch.ones(2), torch.arange(2.0)]
+    _torch.foreach_copy(targets, sources)
+    assert [t.tolist() for t in targets] == [[1, 1], [0, 1]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_handle_of_the_current_stream() -> None:
+    assert _torch.current_raw_stream(0) == torch.cuda.default_stream(0).cuda_stream == 0
+    with torch.cuda.stream(torch.cuda.Stream(0)) as _:
+        assert _torch.current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream != 0
+
+
 def test_trees_are_taken_apart_and_put_together() -> None:
     tree = {"a": [1, (2,)], "b": 3}
     leaves, structure = _torch.pytree.tree_flatten(tree)

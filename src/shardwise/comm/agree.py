@@ -11,16 +11,17 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from shardwise._log import package_logger
-from shardwise.comm.protocol import Comm, DisagreementError
+from shardwise.comm.protocol import Comm, DisagreementError, OfferingComm, OfferPlanner
 from shardwise.comm.rank_text import fold_texts, fold_values, name_ranks
 
 _log = package_logger(__name__)
 _ABSENT = "nothing"
 _PROBLEM = "problem"
 _LONGEST = 200
+T = TypeVar("T")
 
 
 def agree(
@@ -45,6 +46,26 @@ def agree(
     if len(set(digests)) > 1 or problem is not None:
         _raise_difference(comm, text, label, what)
     _log_agreement(comm, label)
+
+
+def write_request(fields: Mapping[str, object]) -> tuple[bytes, bytes]:
+    """What ranks compare of fields: the text, and its digest."""
+    text = _write_fields(fields, None)
+    return text, _digest(text)
+
+
+def agree_and_run(
+    comm: OfferingComm, request: tuple[bytes, bytes], offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
+) -> bool:
+    """The same as `agree` for a written request, on a comm that does what the ranks offer once all of them agree.
+
+    Returns whether it is done: not if a rank made no offer.
+    """
+    digests, done = comm.agree_and_run(request[1], offer, plan, nbytes, label=label)
+    if not done and len(set(digests)) > 1:
+        _raise_difference(comm, request[0], label, "arguments")
+    _log_agreement(comm, label)
+    return done
 
 
 def _log_agreement(comm: Comm, label: str) -> None:

@@ -1,7 +1,8 @@
 """Many boxes copied in one launch, by a kernel of Triton where that is installed.
 
 A table on the device has a row for each box: both addresses, rows by two dims, the length of a row, strides. Boxes have
-up to three dims after those that adjoin in memory are joined; a row is cut in units of 8 bytes.
+up to three dims after those that adjoin in memory are joined; a row is cut in units of 8 bytes. Where all places are
+multiples of 16 bytes (WIDE), two units are read at once; where offsets fit in 32 bits (NARROW), they have so many.
 """
 
 from __future__ import annotations
@@ -18,24 +19,41 @@ from shardwise._log import package_logger
 _log = package_logger(__name__)
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 UNIT = 8  # bytes
-_TILE = 1024  # units, for one program
+_TILE = 2048  # units, for one program
 _FIELDS = 9
+_NARROW_OFFSETS = 1 << 30  # units; sums of two of them are still numbers of 32 bits
 BoxRow = tuple[int, int, int, int, int, int, int, int, int]
 """Addresses of target and source, outer and inner rows, units in a row, strides of target and source in units."""
 
 
-def _copy_tile(table, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads the annotations
+def _copy_tile(  # type: ignore[no-untyped-def]  # Triton reads the annotations
+    table,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+):
     box = table + tl.program_id(1) * FIELDS
     target = tl.load(box).to(tl.pointer_type(tl.int64))
     source = tl.load(box + 1).to(tl.pointer_type(tl.int64))
     outer, inner, length = tl.load(box + 2), tl.load(box + 3), tl.load(box + 4)
+    to_outer, to_inner, at_outer, at_inner = tl.load(box + 5), tl.load(box + 6), tl.load(box + 7), tl.load(box + 8)
+    if NARROW:
+        outer, inner, length = outer.to(tl.int32), inner.to(tl.int32), length.to(tl.int32)
+        to_outer, to_inner = to_outer.to(tl.int32), to_inner.to(tl.int32)
+        at_outer, at_inner = at_outer.to(tl.int32), at_inner.to(tl.int32)
+    if WIDE:
+        target, source, length = tl.multiple_of(target, 16), tl.multiple_of(source, 16), tl.multiple_of(length, 2)
+        to_outer, to_inner = tl.multiple_of(to_outer, 2), tl.multiple_of(to_inner, 2)
+        at_outer, at_inner = tl.multiple_of(at_outer, 2), tl.multiple_of(at_inner, 2)
     across = (length + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < outer * inner)[:, None] & (columns < length)[None, :]
-    to = (rows // inner) * tl.load(box + 5) + (rows % inner) * tl.load(box + 6)
-    at = (rows // inner) * tl.load(box + 7) + (rows % inner) * tl.load(box + 8)
+    to = (rows // inner) * to_outer + (rows % inner) * to_inner
+    at = (rows // inner) * at_outer + (rows % inner) * at_inner
     values = tl.load(source + at[:, None] + columns[None, :], mask=inside)
     tl.store(target + to[:, None] + columns[None, :], values, mask=inside)
 
@@ -112,18 +130,33 @@ def _joined_dims(shape: torch.Size, after: tuple[int, ...], before: tuple[int, .
 
 def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], None]:
     """Return what copies these boxes in one launch, as often as it is called."""
-    shortest = min(row[4] for row in rows)
-    columns = min(_TILE, max(16, 1 << (shortest - 1).bit_length()))
+    grid, form = plan_launch(rows)
+    launch = partial(COPY_KERNEL.find()[grid], device_table(tuple(rows), device), **form, num_warps=8)
+    return partial(launch_on, device, launch)
+
+
+def plan_launch(rows: Sequence[BoxRow]) -> tuple[tuple[int, int], dict[str, int | bool]]:
+    """The grid of a launch, and the constants for which the kernel is compiled."""
+    columns = min(_TILE, max(16, 1 << (min(row[4] for row in rows) - 1).bit_length()))
     height = _TILE // columns
     tiles = max(-(-(row[2] * row[3]) // height) * -(-row[4] // columns) for row in rows)
-    table = device_table(tuple(rows), device)
-    kernel = COPY_KERNEL.find()[(tiles, len(rows))]
-    launch = partial(kernel, table, COLUMNS=columns, ROWS=height, FIELDS=_FIELDS, num_warps=8)
-    return partial(launch_on, device, launch)
+    wide = not any(place % (2 * UNIT) for row in rows for place in row[:2])
+    wide = wide and not any(units % 2 for row in rows for units in row[4:])
+    narrow = max(tiles * height, *map(_largest_offset, rows)) < _NARROW_OFFSETS
+    return (tiles, len(rows)), {"COLUMNS": columns, "ROWS": height, "FIELDS": _FIELDS, "WIDE": wide, "NARROW": narrow}
+
+
+def _largest_offset(row: BoxRow) -> int:
+    """A bound of the offsets of a box on both sides, in units."""
+    _, _, outer, inner, length, to_outer, to_inner, at_outer, at_inner = row
+    return max(outer * to_outer + inner * to_inner, outer * at_outer + inner * at_inner) + length
 
 
 def launch_on(device: torch.device, launch: Callable[[], None]) -> None:
     """Launch a kernel on a device: Triton takes the current one, which may be another."""
+    if device.index in (None, torch.cuda.current_device()):
+        launch()
+        return
     with torch.cuda.device(device):
         launch()
 

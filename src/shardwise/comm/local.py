@@ -12,7 +12,7 @@ How the threads complete a collective together (`Rendezvous`):
 On a GPU a job only queues work. So the last rank to post does all of them at once, on its stream, which waits for the
 streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place (`lend`).
 There ranks take turns (`TurnTaking`): Python runs one thread at a time, and each call of torch lets another one in,
-which costs more than the call.
+which costs more than the call. Jobs of few bytes are also done at once on the CPU: to share them takes longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.local_jobs import (
     JobPlanner,
+    MoveOffer,
     RendezvousJob,
     plan_all_reduce,
     plan_boxes,
@@ -38,12 +39,29 @@ from shardwise.comm.local_jobs import (
     plan_gather,
     plan_lending,
     plan_nothing,
+    plan_offers,
     plan_reduce_scatter,
 )
-from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
+from shardwise.comm.protocol import (
+    BOXES,
+    DEFAULT_TIMEOUT,
+    LENT,
+    CommError,
+    OfferPlanner,
+    PendingWork,
+    ReduceOp,
+    TakeLent,
+    Work,
+)
 from shardwise.comm.rank_text import fold_texts, name_ranks
+from shardwise.comm.thread_streams import find_stream, follow_stream, wait_for_streams
 from shardwise.comm.turns import TurnTaking
 from shardwise.transfer.device_cost import DeviceTraffic
+
+_AGREEMENT = "all_gather_bytes"
+_MANY_BYTES = 1 << 62  # uncounted
+AT_ONCE_BYTES = 1 << 18  # that ranks on the CPU pass together in a call that its last rank completes for all of them
+T = TypeVar("T")
 
 
 def default_device() -> torch.device:
@@ -57,15 +75,16 @@ def find_default_device() -> torch.device:
     return torch.empty(0).device
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CollectiveCall:
-    """What one rank requests; calls of one meeting must agree in all but the payload."""
+    """What one rank requests; calls of one meeting must agree in kind, label and detail."""
 
     kind: str
     label: str
     detail: str
     payload: Any
-    stream: Any = None
+    nbytes: int = 0
+    stream: int | None = None  # of the device
 
     def __str__(self) -> str:
         return tensors.describe_call(self.kind, self.label, self.detail)
@@ -73,12 +92,17 @@ class CollectiveCall:
 
 @dataclass
 class ThreadWorldState:
-    """What all ranks of one world share: the lock, who failed, who has returned, and whether they take turns."""
+    """What all ranks of one world share: the lock, who failed, who has returned, their device, whose turn it is."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    changed: threading.Condition = field(init=False)
     failure: tuple[int, BaseException] | None = None
     left: set[int] = field(default_factory=set)
     turns: TurnTaking | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure and wake everybody."""
@@ -95,7 +119,7 @@ class ThreadWorldState:
             self.turns.pass_on()
 
 
-@dataclass
+@dataclass(slots=True)
 class Rendezvous:
     """One collective: the calls so far, then its jobs."""
 
@@ -104,7 +128,7 @@ class Rendezvous:
     complete: bool = False
     running: int = 0
     error: CommError | None = None
-    stream: Any = None  # of a device on which the jobs were queued
+    stream: int | None = None  # of a device on which the jobs were queued
 
 
 class RendezvousHub:
@@ -118,32 +142,24 @@ class RendezvousHub:
 
     def child(self, ranks: tuple[int, ...]) -> RendezvousHub:
         """Return the hub of a subset, the same one for all its members."""
-        with self.room.changed:
+        with self.room.lock:
             return self._children.setdefault(ranks, RendezvousHub(ranks, self.room))
 
     def post(
         self, rank: int, call: CollectiveCall, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]
     ) -> Rendezvous:
         """Add one rank's call to its next meeting; the last one turns the calls into jobs."""
-        with self.room.changed:
+        with self.room.lock:
             number = self._posted[rank]
-            self._posted[rank] += 1
-            meeting = self._open.setdefault(number, Rendezvous())
+            self._posted[rank] = number + 1
+            meeting = self._open.get(number)
+            if meeting is None:
+                meeting = self._open[number] = Rendezvous()
             meeting.calls[rank] = call
             if len(meeting.calls) == len(self.ranks):
                 del self._open[number]
                 self._close(meeting, call, plan)
             return meeting
-
-    def last_call(self, rank: int) -> int:
-        """Return the number of a rank's last call."""
-        return self._posted[rank] - 1
-
-    def withdraw(self, rank: int, number: int) -> None:
-        """Take back a call that a rank has posted or not; all ranks withdraw it, and none waits for it."""
-        with self.room.changed:
-            self._posted[rank] = number + 1
-            self._open.pop(number, None)
 
     def _close(
         self,
@@ -159,43 +175,48 @@ class RendezvousHub:
                 meeting.error = error
         if call.stream is not None:
             self._queue_jobs(meeting, call.stream)
+        elif sum(call.nbytes for call in meeting.calls.values()) <= AT_ONCE_BYTES:
+            _run_at_once(meeting)
         meeting.complete = True
         if self.room.turns is None:
             self.room.changed.notify_all()
 
-    def _queue_jobs(self, meeting: Rendezvous, stream: Any) -> None:
+    def _queue_jobs(self, meeting: Rendezvous, stream: int) -> None:
         """Do all jobs on one stream, after what the streams of all ranks have to do."""
-        others = {call.stream for call in meeting.calls.values()} - {stream, None}
-        for other in others | ({_default_stream(stream)} if others else set()):
-            stream.wait_stream(other)
-        while meeting.jobs and meeting.error is None:
-            meeting.error = _run_job(meeting.jobs.pop(), meeting)
+        wait_for_streams(self.room.device, stream, [call.stream for call in meeting.calls.values()])
+        _run_at_once(meeting)
         meeting.stream = stream
 
     def finish(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         """Return when the meeting's jobs are done, doing those that nobody does; raise if it cannot be completed."""
+        if not meeting.complete or meeting.jobs or meeting.running:
+            self._complete(rank, meeting, timeout)
+        if meeting.error is not None:
+            raise CommError(str(meeting.error), meeting.error.ranks) from meeting.error.__cause__
+
+    def _complete(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         if self.room.turns is not None:
             self._wait_for_turn(rank, meeting, deadline, self.room.turns)
-        with self.room.changed:
-            while not meeting.complete:
-                self._check(rank, meeting)
-                if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    absent = self._absent_ranks(meeting)
-                    self._give_up(meeting, _absence_error(meeting.calls[rank], absent, f"within {timeout:g} s"))
-        if meeting.jobs or meeting.running:
-            self._run_jobs(meeting)
-        with self.room.changed:
+        if not meeting.complete:
+            with self.room.lock:
+                while not meeting.complete:
+                    self._check(rank, meeting)
+                    if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
+                        absent = self._absent_ranks(meeting)
+                        self._give_up(meeting, _absence_error(meeting.calls[rank], absent, f"within {timeout:g} s"))
+        self._run_jobs(meeting)
+        if not meeting.running:
+            return
+        with self.room.lock:
             while meeting.running and meeting.error is None:
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
                     self._give_up(meeting, CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s"))
-            if meeting.error is not None:
-                raise CommError(str(meeting.error), meeting.error.ranks) from meeting.error.__cause__
 
     def _wait_for_turn(self, rank: int, meeting: Rendezvous, deadline: float, turns: TurnTaking) -> None:
         """Return when the meeting is complete or the time is over."""
         while not meeting.complete and (left := deadline - time.monotonic()) > 0:
-            with self.room.changed:
+            with self.room.lock:
                 self._check(rank, meeting)
             turns.wait(rank, meeting, left)
 
@@ -206,18 +227,19 @@ class RendezvousHub:
         raise error
 
     def _run_jobs(self, meeting: Rendezvous) -> None:
-        while True:
-            with self.room.changed:
+        """Do jobs that nobody does. Others look at `jobs`, then at `running`, without the lock."""
+        while meeting.jobs:
+            with self.room.lock:
                 if not meeting.jobs or meeting.error is not None:
                     return
-                job = meeting.jobs.pop()
                 meeting.running += 1
+                job = meeting.jobs.pop()
             error = _run_job(job, meeting)
-            with self.room.changed:
+            with self.room.lock:
+                meeting.error = error or meeting.error
                 meeting.running -= 1
-                if error is not None:
-                    meeting.error = error
-                self.room.changed.notify_all()
+                if not meeting.running:
+                    self.room.changed.notify_all()
 
     def _check(self, rank: int, meeting: Rendezvous) -> None:
         call = meeting.calls[rank]
@@ -240,6 +262,11 @@ def _absence_error(call: CollectiveCall, absent: list[int], until: str) -> CommE
     return CommError(f"{call}: {name_ranks(absent)} did not take part {until}", tuple(absent))
 
 
+def _run_at_once(meeting: Rendezvous) -> None:
+    while meeting.jobs and meeting.error is None:
+        meeting.error = _run_job(meeting.jobs.pop(), meeting)
+
+
 def _run_job(job: RendezvousJob, meeting: Rendezvous) -> CommError | None:
     try:
         job()
@@ -251,9 +278,11 @@ def _run_job(job: RendezvousJob, meeting: Rendezvous) -> CommError | None:
 
 
 def _mismatch_error(calls: Mapping[int, CollectiveCall]) -> CommError | None:
-    texts = {rank: str(calls[rank]) for rank in sorted(calls)}
-    if len(set(texts.values())) == 1:
+    first, *others = calls.values()
+    asked = first.kind, first.label, first.detail
+    if all((call.kind, call.label, call.detail) == asked for call in others):
         return None
+    texts = {rank: str(calls[rank]) for rank in sorted(calls)}
     who = fold_texts(texts)
     return CommError(f"the ranks made different calls ({who}); every rank must make the same calls in the same order")
 
@@ -267,18 +296,18 @@ class LocalComm:
     """
 
     process_group = None
+    takes_offers = True
 
     def __init__(
         self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT
     ):
         self.rank, self.ranks, self._hub = rank, hub.ranks, hub
         self.device, self.timeout = torch.device(device), timeout
-        self._agreed_call = 0  # the number of the last call in which bytes were gathered
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> LocalComm:
         """Return the comm of a world of one rank, for a script that runs without any set-up."""
-        return cls(0, RendezvousHub((0,), ThreadWorldState()), device=device)
+        return cls(0, RendezvousHub((0,), ThreadWorldState(device=torch.device(device))), device=device)
 
     def __repr__(self) -> str:
         return f"LocalComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
@@ -301,7 +330,8 @@ class LocalComm:
         """Copy each edge's k-th sent tensor into its k-th received one."""
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
-        return self._start("exchange", label, "", (outgoing, incoming), partial(plan_exchange, label=label))
+        nbytes = sum(len(run) for edges in (outgoing, incoming) for runs in edges.values() for run in runs)
+        return self._start("exchange", label, "", (outgoing, incoming), partial(plan_exchange, label=label), nbytes)
 
     @property
     def lends_memory(self) -> bool:
@@ -316,13 +346,14 @@ class LocalComm:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
     ) -> Work:
         """Copy tensors of any strides, all ranks' in one job."""
-        return self._start("exchange", label, BOXES, (sends, receives), partial(plan_boxes, label=label))
+        return self._start("exchange", label, BOXES, (sends, receives), partial(plan_boxes, label=label), _MANY_BYTES)
 
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
-        return self._start("exchange", label, LENT, (sends, set(receives), take), partial(plan_lending, label=label))
+        payload = sends, set(receives), take
+        return self._start("exchange", label, LENT, payload, partial(plan_lending, label=label), _MANY_BYTES)
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor, in the order of `ranks`."""
@@ -334,7 +365,7 @@ class LocalComm:
         """Fill `out` with every rank's tensor."""
         tensors.check_gather(out, tensor, self.world_size, label=label)
         payload = (tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label))
-        return self._start("all_gather", label, tensors.describe_run(tensor), payload, plan_gather)
+        return self._start("all_gather", label, tensors.describe_run(tensor), payload, plan_gather, out.nbytes)
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce the i-th run of every rank's tensor into the i-th rank's `out`."""
@@ -347,6 +378,7 @@ class LocalComm:
             f"{op} of {tensors.describe_run(out)}",
             payload,
             partial(plan_reduce_scatter, op=op),
+            tensor.nbytes,
         )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
@@ -354,14 +386,14 @@ class LocalComm:
         tensors.check_op(op, tensor.dtype, label=label)
         detail = f"{op} of {tensors.describe_run(tensor)}"
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start("all_reduce", label, detail, whole, partial(plan_all_reduce, op=op))
+        return self._start("all_reduce", label, detail, whole, partial(plan_all_reduce, op=op), tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
         tensors.check_member(self, src, "source rank", label=label)
         detail = f"{tensors.describe_run(tensor)} from rank {src}"
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start("broadcast", label, detail, whole, partial(plan_broadcast, src=src))
+        return self._start("broadcast", label, detail, whole, partial(plan_broadcast, src=src), tensor.nbytes)
 
     def barrier(self, *, label: str) -> None:
         """Return when every rank has called it."""
@@ -376,46 +408,30 @@ class LocalComm:
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes."""
-        return self._start_collecting(data, label)()
+        meeting = self._hub.post(self.rank, CollectiveCall(_AGREEMENT, label, "", data), plan_nothing)
+        self._hub.finish(self.rank, meeting, self.timeout)
+        return self._list_bytes(meeting)
 
-    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]] | None:
-        """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes."""
-        return self._start_collecting(data, label) if self.lends_memory else None
+    def agree_and_run(
+        self, data: bytes, offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
+    ) -> tuple[list[bytes], bool]:
+        """Gather bytes, and do what the ranks offer if all of them do and all bytes agree."""
+        payload = MoveOffer(data, offer)
+        call = CollectiveCall(_AGREEMENT, label, "", payload, nbytes, find_stream(self.device))
+        meeting = self._hub.post(self.rank, call, partial(plan_offers, plan=plan))
+        self._finish(meeting)
+        return self._list_bytes(meeting), payload.accepted
 
-    def withdraw_next_call(self) -> None:
-        """After ranks disagreed: take the call back that some of them have started since and others have not."""
-        self._hub.withdraw(self.rank, self._agreed_call + 1)
+    def _list_bytes(self, meeting: Rendezvous) -> list[bytes]:
+        payloads = [meeting.calls[rank].payload for rank in self.ranks]
+        return [each.data if isinstance(each, MoveOffer) else each for each in payloads]
 
-    def _start_collecting(self, data: bytes, label: str) -> Callable[[], list[bytes]]:
-        meeting = self._hub.post(self.rank, CollectiveCall("all_gather_bytes", label, "", data), plan_nothing)
-        self._agreed_call = self._hub.last_call(self.rank)
-
-        def finish() -> list[bytes]:
-            self._hub.finish(self.rank, meeting, self.timeout)
-            return [meeting.calls[rank].payload for rank in self.ranks]
-
-        return finish
-
-    def _post(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Rendezvous:
-        return self._hub.post(self.rank, CollectiveCall(kind, label, detail, payload, self._current_stream()), plan)
-
-    def _start(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner) -> Work:
-        meeting = self._post(kind, label, detail, payload, plan)
-        return PendingWork(partial(self._finish, meeting))
+    def _start(self, kind: str, label: str, detail: str, payload: Any, plan: JobPlanner, nbytes: int = 0) -> Work:
+        call = CollectiveCall(kind, label, detail, payload, nbytes, find_stream(self.device))
+        return PendingWork(partial(self._finish, self._hub.post(self.rank, call, plan)))
 
     def _finish(self, meeting: Rendezvous) -> None:
         self._hub.finish(self.rank, meeting, self.timeout)
-        stream = self._current_stream()
-        if meeting.stream not in (None, stream):
-            stream.wait_stream(meeting.stream)
-        if stream is not None and stream != _default_stream(stream):
-            _default_stream(stream).wait_stream(stream)
-
-    def _current_stream(self) -> Any:
-        """This thread's stream of the device; None on the CPU."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-
-def _default_stream(stream: Any) -> Any:
-    """The default stream of a stream's device: ranks that use others of their own still share tensors made on it."""
-    return torch.cuda.default_stream(stream.device)
+        stream = find_stream(self.device)
+        if stream is not None:
+            follow_stream(self.device, stream, meeting.stream)

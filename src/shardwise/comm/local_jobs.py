@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from shardwise._torch import foreach_copy
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import CommError, ReduceOp, TakeLent
+from shardwise.comm.protocol import CommError, OfferPlanner, ReduceOp, TakeLent
 from shardwise.comm.rank_text import name_ranks
 
 RendezvousJob = Callable[[], None]
 JobPlanner = Callable[[Mapping[int, Any]], list[RendezvousJob]]
 """Makes jobs of what the ranks passed, by rank."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class MoveOffer(Generic[T]):
+    """What a rank offers for a move on which the ranks are agreeing by their bytes; accepted if all offer the same."""
+
+    data: bytes
+    offer: T
+    accepted: bool = False
+
+
+def plan_offers(payloads: Mapping[int, Any], *, plan: OfferPlanner[Any]) -> list[RendezvousJob]:
+    """The jobs of a move for which all ranks made an offer, else none."""
+    listed = list(payloads.values())
+    if not all(isinstance(each, MoveOffer) for each in listed) or len({each.data for each in listed}) > 1:
+        return []
+    for each in listed:
+        each.accepted = True
+    return plan([each.offer for each in listed])
 
 
 def plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:
@@ -82,19 +105,48 @@ def plan_gather(payloads: Mapping[int, tuple[Tensor, Tensor]]) -> list[Rendezvou
 
 
 def plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[RendezvousJob]:
-    """A reduction for each rank's output."""
-    wholes = [tensor for _, tensor in payloads.values()]
-    count = len(wholes[0]) // len(wholes)
-    return [
-        partial(tensors.reduce_runs, out, [whole[i * count : (i + 1) * count] for whole in wholes], op)
-        for i, (out, _) in enumerate(payloads.values())
-    ]
+    """A reduction for each rank's output; where few elements are reduced, or on a GPU, one for all."""
+    outs, wholes = zip(*payloads.values(), strict=True)
+    return plan_reduction([[out] for out in outs], wholes, op)
 
 
 def plan_all_reduce(payloads: Mapping[int, Tensor], *, op: ReduceOp) -> list[RendezvousJob]:
-    """A reduction for each of as many pieces as there are ranks."""
-    pieces = zip(*(tensor.tensor_split(len(payloads)) for tensor in payloads.values()), strict=True)
-    return [partial(_reduce_to_all, list(runs), op) for runs in pieces]
+    """A reduction for each of as many pieces as there are ranks; where few elements are reduced, or on a GPU, one."""
+    wholes = list(payloads.values())
+    pieces = zip(*(whole.tensor_split(len(wholes)) for whole in wholes), strict=True)
+    return plan_reduction([wholes] if _is_one_job(wholes[0]) else [list(runs) for runs in pieces], wholes, op)
+
+
+def _is_one_job(whole: Tensor) -> bool:
+    return whole.device.type != "cpu" or len(whole) <= tensors.REDUCE_BLOCK_ELEMENTS
+
+
+def plan_reduction(outs: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], op: ReduceOp) -> list[RendezvousJob]:
+    """Reduce flat tensors of one length, in the order given; each of their consecutive runs goes into some outputs."""
+    if _is_one_job(wholes[0]):
+        return [partial(_reduce_at_once, outs, wholes, op)]
+    lengths = [len(run[0]) for run in outs]
+    runs = zip(*(torch.split(whole, lengths) for whole in wholes), strict=True)
+    return [partial(_reduce_run, each, terms, op) for each, terms in zip(outs, runs, strict=True)]
+
+
+def _reduce_run(outs: Sequence[Tensor], terms: Sequence[Tensor], op: ReduceOp) -> None:
+    tensors.reduce_runs(outs[0], terms, op)
+    for other in outs[1:]:
+        other.copy_(outs[0])
+
+
+def _reduce_at_once(outs: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce whole tensors, then copy: few calls, each of which costs more than its elements."""
+    with torch.no_grad():
+        total = wholes[0].clone()
+        for other in wholes[1:]:
+            tensors.accumulate_run(total, other, op)
+        tensors.finish_average(total, op, len(wholes))
+        runs = torch.split(total, [len(run[0]) for run in outs]) if len(outs) > 1 else [total]
+        foreach_copy(
+            [out for each in outs for out in each], [run for each, run in zip(outs, runs, strict=True) for _ in each]
+        )
 
 
 def plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[RendezvousJob]:
@@ -104,9 +156,3 @@ def plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[Rendezvo
 
 def _copy_run(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
-
-
-def _reduce_to_all(runs: Sequence[Tensor], op: ReduceOp) -> None:
-    tensors.reduce_runs(runs[0], runs, op)
-    for other in runs[1:]:
-        other.copy_(runs[0])

@@ -14,7 +14,7 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -207,6 +207,35 @@ class LendingComm(Comm, Protocol):
 def find_lending(comm: Comm) -> LendingComm | None:
     """Return the comm as one that lends memory, if it does."""
     return cast(LendingComm, comm) if getattr(comm, "lends_memory", False) else None
+
+
+T = TypeVar("T")
+OfferPlanner: TypeAlias = Callable[[Sequence[T]], list[Callable[[], None]]]
+"""Makes jobs of what the ranks offered, in their order."""
+
+
+class OfferingComm(Comm, Protocol):
+    """A comm by which one rank can do for all of them what they have agreed on: they are threads of one process."""
+
+    @property
+    def takes_offers(self) -> bool:
+        """Whether `agree_and_run` can be called; ranks on which it cannot take part by `all_gather_bytes`."""
+        ...
+
+    def agree_and_run(
+        self, data: bytes, offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
+    ) -> tuple[list[bytes], bool]:
+        """Gather bytes as `all_gather_bytes` does, and do what the ranks offer if all of them do and all bytes agree.
+
+        `plan` makes jobs of the offers of all ranks, in their order; each rank passes `nbytes` of tensors. Returns the
+        bytes, and whether the jobs are done. Ranks that call `all_gather_bytes` meanwhile have nothing to offer.
+        """
+        ...
+
+
+def find_offering(comm: Comm) -> OfferingComm | None:
+    """Return the comm as one by which ranks make offers, if it is one."""
+    return cast(OfferingComm, comm) if getattr(comm, "takes_offers", False) else None
 
 
 class CompletedWork:

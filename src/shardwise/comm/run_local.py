@@ -49,7 +49,7 @@ def run_local(
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
     device = default_device() if device is None else torch.device(device)
-    room = ThreadWorldState(turns=TurnTaking() if device.type == "cuda" else None)
+    room = ThreadWorldState(turns=TurnTaking() if device.type == "cuda" else None, device=device)
     hub = RendezvousHub(tuple(range(world_size)), room)
     results: dict[int, T] = {}
     comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]

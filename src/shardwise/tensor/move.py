@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from shardwise._torch import is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm, advise_ranks, agree, name_ranks, start_agreeing
+from shardwise.comm.agree import agree_and_run, write_request
+from shardwise.comm.protocol import find_offering
 from shardwise.geometry import (
     Box,
     EnumerableSpec,
@@ -46,6 +49,7 @@ from shardwise.tensor.moving.autograd import (
 from shardwise.tensor.moving.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
 from shardwise.tensor.moving.parts import notify_watchers, plan_for_rank
 from shardwise.tensor.moving.reductions import check_reducible
+from shardwise.tensor.moving.shared_moves import SharedMove, find_shared_move
 from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
 
 DEFAULT_BUFFER_BYTES = 1 << 30
@@ -71,6 +75,8 @@ def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout
 
     Placements may be in notation; a mesh and placements may be torch's.
     """
+    if type(target) is Layout and placements is None and target.shape == layout.shape:
+        return target
     if isinstance(target, Mesh) or is_device_mesh(target):
         return mesh_spec_of(target, placements).layout(layout.shape)
     if placements is not None:
@@ -173,8 +179,16 @@ def check_move(
 def check_and_move(
     held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any], problem: str | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Check a move as `check_move` does, and make it; where the comm can, the data travel while the ranks agree."""
+    """Check a move as `check_move` does, and make it.
+
+    Where ranks are threads, one of them makes it for all; where the comm can, the data travel while the ranks agree.
+    """
     limit = fields.get("max_buffer_bytes")
+    if problem is None and (asking := _find_request(held, dst, fields, limit)) is not None:
+        moved = _move_together(held, asking, label)
+        if moved is not None and not is_move_recorded(held):
+            return moved, None
+        return move_to(held, dst, label, limit, MadeMove(moved))
     if problem is not None or not travels_early(held, dst):
         check_move(held, dst, label, fields, problem)
         return move_to(held, dst, label, limit)
@@ -183,6 +197,67 @@ def check_and_move(
         agree(held.comm, asked, label=label, problem=problem)
     with profiled_move(label, held.sharding, dst):
         return start_while_agreeing([held], [dst], asked, label, limit).wait()[0], None
+
+
+@dataclass(slots=True)
+class MadeMove:
+    """A move that was made while the ranks agreed on it, if it was."""
+
+    results: tuple[Tensor, ...] | None
+
+    def take(self) -> tuple[Tensor, ...] | None:
+        """Its result, the first time; None later."""
+        results, self.results = self.results, None
+        return results
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MoveRequest:
+    """A move between two layouts, which keep their ids: how one rank makes it for all, and what the ranks compare."""
+
+    src: Layout
+    dst: Layout
+    shared: SharedMove
+    written: tuple[bytes, bytes]
+
+
+_requests: dict[tuple[Any, ...], MoveRequest] = {}
+_KEPT_REQUESTS = 1024
+
+
+def _find_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limit: Any) -> MoveRequest | None:
+    """The request of a move that one rank can make for all; None if there is no such, or something is wrong with it."""
+    src, comm = held.sharding, held.comm
+    if find_offering(comm) is None or recorders or held._copied_from is not None:
+        return None
+    if is_dispatch_mode_on() or is_dual_level() or src is dst:
+        return None
+    key = (id(src), id(dst), held.dtype, comm.ranks, repr(fields))
+    known = _requests.get(key)
+    if known is None and not (src.depends_on_data or dst.depends_on_data or src == dst):
+        asked, problem = _describe_request(held, dst, fields, None)
+        if problem is not None:
+            return None
+        bound = buffer_limit(src, dst, held.dtype.itemsize, limit)
+        plan = plan_for_rank(src, dst, held.dtype.itemsize, bound, comm)
+        shared = find_shared_move(plan, comm.ranks, held.dtype)
+        if shared is not None:
+            if len(_requests) >= _KEPT_REQUESTS:
+                _requests.clear()
+            known = _requests[key] = MoveRequest(src, dst, shared, write_request(asked))
+    return known
+
+
+def _move_together(held: MovableTensor, asking: MoveRequest, label: str) -> tuple[Tensor, ...] | None:
+    """Agree on a move that one rank makes for all, and return its results; None if some rank does not take part."""
+    comm, shared = find_offering(held.comm), asking.shared
+    assert comm is not None
+    with profiled_move(label, held.sharding, asking.dst):
+        offer = shared.make_offer(comm.rank, held.local_parts, held.device)
+        if not agree_and_run(comm, asking.written, offer, shared.plan_jobs, shared.nbytes, label=label):
+            return None
+        notify_watchers(shared.transfer, label, held.sharding, asking.dst)
+        return shared.finish(offer.targets)
 
 
 def start_while_agreeing(
