@@ -30,8 +30,11 @@ CPU_TESTS = {
     "test_ids_that_no_rank_has_are_an_error_of_the_graph_on_every_rank": OUT_OF_RANGE,
     "test_targets_out_of_bounds": OUT_OF_RANGE,
     "test_indices_that_no_rank_holds_are_refused": OUT_OF_RANGE,
+    "test_two_kills_lose_nothing": "saves are killed in forks, in which CUDA cannot be used; it is about files alone",
+    "test_moves_go_by_the_faster_transport": "host memory stands in for a device",
+    "test_ranks_that_disagree_stay_in_step": "host memory stands in for a device",
 }
-"""Tests that would end those after them, with the reason."""
+"""Tests that are about the CPU alone, or would end those after them, with the reason."""
 
 CPU_ERRORS = {
     "device type for generator but found 'cpu'": "draws its values from a generator of the CPU",

@@ -56,12 +56,15 @@ def save_and_die(path: Path, value: float, before: int, exchange: bool) -> bool:
     """Save in a fork that dies before an operation; whether it came through."""
     child = os.fork()
     if child == 0:
-        if not exchange:
-            folders.exchange_folders = lambda one, other: False
-        die_before(before, OPERATIONS, [(folders, "exchange_folders")])
-        shardwise.save(state(value), path)
-        leftovers(path)  # waits until what was replaced is gone
-        os._exit(0)
+        try:
+            if not exchange:
+                folders.exchange_folders = lambda one, other: False
+            die_before(before, OPERATIONS, [(folders, "exchange_folders")])
+            shardwise.save(state(value), path)
+            leftovers(path)  # waits until what was replaced is gone
+            os._exit(0)
+        finally:
+            os._exit(1)  # whatever was raised: the program that forked goes on in its own process alone
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

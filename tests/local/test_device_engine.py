@@ -226,7 +226,7 @@ def test_sizes_that_differ_are_named(led: bool) -> None:
 
     with engines(2, device, led=led) as made:
         for text in run(made, body):
-            assert text.startswith("move: rank 0 sends [8] elements to rank 1, which do not match the [4] received")
+            assert text.startswith("move: rank 0 sends [8] bytes to rank 1, which do not match the [4] received")
 
 
 class LendingLocalComm(LocalComm):

@@ -19,6 +19,7 @@ from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.transports import several_hosts
 from shardwise.comm.transports.several_hosts import SeveralHostsEngine
 
+HOST = "cpu"  # where this engine works: a comm copies tensors of a device there and back
 SIZES = (1, 5, 1003)
 SHAPES = [(2, 2), (3, 1), (1, 2), (2, 1, 2), (1, 1, 3)]
 OPS = ("sum", "avg", "min", "max", "product")
@@ -27,7 +28,7 @@ OPS = ("sum", "avg", "min", "max", "product")
 class ThreadEngine:
     """An engine between threads, which only exchanges; the rest is what is tested."""
 
-    device = torch.device("cpu")
+    device = torch.device(HOST)
     awaited: tuple[int, ...] = ()
 
     def __init__(self, comm: Any, sent: Counter[int]) -> None:
@@ -69,7 +70,7 @@ def make_engine(comm: Comm, shape: tuple[int, ...], sent: Counter[int]) -> Sever
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    return ((torch.arange(count) * (rank + 2) + rank) % 3 + 1).to(dtype)
+    return ((torch.arange(count, device=HOST) * (rank + 2) + rank) % 3 + 1).to(dtype)
 
 
 def reduced(parts: Tensor, op: str) -> Tensor:
@@ -82,7 +83,7 @@ def run_all(comm: Comm, shape: tuple[int, ...], op: Any, dtype: torch.dtype) -> 
     results = []
     for count in SIZES:
         parts = torch.stack([values(r, count, dtype) for r in comm.ranks])
-        out = torch.empty(ranks * count, dtype=dtype)
+        out = torch.empty(ranks * count, dtype=dtype, device=HOST)
         engine.all_gather_into(out, parts[comm.rank].clone(), call="gather").wait()
         assert torch.equal(out, parts.view(-1))
         for src in comm.ranks:
@@ -94,7 +95,7 @@ def run_all(comm: Comm, shape: tuple[int, ...], op: Any, dtype: torch.dtype) -> 
         torch.testing.assert_close(mine, reduced(parts, op))
         results.append(mine)
         runs = torch.stack([values(r, ranks * count, dtype) for r in comm.ranks])
-        run = torch.empty(count, dtype=dtype)
+        run = torch.empty(count, dtype=dtype, device=HOST)
         engine.reduce_scatter_into(run, runs[comm.rank].clone(), op, call="scatter").wait()
         torch.testing.assert_close(run, reduced(runs, op).view(ranks, -1)[comm.rank])
     return results
@@ -107,13 +108,13 @@ def test_collectives_mean_the_same_on_hosts_of_any_size(
     monkeypatch.setattr(several_hosts, "_SMALL_BYTES", -1)
     monkeypatch.setattr(several_hosts, "_WINDOW_BYTES", (256, 2048))
     for op, dtype in zip(OPS, (torch.float32, torch.float64, torch.int32, torch.int64, torch.float32), strict=True):
-        first, *others = run_local(run_all, sum(shape), shape, op, dtype)
+        first, *others = run_local(run_all, sum(shape), shape, op, dtype, device=HOST)
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def count_far(comm: Comm, shape: tuple[int, ...], count: int, sent: Counter[int], name: str) -> None:
     engine, ranks = make_engine(comm, shape, sent), len(comm.ranks)
-    whole, part = torch.ones(ranks * count), torch.ones(count)
+    whole, part = torch.ones(ranks * count, device=HOST), torch.ones(count, device=HOST)
     if name == "all_gather":
         engine.all_gather_into(whole, part, call=name).wait()
     elif name == "reduce_scatter":
@@ -130,7 +131,7 @@ def test_each_byte_enters_a_host_once(shape: tuple[int, ...], name: str) -> None
     """In runs of a rank: what enters the hosts in a gather, in a reduction, in both, and a whole tensor for each."""
     count, ranks, hosts = 1200, sum(shape), len(shape)
     sent: Counter[int] = Counter()
-    run_local(count_far, ranks, shape, count, sent, name)
+    run_local(count_far, ranks, shape, count, sent, name, device=HOST)
     gathered = sum(ranks - members for members in shape)
     reduced_runs = sum(members * (hosts - 1) for members in shape)
     spread = ranks * (hosts - 1)

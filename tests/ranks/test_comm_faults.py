@@ -172,10 +172,10 @@ def ranks_disagree_on_bytes() -> Any:
 
 def test_bytes_that_do_not_match_are_told_to_all_ranks(world: Ranks) -> None:
     message = (
-        "exchange 'move w': rank 0 sends [12] bytes, which do not match the [8] received; "
+        "exchange 'move w': rank 0 sends [12] bytes to rank 1, which do not match the [8] received; "
         "the k-th tensors on both sides must match"
     )
-    assert world.run(ranks_disagree_on_bytes) == [(message, (0,), True)] * 3
+    assert world.run(ranks_disagree_on_bytes) == [(message, (0, 1), True)] * 3
 
 
 def a_failed_comm_refuses_further_calls() -> Any:

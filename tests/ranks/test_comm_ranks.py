@@ -93,10 +93,13 @@ def test_large_and_many_tensors_in_two_exchanges_at_once(world: Ranks, shared: b
 
 def reduce_all_ways(shared: bool, count: int, op: Any) -> tuple[bool, bool, bytes]:
     comm = comm_for(shared)
+    comm.barrier(label="connect")
+    assert comm._engine is not None
     inputs = [torch.linspace(0.5, 2.5, 3 * count, dtype=torch.float32) * (r + 1) for r in comm.ranks]
     combine: Any = COMBINE[op]
-    expected = combine(combine(inputs[0], inputs[1]), inputs[2])
-    expected = expected / 3 if op == "avg" else expected
+    where = comm._engine.device  # a GPU divides by a number as it multiplies with its inverse, a host does not
+    expected = combine(combine(inputs[0].to(where), inputs[1].to(where)), inputs[2].to(where))
+    expected = (expected / 3 if op == "avg" else expected).to(inputs[0].device)
     whole = inputs[comm.rank].clone()
     part = torch.empty(count)
     comm.reduce_scatter_into(part, whole, op, label="scatter").wait()

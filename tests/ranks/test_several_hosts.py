@@ -174,10 +174,10 @@ def ranks_of_a_host_disagree_on_bytes() -> Any:
 
 def test_the_exact_cause_on_one_host_is_reported_on_the_other(world: Ranks) -> None:
     text = (
-        "exchange 'move w': rank 0 sends [12] bytes, which do not match the [8] received; "
+        "exchange 'move w': rank 0 sends [12] bytes to rank 1, which do not match the [8] received; "
         "the k-th tensors on both sides must match"
     )
-    assert world.run(ranks_of_a_host_disagree_on_bytes) == [(text, (0,), True)] * 4
+    assert world.run(ranks_of_a_host_disagree_on_bytes) == [(text, (0, 1), True)] * 4
 
 
 def one_rank_stays_away() -> Any:

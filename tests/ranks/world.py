@@ -92,7 +92,7 @@ def shorten_timeout(comm: Any, timeout: float) -> None:
     """Let a comm that has connected its ranks give up sooner from now on."""
     engine = comm._engine
     comm.timeout = timeout
-    for part in (engine, getattr(engine, "_near", None), getattr(engine, "_far", None)):
+    for part in (engine, *(getattr(engine, name, None) for name in ("_near", "_far", "_calls"))):
         if hasattr(part, "_timeout"):
             part._timeout = timeout
 

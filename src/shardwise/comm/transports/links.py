@@ -18,8 +18,10 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -62,8 +64,18 @@ def different_calls_error(frame: Frame, rank: int, here: str | None) -> Transpor
     )
 
 
+def different_sizes_error(call: str, src: int, dst: int, sent: str, wanted: str) -> TransportError:
+    """The error of two ranks whose k-th sent and k-th received tensors do not match."""
+    return TransportError(
+        f"{call}: rank {src} sends {sent} to rank {dst}, which do not match the {wanted} received; "
+        "the k-th tensors on both sides must match",
+        (src, dst),
+        exact=True,
+    )
+
+
 class PeerSockets:
-    """The sockets from this rank to its peers."""
+    """The sockets from this rank to its peers; they are closed with it, at the latest when the interpreter exits."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]) -> None:
         self._sockets = dict(sockets)
@@ -74,6 +86,7 @@ class PeerSockets:
         self._arrived = memoryview(bytearray(_CHUNK))  # fresh memory for each message would cost more than its bytes
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._descriptors = {self._wake, *self._process_of}  # those that are no sockets
         self._poll.register(self._wake, select.POLLIN)
         self.ended: set[int] = set()
         for s in self._sockets.values():
@@ -81,6 +94,7 @@ class PeerSockets:
             self._poll.register(s, select.POLLIN)
         for fd in self._process_of:
             self._poll.register(fd, select.POLLIN)
+        weakref.finalize(self, _close_all, self._sockets, self._descriptors)
 
     def send(self, rank: int, kind: FrameKind, number: int, label: str, body: bytes) -> None:
         """Send a frame to a rank, now or, if its socket is full, while waiting; a rank that ended gets nothing."""
@@ -129,8 +143,7 @@ class PeerSockets:
         for rank in list(self._sockets):
             self._end(rank)
         if self._wake >= 0:
-            self._poll.unregister(self._wake)
-            os.close(self._wake)
+            self._drop_descriptor(self._wake)
             self._wake = -1
 
     def _flush(self, rank: int) -> None:
@@ -181,9 +194,22 @@ class PeerSockets:
             self._poll.unregister(self._sockets[rank])
             self._sockets[rank].close()
             for fd in [fd for fd, r in self._process_of.items() if r == rank]:
-                self._poll.unregister(fd)
-                os.close(fd)
+                self._drop_descriptor(fd)
                 del self._process_of[fd]
+
+    def _drop_descriptor(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        if fd in self._descriptors:
+            self._descriptors.discard(fd)
+            os.close(fd)
+
+
+def _close_all(sockets: Mapping[int, socket.socket], descriptors: set[int]) -> None:
+    """Close what a `PeerSockets` that is no more has left open."""
+    for each in sockets.values():
+        each.close()
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _open_process(pid: int) -> int | None:
@@ -216,9 +242,10 @@ class Listener:
         self.name = f"shardwise-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(1024)
-        self._socket.setblocking(False)
+        with _closed_if_raised({0: self._socket}):
+            self._socket.bind("\0" + self.name)
+            self._socket.listen(1024)
+            self._socket.setblocking(False)
 
     def connect(self, rank: int, doors: Mapping[int, Door], timeout: float) -> PeerSockets:
         """Connect to every lower rank and accept every higher one; raises OSError if they are not there in time."""
@@ -228,20 +255,33 @@ class Listener:
         """The sockets of such connections."""
         deadline = time.monotonic() + timeout
         sockets: dict[int, socket.socket] = {}
-        for lower in sorted(r for r in doors if r < rank):
-            sockets[lower] = _knock(doors[lower], rank, timeout)
-        higher = {r: door.pid for r, door in doors.items() if r > rank}
-        return sockets | self._accept(higher, deadline)
+        with _closed_if_raised(sockets):
+            for lower in sorted(r for r in doors if r < rank):
+                sockets[lower] = _knock(doors[lower], rank, timeout)
+            self._accept(sockets, {r: door.pid for r, door in doors.items() if r > rank}, deadline)
+        return sockets
 
-    def _accept(self, pids: Mapping[int, int], deadline: float) -> dict[int, socket.socket]:
-        """The sockets of these ranks; whoever else connects is turned away, or left unheard."""
-        accepted: dict[int, socket.socket] = {}
+    def _accept(self, accepted: dict[int, socket.socket], pids: Mapping[int, int], deadline: float) -> None:
+        """Add the sockets of these ranks; whoever else connects is turned away, or left unheard."""
         unknown: dict[int, socket.socket] = {}
+        try:
+            self._accept_each(accepted, unknown, pids, deadline)
+        finally:
+            for guest in unknown.values():
+                guest.close()
+
+    def _accept_each(
+        self,
+        accepted: dict[int, socket.socket],
+        unknown: dict[int, socket.socket],
+        pids: Mapping[int, int],
+        deadline: float,
+    ) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        while len(accepted) < len(pids):
+        while missing := pids.keys() - accepted.keys():
             if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError(f"{len(pids) - len(accepted)} ranks of this host did not connect in time")
+                raise TimeoutError(f"{len(missing)} ranks of this host did not connect in time")
             for number, _ in poll.poll(left * 1000):
                 if number == self._socket.fileno():
                     guest, _ = self._socket.accept()
@@ -256,9 +296,6 @@ class Listener:
                     guest.close()
                 else:
                     accepted[rank] = guest
-        for guest in unknown.values():
-            guest.close()
-        return accepted
 
     def _recognise(self, guest: socket.socket, pids: Mapping[int, int]) -> int | None:
         """Which rank has connected; None for a stranger. A peer says who it is in one message."""
@@ -289,13 +326,24 @@ class Door:
 def _knock(door: Door, rank: int, timeout: float) -> socket.socket:
     """Connect to a listener and say who we are; refuse one that another process holds."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout)
-    connection.connect("\0" + door.name)
-    if _peer_pid(connection) != door.pid:
-        connection.close()
-        raise ConnectionRefusedError(f"the listener of process {door.pid} belongs to another process")
-    connection.sendall(_HELLO.pack(rank, door.token))
+    with _closed_if_raised({rank: connection}):
+        connection.settimeout(timeout)
+        connection.connect("\0" + door.name)
+        if _peer_pid(connection) != door.pid:
+            raise ConnectionRefusedError(f"the listener of process {door.pid} belongs to another process")
+        connection.sendall(_HELLO.pack(rank, door.token))
     return connection
+
+
+@contextmanager
+def _closed_if_raised(sockets: Mapping[int, socket.socket]) -> Iterator[None]:
+    """Close sockets that nobody gets."""
+    try:
+        yield
+    except BaseException:
+        for each in sockets.values():
+            each.close()
+        raise
 
 
 def _peer_pid(connection: socket.socket) -> int:

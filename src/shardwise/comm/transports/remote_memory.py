@@ -19,10 +19,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, finish_average
 from shardwise.comm.protocol import ReduceOp
-from shardwise.comm.transports.links import Frame, FrameKind
+from shardwise.comm.transports.links import Frame, FrameKind, different_sizes_error
 
 _BATCH_RANGES = 512
 _BATCH_BYTES = 1 << 30
@@ -244,15 +243,15 @@ class CollectOperation(HostOperation):
 class CopyOperation(HostOperation):
     """Copies each rank's offer into the tensors that wait for it."""
 
-    def __init__(self, call: str, receives: Edges, leases: Mapping[int, RemoteLease]) -> None:
+    def __init__(self, call: str, rank: int, receives: Edges, leases: Mapping[int, RemoteLease]) -> None:
         super().__init__(call, receives)
-        self._receives, self._leases = receives, leases
+        self._rank, self._receives, self._leases = rank, receives, leases
 
     def take(self, frame: Frame) -> list[int]:
         """Copy into place."""
         given = Offer.of(frame, self._leases[frame.rank])
         targets = [(tensor.data_ptr(), len(tensor)) for tensor in self._receives[frame.rank]]
-        _check_sizes(self.call, frame.rank, given.ranges, targets)
+        _check_sizes(self.call, frame.rank, self._rank, given.ranges, targets)
         given.copy(targets)
         given.confirm()
         self.expected.discard(frame.rank)
@@ -273,7 +272,7 @@ class ReduceOperation(HostOperation):
     def take(self, frame: Frame) -> list[int]:
         """Keep the offer; reduce after the last one."""
         given = Offer.of(frame, self._leases[frame.rank])
-        _check_sizes(self.call, frame.rank, given.ranges, [(0, self._mine.nbytes)])
+        _check_sizes(self.call, frame.rank, self._rank, given.ranges, [(0, self._mine.nbytes)])
         self._offers[frame.rank] = given
         self.expected.discard(frame.rank)
         if self.expected:
@@ -300,12 +299,7 @@ class ReduceOperation(HostOperation):
         self._out[at : at + count].copy_(total)
 
 
-def _check_sizes(call: str, rank: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
+def _check_sizes(call: str, src: int, dst: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
     theirs, ours = [length for _, length in offered], [length for _, length in wanted]
     if theirs != ours:
-        raise TransportError(
-            f"{call}: rank {rank} sends {theirs} bytes, which do not match the {ours} received; "
-            "the k-th tensors on both sides must match",
-            (rank,),
-            exact=True,
-        )
+        raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))

@@ -200,7 +200,7 @@ class SameHostEngine:
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Offer what is sent; take what is received when it is offered."""
-        return self._start(CopyOperation(call, receives, self._leases), sends)
+        return self._start(CopyOperation(call, self._rank, receives, self._leases), sends)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Every rank reads every other rank's tensor."""
@@ -230,7 +230,7 @@ class SameHostEngine:
         mine = self._rank == src
         receives = {} if mine or not view else {src: view}
         sends = dict.fromkeys(self._others, view) if mine and view else {}
-        return self._start(CopyOperation(call, receives, self._leases), sends)
+        return self._start(CopyOperation(call, self._rank, receives, self._leases), sends)
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Send the bytes along with the messages."""
@@ -323,11 +323,11 @@ class SameHostEngine:
         edges = {r: [as_bytes(t, label=call)] for r, t in parts.items() if r != self._rank and t.numel()}
         offered = [as_bytes(mine, label=call)]
         sends = dict.fromkeys(self._others, offered) if mine.numel() else {}
-        return self._start(CopyOperation(call, edges, self._leases), sends)
+        return self._start(CopyOperation(call, self._rank, edges, self._leases), sends)
 
     def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp) -> Work:
         if not any(run.numel() for run in runs):
-            return self._start(CopyOperation(call, {}, self._leases), {})
+            return self._start(CopyOperation(call, self._rank, {}, self._leases), {})
         mine = runs[self._index]
         sends = {r: [as_bytes(run, label=call)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
         return self._start(ReduceOperation(call, self._rank, self._leases, out, mine, op), sends)

@@ -33,7 +33,7 @@ from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.transports.device_leader import LeaderWork, LedCall, RankBoxes, TensorsByRank
 from shardwise.comm.transports.device_memory import LENT, READ
 from shardwise.comm.transports.device_peers import DevicePeers
-from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets
+from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets, different_sizes_error
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
 from shardwise.transfer.device_cost import ONE_SHOT_BYTES
 
@@ -287,14 +287,12 @@ def _pair_boxes(
     call: str, src: int, dst: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """The k-th tensor that is received and the k-th that is sent; they must match."""
-    theirs, ours = [t.shape for t in sent], [t.shape for t in wanted]
-    if theirs != ours:
-        raise TransportError(
-            f"{call}: rank {src} sends {[t.numel() for t in sent]} elements to rank {dst}, which do not match the "
-            f"{[t.numel() for t in wanted]} received; the k-th tensors on both sides must match",
-            (src, dst),
-            exact=True,
-        )
+    if [t.shape for t in sent] != [t.shape for t in wanted]:
+        theirs, ours = [t.nbytes for t in sent], [t.nbytes for t in wanted]
+        if theirs != ours:
+            raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))
+        shapes = [str([tuple(t.shape) for t in each]) for each in (sent, wanted)]
+        raise different_sizes_error(call, src, dst, f"shapes {shapes[0]}", shapes[1])
     return list(zip(wanted, sent, strict=True))
 
 
