@@ -78,6 +78,9 @@ class NoEvents:
     def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
         assert (rank, moment, number) in self.recorded, "awaited before it was recorded"
 
+    def wait_if_marked(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """Nothing is left to wait for."""
+
 
 def make_pipes(world: int) -> list[dict[int, PipePair]]:
     """The pipes between ranks that are threads, by rank and peer."""
@@ -163,6 +166,9 @@ class HostEvents:
 
     def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
         """The message came after the work."""
+
+    def wait_if_marked(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """Nothing is left to wait for."""
 
 
 def open_fake_entry(device: FakeDevice, events: Any, **fields: Any) -> tuple[DeviceEntry, dict[str, Any]]:

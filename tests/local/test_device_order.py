@@ -17,6 +17,7 @@ from shardwise.comm.faults import TransportError
 from shardwise.comm.transports import device_memory
 from shardwise.comm.transports.device_memory import LENT, READ
 from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.links import FrameKind
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 from tests.fake_device import FakeDevice, engines, on_device, run
 
@@ -63,6 +64,10 @@ class SeenEvents:
     def wait(self, rank: int, moment: int, number: int, stream: FakeStream) -> None:
         self.awaited.append((rank, moment, stream.name))
         self._events.wait(rank, moment, number, stream)
+
+    def wait_if_marked(self, rank: int, moment: int, number: int, stream: FakeStream) -> None:
+        if (rank, moment, number) in self._events.recorded:
+            self.awaited.append((rank, moment, stream.name))
 
 
 def stream_peers(device: Any, shared: Any, opened: Any, events: Any, owners: Any) -> DevicePeers:
@@ -142,10 +147,65 @@ def test_after_a_failure_memory_is_kept_from_being_overwritten_while_it_is_read(
             return
         with pytest.raises(TransportError, match=r"no answer within 2 s"):
             work.wait()
+        engine.abort("rank 0 gives up", (0,))
 
     with engines(3, device, timeout=2.0, make_peers=stream_peers) as made:
         run(made, body)
         assert seen(made[0]).awaited == [(1, READ, "only")]
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_memory_of_a_rank_that_gives_up_while_it_is_read_is_not_taken(led: bool) -> None:
+    """Rank 1 gives up and writes to what it lent when rank 0 has begun to use it; no message says so before."""
+    gone_on = threading.Event()
+
+    class SlowDevice(FakeDevice):
+        def open(self, handle: bytes, size: int) -> Tensor:
+            assert gone_on.wait(20)
+            return super().open(handle, size)
+
+    device = SlowDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> str:
+        mine, out = on_device(device, torch.full((4,), rank)), on_device(device, torch.full((4,), -1))
+        try:
+            work = engine.exchange({0: [mine]} if rank else {}, {} if rank else {1: [out]}, call="move")
+            work.wait()
+            return f"read {out.tolist()}"
+        except TransportError as error:
+            engine.abort(f"rank {rank}: {error.reason}", error.suspects)
+            mine.fill_(9)
+            gone_on.set()
+            return error.reason
+
+    with engines(2, device, timeout=1.0, led=led) as made:
+        assert run(made, body) == ["rank 1: no answer within 1 s", "no answer within 1 s"]
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_rank_that_gives_up_goes_on_after_those_that_use_its_memory(led: bool) -> None:
+    """Rank 0 has read, or will have by the time it marked, and its confirmation is lost."""
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> None:
+        StreamPeers.use("only")
+        if rank == 0:
+            send = engine._calls._links.send
+            engine._calls._links.send = lambda r, kind, *rest: (  # type: ignore[method-assign]
+                None if kind is FrameKind.TAKEN else send(r, kind, *rest)
+            )
+        mine, out = device.allocate(8), device.allocate(8)
+        work = engine.exchange({0: [mine]} if rank else {}, {} if rank else {1: [out]}, call="move")
+        if rank == 0:
+            work.wait()
+            return
+        with pytest.raises(TransportError, match="no answer within 1 s"):
+            work.wait()
+        engine.abort("rank 1 gives up", (1,))
+
+    with engines(2, device, timeout=1.0, led=led, make_peers=stream_peers) as made:
+        run(made, body)
+        assert seen(made[1]).awaited == [(0, READ, "only")]
 
 
 def test_rank_that_raises_while_it_reads_is_named_at_once() -> None:
@@ -169,7 +229,8 @@ def test_rank_that_raises_while_it_reads_is_named_at_once() -> None:
     assert texts == ["swap: rank 1 was ended by MemoryError", "no memory left"]
 
 
-def test_process_waits_for_what_it_marked_before_it_ends() -> None:
+@pytest.mark.parametrize("led", [False, True])
+def test_process_waits_for_what_it_marked_and_lent_before_it_ends(led: bool) -> None:
     device = FakeDevice()
 
     def body(rank: int, engine: SameHostDeviceEngine) -> FakeStream:
@@ -179,7 +240,7 @@ def test_process_waits_for_what_it_marked_before_it_ends() -> None:
         stream.idle = rank == 0
         return stream
 
-    with engines(2, device, make_peers=stream_peers) as made:
+    with engines(2, device, led=led, make_peers=stream_peers) as made:
         streams = run(made, body)
         assert [engine._peers.passes_marks(0.01) for engine in made] == [True, False]
         done = threading.Timer(0.05, lambda: setattr(streams[1], "idle", True))

@@ -136,13 +136,17 @@ class LedCall(PeerCall):
         """Let the current stream wait for the leader's work."""
         stream = self._peers.current_stream()
         if self._rank != self._leader:
-            self._peers.events.wait(self._leader, READ, self.number, stream)
+            self._peers.await_readers((self._leader,), self.number, stream)
             self._copy_back()
             self._peers.order_streams(self._started_on, stream)
         else:
             self._peers.order_streams(stream, self._stream)
             self._peers.order_streams(self._started_on, stream)
         self._boxes, self._kept = RankBoxes({}, {}), []
+
+    def give_up(self, ended: set[int]) -> None:
+        """After a failure: what the leader does with this rank's memory, it has done before its program goes on."""
+        self._peers.await_possible_readers({self._leader} - ended - {self._rank}, self.number)
 
     def _copy_back(self) -> None:
         """Copy what the leader wrote to copies of this rank's tensors, which it could not open."""

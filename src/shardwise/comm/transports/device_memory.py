@@ -305,6 +305,10 @@ class PeerEvents(Protocol):
         """Let a stream of this rank wait until a rank's stream has reached what it marked."""
         ...
 
+    def wait_if_marked(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """The same for a moment that the rank may not have marked: then the stream does not wait."""
+        ...
+
 
 LENT, READ = 0, 1
 _Event: Any = torch.cuda.Event  # untyped in torch
@@ -342,3 +346,7 @@ class CudaEvents:
     def wait(self, rank: int, moment: int, number: int, stream: Any) -> None:
         """Let the stream wait for the event."""
         self._theirs[rank][moment][number % _RING].wait(stream)
+
+    def wait_if_marked(self, rank: int, moment: int, number: int, stream: Any) -> None:
+        """Let the stream wait for the event; one that was not marked in this call has an older mark, or none."""
+        self.wait(rank, moment, number, stream)

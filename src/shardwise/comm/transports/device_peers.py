@@ -1,7 +1,8 @@
 """What a rank needs to read the device memory of its peers, and they to read its own.
 
-Before a process ends it waits, for a short time, until its streams have passed the moments that it marked for others:
-work that is queued ends with its process, and streams of others would wait for it for ever.
+Before a process ends it waits, for a short time, until its streams have passed the moments that it marked for others,
+and those of others at which they have read its memory: work that is queued ends with its process, and streams of
+others would wait for it for ever; memory ends with its process as well.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.faults import TransportError
-from shardwise.comm.transports.device_memory import OpenedSegments, PeerEvents, SharedSegments
+from shardwise.comm.transports.device_memory import READ, OpenedSegments, PeerEvents, SharedSegments
 
 _EXIT_SECONDS, _LOOK_SECONDS = 5.0, 0.001
 
@@ -33,7 +34,7 @@ class DevicePeers:
         owners: Mapping[int, str],
     ) -> None:
         self.device, self.events = device, events
-        self._marked: set[Any] = set()  # streams on which something was marked
+        self._used: set[Any] = set()  # streams on which something was marked, or awaited
         _peers.add(self)
         self._shared, self._opened, self._owners = shared, opened, owners
 
@@ -55,12 +56,24 @@ class DevicePeers:
         """Mark the end of what a stream has to do so far, for the streams of others."""
         self.events.record(moment, number, stream)
         if stream is not None:
-            self._marked.add(stream)
+            self._used.add(stream)
+
+    def await_readers(self, ranks: Iterable[int], number: int, stream: Any) -> None:
+        """Let a stream wait until ranks have read, or written, what this rank lent them in a call."""
+        for rank in ranks:
+            self.events.wait(rank, READ, number, stream)
+            if stream is not None:
+                self._used.add(stream)
+
+    def await_possible_readers(self, ranks: Iterable[int], number: int) -> None:
+        """After a failure: let the current stream wait for ranks that use what was lent, if they do."""
+        for rank in ranks:
+            self.events.wait_if_marked(rank, READ, number, self.current_stream())
 
     def passes_marks(self, seconds: float) -> bool:
-        """Wait until the marked streams have nothing left to do; whether they have, within so many seconds."""
+        """Wait until the used streams have nothing left to do; whether they have, within so many seconds."""
         deadline = time.monotonic() + seconds
-        while not all(stream.query() for stream in self._marked):
+        while not all(stream.query() for stream in self._used):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_SECONDS)

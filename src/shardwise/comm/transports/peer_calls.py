@@ -5,6 +5,9 @@
 2. Whoever waits serves all started calls, so the order in which ranks wait does not matter.
 3. A rank that gives up sends its peers the reason, which counts before the messages that it sent earlier; a process
    that ends closes its sockets. Both end all waits.
+4. Memory that a rank lent is used first and confirmed then. In between, a rank looks whether the lender has given up:
+   its program may have gone on and written to that memory, and nobody may take what was read. A rank that gives up says
+   so first, and then lets its program wait for those that use its memory by then.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwise.comm.faults import TransportError
@@ -35,6 +39,9 @@ class PeerCall:
     def take(self, frame: Frame) -> Iterable[int]:
         """Use an expected message; return the ranks whose memory has been read."""
         raise NotImplementedError
+
+    def give_up(self, ended: set[int]) -> None:
+        """This rank has given up: let its program go on after those that use what it lent, unless they have ended."""
 
 
 class CollectCall(PeerCall):
@@ -67,6 +74,7 @@ class PeerCalls:
         self._withdrawn: set[int] = set()
         self._open: dict[int, PeerCall] = {}
         self._early: dict[int, list[Frame]] = {}
+        self._arrived: deque[Frame] = deque()
         self._failure: TransportError | None = None
         self._gave_up: set[int] = set()
 
@@ -89,6 +97,7 @@ class PeerCalls:
             self._links.send(rank, kind, call.number, call.call, body)
         for frame in self._early.pop(call.number, []):
             self._take(frame)
+        self._serve([])
 
     def wait(self, call: PeerCall) -> None:
         """Serve all calls until this one has ended; raise `TransportError` if it cannot."""
@@ -102,7 +111,8 @@ class PeerCalls:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TransportError(f"no answer within {self._timeout:g} s", self.awaited, timed_out=True)
-                self._serve(self._links.receive(min(left, _REASON_SECONDS) if self._failure else left))
+                left = 0.0 if self._arrived else min(left, _REASON_SECONDS) if self._failure else left
+                self._serve(self._links.receive(left))
             while self._links.unsent(set(self._others)) and deadline > time.monotonic():
                 self._serve(self._links.receive(deadline - time.monotonic()))
             self._open.pop(call.number, None)
@@ -122,30 +132,37 @@ class PeerCalls:
             body = json.dumps({"reason": reason, "ranks": list(ranks)}).encode()
             for rank in self._others:
                 self._links.send(rank, FrameKind.FAILED, 0, "", body)
+            for call in self._open.values():
+                call.give_up(self.ended)
 
     def close(self) -> None:
         """Close the connections."""
         self._links.close()
 
     def _serve(self, frames: Sequence[Frame]) -> None:
+        self._note_arrived(frames)
+        while self._arrived:
+            self._dispatch(self._arrived.popleft())
+
+    def _note_arrived(self, frames: Sequence[Frame]) -> None:
+        """Keep frames until their turn comes; that a rank has given up counts now."""
         for frame in frames:
             if frame.kind is FrameKind.FAILED:
                 told = json.loads(frame.body)
                 self._failure = self._failure or TransportError(told["reason"], told["ranks"], exact=True)
                 self._gave_up.add(frame.rank)
-        for frame in frames:
-            if frame.number in self._withdrawn:
-                continue
-            if frame.kind is FrameKind.TAKEN:
-                if frame.number in self._open:
-                    self._open[frame.number].lent_to.discard(frame.rank)
-            elif frame.kind is FrameKind.RANGES and frame.rank in self._gave_up:
-                continue  # its program goes on and may write to what it lent
-            elif frame.kind is not FrameKind.FAILED:
-                self._dispatch(frame)
+            else:
+                self._arrived.append(frame)
 
     def _dispatch(self, frame: Frame) -> None:
-        if frame.number > self.started:
+        if frame.number in self._withdrawn:
+            return
+        if frame.kind is FrameKind.TAKEN:
+            if frame.number in self._open:
+                self._open[frame.number].lent_to.discard(frame.rank)
+        elif frame.kind is FrameKind.RANGES and frame.rank in self._gave_up:
+            return  # its program goes on and may write to what it lent
+        elif frame.number > self.started:
             self._early.setdefault(frame.number, []).append(frame)
         else:
             self._take(frame)
@@ -157,8 +174,17 @@ class PeerCalls:
         if call is None or frame.rank not in call.expected or frame.label != call.call:
             raise different_calls_error(frame, self._rank, call.call if call is not None else None)
         call.expected.discard(frame.rank)
-        for rank in call.take(frame):
+        used = list(call.take(frame))
+        self._check_lenders(used)
+        for rank in used:
             self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
+
+    def _check_lenders(self, ranks: Sequence[int]) -> None:
+        """Raise if one of these ranks has given up by now: its memory may have been written to before it was used."""
+        if ranks:
+            self._note_arrived(self._links.receive(0.0))
+        if self._failure is not None and self._gave_up.intersection(ranks):
+            raise self._failure
 
     def _raise_failure(self, awaited: set[int] | None = None) -> None:
         """Raise if a rank gave up. A call that awaits only others may still be completed: it is over for the others."""

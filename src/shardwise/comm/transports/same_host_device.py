@@ -76,15 +76,13 @@ class LendCall(PeerCall):
         """Let the current stream wait for what was read and written in this call."""
         stream = self._peers.current_stream()
         self._peers.order_streams(stream, self._stream)
-        for rank in self._readers:
-            self._peers.events.wait(rank, READ, self.number, stream)
+        self._peers.await_readers(self._readers, self.number, stream)
         self._peers.order_streams(self._started_on, stream)
         self._lent = {}
 
     def give_up(self, ended: set[int]) -> None:
-        """After a failure: what ranks have read of this one's memory, they have read before its program goes on."""
-        for rank in set(self._readers) - self.lent_to - ended:
-            self._peers.events.wait(rank, READ, self.number, self._peers.current_stream())
+        """After a failure: what ranks read of this one's memory, they have read before its program goes on."""
+        self._peers.await_possible_readers(set(self._readers) - ended, self.number)
 
 
 class SameHostDeviceEngine:
@@ -253,12 +251,7 @@ class SameHostDeviceEngine:
         return PendingWork(partial(self._finish, operation))
 
     def _finish(self, operation: LendCall | LedCall) -> None:
-        try:
-            self._wait(operation)
-        except BaseException:
-            if isinstance(operation, LendCall):
-                operation.give_up(self._calls.ended)
-            raise
+        self._wait(operation)
         operation.settle()
 
     def _wait(self, operation: PeerCall) -> None:
