@@ -2,7 +2,8 @@
 
 `python -m tests.chaos.ranks --faults 500` runs small worlds of 2 to 4 processes, each with a random program of moves,
 reductions, broadcasts and saves, and one fault at a random point of it. Worlds are forked from one process that has
-imported everything. Everything follows from the seed, apart from the instant at which a signal arrives.
+imported everything; ranks with a GPU start as new processes, since CUDA cannot be used in forks. Everything follows
+from the seed, apart from the instant at which a signal arrives.
 
 What is counted: ranks that hang beyond the time-out and 5 s, ranks that return normally with wrong data, errors that do
 not name a rank, and the longest time that a call took to fail.
@@ -229,6 +230,24 @@ def fork_rank(case: RankCase, rank: int, listener: socket.socket, folder: Path, 
     try:
         trace = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(trace, 2)
+        if torch.cuda.is_initialized():
+            start_again(case, rank, listener, folder, out)
+        serve_rank(case, rank, listener, folder, out)
+    finally:
+        os._exit(0)
+
+
+def start_again(case: RankCase, rank: int, listener: socket.socket, folder: Path, out: int) -> None:
+    """Become a new process that serves this rank."""
+    for descriptor in (listener.fileno(), out):
+        os.set_inheritable(descriptor, True)
+    given = [case.seed, rank, listener.fileno(), folder, out]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.chaos.ranks", "--rank", *map(str, given)]
+    os.execv(sys.executable, command)
+
+
+def serve_rank(case: RankCase, rank: int, listener: socket.socket, folder: Path, out: int) -> None:
+    try:
         port = listener.getsockname()[1]
         store: Any = dist.FileStore(str(folder / "store"), case.ranks)
         if case.hosted:
@@ -238,8 +257,7 @@ def fork_rank(case: RankCase, rank: int, listener: socket.socket, folder: Path, 
         run_rank(case, rank, store, folder, lambda message: write_line(out, message))
     except BaseException as error:
         write_line(out, {"event": "crashed", "text": f"{type(error).__name__}: {error}"})
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def write_line(out: int, message: dict[str, Any]) -> None:
@@ -372,8 +390,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=4.0)
     parser.add_argument("--lanes", type=int, default=2)
+    parser.add_argument("--rank", nargs=5, help="serve a rank: seed, rank, listener's descriptor, folder, descriptor")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.rank:
+        seed, rank, listening, folder, out = given.rank
+        serve_rank(draw_case(int(seed)), int(rank), socket.socket(fileno=int(listening)), Path(folder), int(out))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = time.monotonic()
     seeds = list(range(given.seed, given.seed + given.faults))

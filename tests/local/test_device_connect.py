@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardwise.comm import ProcessGroupComm
 from shardwise.comm.transports import device_connect
 from shardwise.comm.transports.device_connect import DeviceEntry, connect_devices
 from shardwise.comm.transports.device_memory import OpenedSegments
@@ -119,3 +121,16 @@ def test_rank_without_a_driver_declines() -> None:
     else:
         entry.listener.close()
     assert (entry is None) != torch.cuda.is_available()
+
+
+def test_call_inside_of_a_capture_is_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm = ProcessGroupComm(device="cuda:0")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for call in (lambda: comm.all_reduce(torch.ones(2), label="w"), lambda: comm.barrier(label="w")):
+            with pytest.raises(RuntimeError, match=r"'w'.*: the current stream is captured into a CUDA graph"):
+                call()
+        assert comm._engine is None and comm._failure is None
+    finally:
+        dist.destroy_process_group()

@@ -229,6 +229,26 @@ def test_sizes_that_differ_are_named(led: bool) -> None:
             assert text.startswith("move: rank 0 sends [8] bytes to rank 1, which do not match the [4] received")
 
 
+@pytest.mark.parametrize("led", [False, True])
+def test_rank_whose_memory_cannot_be_lent_is_named_on_every_rank(led: bool) -> None:
+    """As after expandable segments were turned on when the ranks had connected."""
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> tuple[str, tuple[int, ...]]:
+        mine = torch.ones(4) if rank else on_device(device, torch.ones(4))
+        try:
+            engine.all_reduce(mine, "sum", call="sum of w").wait()
+        except TransportError as error:
+            engine.abort(error.reason, error.suspects)
+            return error.reason, tuple(error.suspects)
+        return "no error", ()
+
+    with engines(2, device, led=led) as made:
+        for text, ranks in run(made, body):
+            assert text.startswith("sum of w: rank 1 cannot lend its tensors: memory of cpu cannot be opened by other")
+            assert ranks == (1,)
+
+
 class LendingLocalComm(LocalComm):
     """Ranks as threads that read each other's boxes where they are, as they do on a GPU."""
 

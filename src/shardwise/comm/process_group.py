@@ -341,6 +341,8 @@ class ProcessGroupComm:
 
     def _begin(self, call: str) -> int:
         """Number a call; after one that failed the ranks are out of step, and all further ones are refused."""
+        if self.device.type == "cuda" and not isinstance(self._engine, NativeEngine):
+            _refuse_capture(call)
         self._queue.drain()
         if self._failure is not None:
             raise CommError(str(self._failure), self._failure.ranks)
@@ -403,6 +405,16 @@ def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> Pr
     >>> dist.destroy_process_group()
     """
     return ProcessGroupComm.of(mesh.get_group(axis))
+
+
+def _refuse_capture(call: str) -> None:
+    """Refuse a call while the current stream is captured: its messages between processes are not part of a graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{call}: the current stream is captured into a CUDA graph, which would not repeat the messages between "
+            "the ranks; make the call outside of the capture, or use nccl alone (SHARDWISE_DEVICE_TRANSPORT=nccl) and "
+            "make a call before the capture"
+        )
 
 
 def _topology_of(ranks: tuple[int, ...], hosts: tuple[int, ...] | None) -> Topology | None:

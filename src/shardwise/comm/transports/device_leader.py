@@ -90,7 +90,7 @@ class LedCall(PeerCall):
         if self._rank == self._leader:
             return {}
         stream = self._started_on
-        messages, kept = self._peers.describe({self._leader: self._boxes.flatten()})
+        messages, kept = self._peers.describe({self._leader: self._boxes.flatten()}, rank=self._rank, call=self.call)
         self._kept = kept[self._leader]
         idle = stream is None or stream.query()  # after the copies of what cannot be opened
         if not idle:

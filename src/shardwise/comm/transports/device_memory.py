@@ -200,7 +200,8 @@ class SharedSegments:
             if segment is None:
                 raise OSError(
                     f"memory of {tensor.device} cannot be opened by other processes; that of expandable_segments in "
-                    "PYTORCH_CUDA_ALLOC_CONF and of cudaMallocAsync never can"
+                    "PYTORCH_CUDA_ALLOC_CONF and of cudaMallocAsync never can (set before the first call of a comm, "
+                    "they let it go through host memory)"
                 )
             found = self._share(segment)
             seen.append(found)

@@ -38,12 +38,16 @@ class DevicePeers:
         _peers.add(self)
         self._shared, self._opened, self._owners = shared, opened, owners
 
-    def describe(self, lent: Mapping[int, Sequence[Tensor]]) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
-        """Return the messages that lend tensors to ranks, and the tensors to keep until they have been read."""
+    def describe(
+        self, lent: Mapping[int, Sequence[Tensor]], *, rank: int, call: str
+    ) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
+        """Return the messages by which `rank` lends tensors to others, and the tensors to keep until they are read."""
         try:
             return self._shared.describe(lent)
         except OSError as error:
-            raise TransportError(f"its memory cannot be lent: {error}", tuple(lent)) from error
+            raise TransportError(
+                f"{call}: rank {rank} cannot lend its tensors: {error}", (rank,), exact=True
+            ) from error
 
     def read(self, rank: int, message: bytes) -> list[Tensor]:
         """Return the tensors that a rank lends."""

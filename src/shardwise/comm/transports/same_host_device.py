@@ -116,7 +116,7 @@ class SameHostDeviceEngine:
     ) -> Work:
         """Lend tensors of any strides to ranks; `take` reads what others lend, on this rank's stream."""
         with self._calls.lock, self._abort_if_raised(call):
-            messages, lent = self._peers.describe(sends)
+            messages, lent = self._peers.describe(sends, rank=self._rank, call=call)
             operation = LendCall(call, lent, receives, take, self._peers)
             number = self._calls.register(operation)
             if lent:
