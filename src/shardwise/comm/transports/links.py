@@ -133,6 +133,10 @@ class PeerSockets:
             self._end(rank)
         return frames
 
+    def look(self) -> list[Frame]:
+        """Return the frames that are complete by now, without waiting."""
+        return self.receive(0.0)
+
     def wake(self) -> None:
         """Let a `receive` in another thread return now."""
         if self._wake >= 0:
@@ -242,7 +246,7 @@ class Listener:
         self.name = f"shardwise-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _closed_if_raised({0: self._socket}):
+        with closed_if_raised({0: self._socket}):
             self._socket.bind("\0" + self.name)
             self._socket.listen(1024)
             self._socket.setblocking(False)
@@ -255,7 +259,7 @@ class Listener:
         """The sockets of such connections."""
         deadline = time.monotonic() + timeout
         sockets: dict[int, socket.socket] = {}
-        with _closed_if_raised(sockets):
+        with closed_if_raised(sockets):
             for lower in sorted(r for r in doors if r < rank):
                 sockets[lower] = _knock(doors[lower], rank, timeout)
             self._accept(sockets, {r: door.pid for r, door in doors.items() if r > rank}, deadline)
@@ -326,7 +330,7 @@ class Door:
 def _knock(door: Door, rank: int, timeout: float) -> socket.socket:
     """Connect to a listener and say who we are; refuse one that another process holds."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _closed_if_raised({rank: connection}):
+    with closed_if_raised({rank: connection}):
         connection.settimeout(timeout)
         connection.connect("\0" + door.name)
         if _peer_pid(connection) != door.pid:
@@ -336,7 +340,7 @@ def _knock(door: Door, rank: int, timeout: float) -> socket.socket:
 
 
 @contextmanager
-def _closed_if_raised(sockets: Mapping[int, socket.socket]) -> Iterator[None]:
+def closed_if_raised(sockets: Mapping[int, socket.socket]) -> Iterator[None]:
     """Close sockets that nobody gets."""
     try:
         yield

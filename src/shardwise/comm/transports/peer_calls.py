@@ -182,7 +182,7 @@ class PeerCalls:
     def _check_lenders(self, ranks: Sequence[int]) -> None:
         """Raise if one of these ranks has given up by now: its memory may have been written to before it was used."""
         if ranks:
-            self._note_arrived(self._links.receive(0.0))
+            self._note_arrived(self._links.look())
         if self._failure is not None and self._gave_up.intersection(ranks):
             raise self._failure
 

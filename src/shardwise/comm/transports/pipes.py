@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.comm.transports.links import Door, Frame, Listener, PeerSockets, next_frame
+from shardwise.comm.transports.links import Door, Frame, Listener, PeerSockets, closed_if_raised, next_frame
 
 _WRITTEN, _READ, _ASLEEP = 0, 8, 16  # indices of 64-bit words, each in a cache line of its own
 _HEADER = 256
@@ -139,12 +139,8 @@ def _receive_pipe(connection: socket.socket, rank: int, timeout: float) -> Share
 def connect_pipes(listener: Listener, rank: int, doors: Mapping[int, Door], timeout: float) -> PeerPipes:
     """Connect to all others, who do the same; raises OSError if they are not there in time."""
     sockets = listener.open_sockets(rank, doors, timeout)
-    try:
+    with closed_if_raised(sockets):
         pipes = exchange_pipes(sockets, timeout)
-    except OSError:
-        for connection in sockets.values():
-            connection.close()
-        raise
     return PeerPipes(sockets, {r: door.pid for r, door in doors.items()}, pipes)
 
 
@@ -167,6 +163,10 @@ class PeerPipes(PeerSockets):
             self._flush(rank)
         frames = self._read_pipes() or self._spin(min(timeout, self.spin_seconds))
         return frames or self._sleep(min(timeout, _FULL_SECONDS if full else _LONGEST_SLEEP))
+
+    def look(self) -> list[Frame]:
+        """Return the frames that are complete by now; without a system call."""
+        return self._read_pipes()
 
     def _spin(self, seconds: float) -> list[Frame]:
         incoming, deadline = tuple(self._incoming.values()), time.monotonic() + seconds
