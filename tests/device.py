@@ -39,6 +39,7 @@ CPU_TESTS = {
 CPU_ERRORS = {
     "device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
     "device type tensor to numpy": "compares through NumPy, which knows host memory alone",
+    "No backend type associated with device type standin": "torch's own collectives do not know the stand-in",
     "`fused=True` requires all the params": "torch has no fused form of this optimizer for the device",
 }
 """What torch says where a test does something that only host tensors can, with the reason for which it is skipped."""

@@ -196,6 +196,7 @@ TAKES_THE_LEAF = {aten.lift_fresh.default}  # gives the very tensor back, which 
 UNDEFINED_VALUES = {aten.empty_like.default, aten.hash_tensor.default}  # none, or in uint64, which has no sums
 # Kernels that take the lengths they are given without a check end the process on parts that do not fit together.
 NOT_DISCOVERED = {
+    aten.linalg_ldl_solve.default,
     aten.lu_unpack.default,
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -130,7 +130,7 @@ def expected_after_all(before: dict[str, Tensor]) -> dict[str, Tensor]:
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor.cpu()), name
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_transposed_and_fused_tensor_keeps_within_the_memory(tmp_path: Path) -
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=240)
     assert int(done.stdout) < 96 << 10, "interpreter and libraries take 48 MiB, source and result 90"
-    assert torch.equal(shardwise.open(tmp_path / "b")["both"].read(), torch.cat([a.t(), b], dim=1).bfloat16())
+    assert torch.equal(shardwise.open(tmp_path / "b")["both"].read(), torch.cat([a.t(), b], dim=1).bfloat16().cpu())
 
 
 def load_fused(comm: Comm, path: Path, names: Path) -> list[Tensor]:

@@ -62,7 +62,7 @@ def blank(node: Any) -> Any:
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+        return alike and torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

@@ -89,12 +89,12 @@ def test_every_tensor_and_value_is_what_torch_loads(file: Path) -> None:
         assert sorted(opened.names()) == sorted(name for name, leaf in expected.items() if isinstance(leaf, Tensor))
         assert opened.values() == {name: leaf for name, leaf in expected.items() if not isinstance(leaf, Tensor)}
         for name in opened:
-            found, whole = opened[name].read(), expected[name].detach()
+            found, whole = opened[name].read(), expected[name].detach().cpu()
             assert found.dtype == whole.dtype and found.shape == whole.shape, name
             assert torch.equal(found.reshape(-1).view(torch.uint8), whole.contiguous().reshape(-1).view(torch.uint8)), (
                 name
             )
-        assert torch.equal(opened["views.permuted"][1:4, 2], expected["views.permuted"][1:4, 2])
+        assert torch.equal(opened["views.permuted"][1:4, 2], expected["views.permuted"][1:4, 2].cpu())
 
 
 def load_state(comm: Comm, path: Path) -> list[Tensor]:
@@ -132,7 +132,7 @@ def test_folders_of_one_and_of_several_files(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": weight_map}))
     for folder in (one, several):
         with shardwise.open(folder) as opened:
-            assert sorted(opened) == ["a", "b", "c"] and torch.equal(opened["b"].read(), torch.arange(3))
+            assert sorted(opened) == ["a", "b", "c"] and torch.equal(opened["b"].read(), torch.arange(3).cpu())
     index.write_text(json.dumps({"weight_map": {**weight_map, "c": weight_map["a"]}}))
     with pytest.raises(CheckpointError, match="tensor 'c' is not in this file, where the index says it is"):
         shardwise.open(several)

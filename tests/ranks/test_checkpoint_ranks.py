@@ -55,7 +55,7 @@ def dcp_load(path: str) -> list[bool]:
 
 def dtensor(*placements: Any) -> DTensor:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return distribute_tensor(whole(), mesh, placements)
+    return distribute_tensor(whole().cpu(), mesh, placements)
 
 
 def dcp_dtensor_there_and_back(path: str) -> list[bool]:
@@ -66,7 +66,7 @@ def dcp_dtensor_there_and_back(path: str) -> list[bool]:
     mesh = init_device_mesh("cpu", (4,))
     theirs: dict[str, Any] = {"x": zeros(*SHAPE, device_mesh=mesh, placements=[TorchShard(1)])}
     dcp.load(theirs, checkpoint_id=f"{path}/ours")
-    return [torch.equal(ours["x"].full(), whole()), torch.equal(theirs["x"].full_tensor(), whole())]
+    return [torch.equal(ours["x"].full(), whole()), torch.equal(theirs["x"].full_tensor(), whole().cpu())]
 
 
 def dcp_refuses_pending(path: str) -> str:
@@ -90,7 +90,7 @@ def ours_with_dtensors(path: str) -> list[bool]:
     }
     shardwise.load(state, path)
     tensors = [state["sharded"].full(), state["copied"].full_tensor(), state["ours"].to_local()]
-    return [torch.equal(t, whole()) for t in tensors]
+    return [torch.equal(t.cpu(), whole().cpu()) for t in tensors]
 
 
 def ours_between_processes(path: str) -> bool:
@@ -157,7 +157,7 @@ def test_hugging_face_folders(world: Ranks, tmp_path: Path) -> None:
     assert world.run(hugging_face, str(tmp_path / "m")) == [True] * 4
     assert len(list((tmp_path / "m").glob("model-0000*-of-00002.safetensors"))) == 2
     with shardwise.open(tmp_path / "m") as opened:
-        assert torch.equal(opened["model.b"][2:5, ::3], whole()[2:5, ::3])
+        assert torch.equal(opened["model.b"][2:5, ::3], whole()[2:5, ::3].cpu())
 
 
 def test_torchs_folders_of_many_ranks_are_resharded_on_disk(world: Ranks, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_torchs_folders_of_many_ranks_are_resharded_on_disk(world: Ranks, tmp_pa
     for path, names in (("a", [f"t.{name}" for name in KINDS]), ("dtensor", ["x"])):
         with shardwise.open(tmp_path / path) as checkpoint:
             checkpoint.verify()
-            assert all(torch.equal(checkpoint[name].read(), whole()) for name in names)
+            assert all(torch.equal(checkpoint[name].read(), whole().cpu()) for name in names)
     report = reshard(tmp_path / "a", tmp_path / "b", layout="S(1)", ranks=3, format="dcp")
     assert report.ranks == (0, 1, 2) and report.left_out == ()
     assert all(all(found) for found in world.run(dcp_load, str(tmp_path / "b")))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from shardwise.compat import install
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 SAVERS = (0, 1)
 
@@ -55,7 +55,7 @@ def save(folder: str) -> tuple[set[str], list[str], list[float]] | None:
     group = dist.new_group(SAVERS)
     if dist.get_rank() not in SAVERS:
         return None
-    with warnings.catch_warnings(), install():
+    with warnings.catch_warnings(), install(), on_host():
         warnings.simplefilter("ignore")  # torch's own, on FSDP's state dict types
         model = make_model(1, group)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -71,7 +71,7 @@ def save(folder: str) -> tuple[set[str], list[str], list[float]] | None:
 
 
 def load(folder: str) -> list[float]:
-    with warnings.catch_warnings(), install():
+    with warnings.catch_warnings(), install(), on_host():
         warnings.simplefilter("ignore")
         model = make_model(2)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 world = world_fixture(2, timeout=120)
 TORCH, OURS = "torch.distributed._shard", "shardwise.compat._shard"
@@ -20,7 +20,8 @@ def run_program(source: str, folder: str) -> tuple[str, Any]:
     warnings.simplefilter("ignore")  # torch calls its own checkpoint planner and hooks deprecated
     namespace: dict[str, Any] = {"__name__": "program"}
     exec(compile(source, "program", "exec"), namespace)
-    return namespace["ShardedTensor"].__module__, namespace["main"](folder)
+    with on_host():
+        return namespace["ShardedTensor"].__module__, namespace["main"](folder)
 
 
 def migrated() -> str:

@@ -17,7 +17,8 @@ from torch.distributed.tensor.experimental import register_sharding as torchs_re
 import shardwise
 from shardwise.compat import dtensor_fallback, from_dtensor, to_dtensor
 from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate, Shard
-from tests.ranks.world import Ranks, world_fixture
+from tests.device import DEVICE
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 world = world_fixture(2)
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -40,9 +41,9 @@ def flip_rule(x: Any, dims: list[int]) -> list[Any]:
 
 def flips(op: Any) -> list[bool]:
     """Whether flips along each dim of one DTensor are right; rows are sharded."""
-    mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
-    return [torch.equal(op(x, dims).full_tensor(), WHOLE.flip(dims)) for dims in ([1], [0])]
+    whole = WHOLE.cpu()
+    x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [TorchShard(0)])
+    return [torch.equal(op(x, dims).full_tensor(), whole.flip(dims)) for dims in ([1], [0])]
 
 
 def both_rules_flip() -> tuple[list[bool], list[bool]]:
@@ -63,7 +64,7 @@ def relu_placements() -> tuple[bool, str, str, str]:
     registration of "replicate only", by ours, and after."""
     relu = torch.ops.aten.relu.default
     mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
+    x = distribute_tensor(WHOLE.cpu(), mesh, [TorchShard(0)])
 
     def replicated(x: Any) -> list[Any]:
         return [([TorchReplicate()], [TorchReplicate()])]
@@ -109,12 +110,12 @@ def halves_rule(x: Any, *, scale: Any = None) -> list[Any]:
 def listed_outputs() -> list[bool]:
     op = split_op()
     shardwise.register_sharding(op, dtensor=True)(halves_rule)
-    mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(WHOLE, mesh, [TorchShard(0)])
-    scale = distribute_tensor(torch.full((1,), 2.0), mesh, [TorchReplicate()])
+    mesh, whole = init_device_mesh("cpu", (2,)), WHOLE.cpu()
+    x = distribute_tensor(whole, mesh, [TorchShard(0)])
+    scale = distribute_tensor(torch.full((1,), 2.0, device="cpu"), mesh, [TorchReplicate()])
     plain, scaled = op(x), op(x, scale=scale)
-    right = [torch.equal(a.full_tensor(), b) for a, b in zip(plain, halves(WHOLE), strict=True)]
-    right += [torch.equal(a.full_tensor(), b * 2) for a, b in zip(scaled, halves(WHOLE), strict=True)]
+    right = [torch.equal(a.full_tensor(), b) for a, b in zip(plain, halves(whole), strict=True)]
+    right += [torch.equal(a.full_tensor(), b * 2) for a, b in zip(scaled, halves(whole), strict=True)]
     return [*right, all(t.placements == (TorchShard(0),) for t in (*plain, *scaled))]
 
 
@@ -133,15 +134,20 @@ def round_trips() -> list[tuple[str, bool, bool, bool]]:
         MeshSpec(square, (Replicate(), Shard(0))),
         MeshSpec(square, (Shard(0), Shard(0))),
     ]
-    found = []
-    for spec in specs:
-        x = shardwise.shard(WHOLE, spec)
-        there = to_dtensor(x)
-        back = from_dtensor(there)
-        shared = there.to_local().data_ptr() == x.local_tensor().data_ptr() == back.local_tensor().data_ptr()
-        same = torch.equal(there.full_tensor(), WHOLE) and torch.equal(back.full(), WHOLE)
-        found.append((str(there.placements), same, shared, back.sharding == x.sharding))
-    return found
+    found = [_go_round(WHOLE, spec, by_torch=DEVICE == "cpu") for spec in specs]
+    with on_host():
+        return found + [_go_round(WHOLE.cpu(), spec, by_torch=True) for spec in specs if DEVICE != "cpu"]
+
+
+def _go_round(whole: Tensor, spec: MeshSpec, *, by_torch: bool) -> tuple[str, bool, bool, bool]:
+    """`by_torch`: the DTensor is gathered too. Gloo cannot gather device memory in this way, and torch crashes."""
+    x = shardwise.shard(whole, spec)
+    there = to_dtensor(x)
+    back = from_dtensor(there)
+    shared = there.to_local().data_ptr() == x.local_tensor().data_ptr() == back.local_tensor().data_ptr()
+    same = torch.equal(back.full(), whole) and (not by_torch or torch.equal(there.full_tensor(), whole))
+    same = same and there.device == x.device == whole.device
+    return str(there.placements), same, shared, back.sharding == x.sharding
 
 
 def test_layouts_there_and_back(world: Ranks) -> None:
@@ -153,16 +159,18 @@ def test_layouts_there_and_back(world: Ranks) -> None:
 
 
 def gradients() -> tuple[bool, bool]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     weight = torch.arange(24.0).reshape(4, 6)
-    there = distribute_tensor(WHOLE, mesh, [TorchShard(0)]).requires_grad_()
+    own, own_weight = (t.chunk(2)[dist.get_rank()] for t in (WHOLE, weight))
+    there = DTensor.from_local(own, mesh, [TorchShard(0)]).requires_grad_()
     here = from_dtensor(there)
     (here.full() * weight).sum().backward()
     grad = there.grad
-    assert isinstance(grad, DTensor)
-    passed_on = torch.equal(grad.full_tensor(), weight)
+    assert isinstance(grad, DTensor) and grad.placements == (TorchShard(0),)
+    passed_on = torch.equal(grad.to_local(), own_weight)
     x = shardwise.shard(WHOLE, MeshSpec(Mesh.of(tp=2), (Shard(0),))).requires_grad_()
-    (to_dtensor(x, mesh) * distribute_tensor(weight, mesh, [TorchShard(0)])).sum().backward()
+    product = to_dtensor(x, mesh) * DTensor.from_local(own_weight, mesh, [TorchShard(0)])
+    product.to_local().sum().backward()
     return passed_on, x.grad is not None and torch.equal(x.grad.full(), weight)
 
 
@@ -171,7 +179,7 @@ def test_gradients_pass_both_ways(world: Ranks) -> None:
 
 
 def pending_from_torch() -> bool:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     there = DTensor.from_local(WHOLE * (dist.get_rank() + 1), mesh, [TorchPartial()], run_check=False)
     return torch.equal(from_dtensor(there).full(), WHOLE * 3)
 

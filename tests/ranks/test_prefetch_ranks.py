@@ -19,7 +19,7 @@ from shardwise.comm import ProcessGroupComm
 from shardwise.comm.current import use_comm
 from shardwise.ops.engine.gathers import gather_order, prefetch
 from tests.device import DEVICE
-from tests.ranks.world import Ranks, world_fixture
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 world = world_fixture(2)
 WIDTH, ROWS, LAYERS, STEPS = 16, 64, 4, 4
@@ -58,7 +58,7 @@ def make_model(prefetch_bytes: int | None, **options: Any) -> Deep:
 
 
 def batch(step: int, rank: int | None = None) -> Tensor:
-    whole = torch.randn(ROWS, WIDTH, generator=torch.Generator(DEVICE).manual_seed(step))
+    whole = torch.randn(ROWS, WIDTH, generator=torch.Generator(torch.empty(0).device).manual_seed(step))
     return whole if rank is None else whole.chunk(2)[rank]
 
 
@@ -250,7 +250,11 @@ def test_over_the_groups_own_sockets_as_well(world: Ranks) -> None:
 def _train_beside_fsdp(resharded: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Gradients in mixed precision: ours, FSDP2's, and those of full precision, after a second step."""
     torch.set_num_threads(1)
-    rank = default_comm().rank
+    with on_host():
+        return _compare_with_fsdp(resharded, default_comm().rank)
+
+
+def _compare_with_fsdp(resharded: bool, rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     ours = make_model(AHEAD, gather_dtype=torch.bfloat16, reshard_after_forward=resharded)
     theirs, full = make_model(None), make_model(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

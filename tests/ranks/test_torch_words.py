@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Mesh, MeshSpec, ModelPlan, Partial, Replicate, Shard, ShardedTensor
-from tests.ranks.world import Ranks, world_fixture
+from tests.device import DEVICE, PLACE
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 world = world_fixture(4, shared=True)
 WHOLE = torch.arange(48.0).reshape(8, 6)
@@ -28,12 +29,12 @@ S0, S1, R = TorchShard(0), TorchShard(1), TorchReplicate()
 
 
 def square() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def own_part(mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
+def own_part(mesh: DeviceMesh, placements: list[Any], whole: torch.Tensor = WHOLE) -> torch.Tensor:
     """What the rank at this coordinate has; `distribute_tensor` gives another part on a mesh of unsorted ranks."""
-    part = WHOLE
+    part = whole
     for axis, placement in enumerate(placements):
         if placement.is_shard():
             parts = part.chunk(mesh.size(axis), placement.dim)
@@ -42,9 +43,13 @@ def own_part(mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
     return part
 
 
+def dtensor(mesh: DeviceMesh, placements: list[Any], whole: torch.Tensor = WHOLE) -> DTensor:
+    return DTensor.from_local(own_part(mesh, placements, whole), mesh, placements)
+
+
 def torchs_parts_are_ours() -> list[bool]:
     """Whether what we make with torch's words has the local tensors that the mesh says."""
-    meshes = [square(), init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))]
+    meshes = [square(), init_device_mesh(DEVICE, (4,)), DeviceMesh(DEVICE, [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))]
     found = []
     for mesh in meshes:
         for placements in ([S0, R], [S1, S0], [R, R], [S0, S0]) if mesh.ndim == 2 else ([S0], [S1], [R]):
@@ -116,7 +121,7 @@ def test_a_spec_of_a_submesh_on_all_ranks_is_refused_everywhere(world: Ranks) ->
 
 def with_dtensors() -> list[bool]:
     mesh = square()
-    theirs = distribute_tensor(WHOLE, mesh, [S0, S1])
+    theirs = dtensor(mesh, [S0, S1])
     ours = shardwise.shard(WHOLE * 2, MeshSpec(mesh, [S0, R]))
     sums = [ours + theirs, theirs + ours, torch.add(ours, other=theirs)]
     found = [torch.equal(x.full(), WHOLE * 3) and isinstance(x, ShardedTensor) for x in sums]
@@ -126,9 +131,9 @@ def with_dtensors() -> list[bool]:
     with torch.no_grad():
         ours.copy_(theirs)
     found.append(torch.equal(ours.full(), WHOLE))
-    leaf = distribute_tensor(WHOLE, mesh, [S0, R]).requires_grad_()
+    leaf = dtensor(mesh, [S0, R]).requires_grad_()
     (shardwise.shard(leaf, mesh, [R, S1]) * ours).sum().backward()
-    found.append(torch.equal(leaf.grad.full_tensor(), WHOLE))
+    found.append(torch.equal(leaf.grad.to_local(), own_part(mesh, [S0, R])))
     return found
 
 
@@ -141,7 +146,7 @@ def model_of_dtensors() -> tuple[Any, ...]:
     mesh = square()
     layer = nn.Linear(6, 4)
     for name, whole in (("weight", WHOLE[:4]), ("bias", torch.ones(4))):
-        setattr(layer, name, nn.Parameter(distribute_tensor(whole, mesh, [S0, R])))
+        setattr(layer, name, nn.Parameter(dtensor(mesh, [S0, R], whole)))
     shardwise.shard_module(layer, ModelPlan(mesh, {"weight": "tp: S(0)"}, input_plan="replicated"))
     return type(layer.weight), layer.weight.placements, layer(WHOLE).full()
 
@@ -155,11 +160,15 @@ def test_a_plan_converts_parameters_that_are_dtensors(world: Ranks) -> None:
 
 def gradients_like_torchs() -> list[tuple[str, bool]]:
     """The gradient of a leaf through to_local and full_tensor, ours beside DTensor's, for each placement."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    with on_host():
+        return _compare_gradients(init_device_mesh("cpu", (4,)), dist.get_rank(), WHOLE.cpu())
+
+
+def _compare_gradients(mesh: DeviceMesh, rank: int, whole: torch.Tensor) -> list[tuple[str, bool]]:
     found = []
     for grads in (None, [TorchPartial()], [R], [S0]):
         for placement in (S0, R):
-            own = WHOLE[:2] if placement == S0 else WHOLE
+            own = whole[:2] if placement == S0 else whole
             if grads == [S0] and placement == R:
                 continue
             shards = [DTensor.from_local(own.clone(), mesh, [placement]).requires_grad_() for _ in range(2)]
@@ -208,7 +217,7 @@ def test_names_of_dtensor_exist(world: Ranks) -> None:
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "fully_shard": fully_shard,
-    "FullyShardedDataParallel": lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+    "FullyShardedDataParallel": lambda m: FullyShardedDataParallel(m, device_id=torch.device(PLACE)),
 }
 
 

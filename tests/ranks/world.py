@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise._torch import default_store
-from shardwise.comm import LocalWorld, Outcome, ProcessGroupComm
+from shardwise.comm import LocalWorld, Outcome, ProcessGroupComm, use_comm
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts
 from tests.device import DEVICE, load_device
 
@@ -95,6 +96,16 @@ def shorten_timeout(comm: Any, timeout: float) -> None:
     for part in (engine, *(getattr(engine, name, None) for name in ("_near", "_far", "_calls"))):
         if hasattr(part, "_timeout"):
             part._timeout = timeout
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Let a rank make and move host tensors, for what torch's gloo does with them alone: DTensor's and FSDP's moves."""
+    if DEVICE == "cpu":
+        yield
+        return
+    with torch.device("cpu"), use_comm(ProcessGroupComm(device="cpu", timeout=PATIENT)):
+        yield
 
 
 def announce(event: str) -> None:

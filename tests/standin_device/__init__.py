@@ -27,6 +27,14 @@ def register_standin(name: str) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
+class StandinStream:
+    """The device's only stream; its work is done when a call returns."""
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: StandinStream) -> None: ...
+
+
 def _make_module(name: str, generator: torch.Generator) -> types.ModuleType:
     """What torch asks of a device's module."""
     module: Any = types.ModuleType(f"torch.{name}")
@@ -37,6 +45,9 @@ def _make_module(name: str, generator: torch.Generator) -> types.ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.synchronize = lambda device=None: None
+    stream = StandinStream()
+    module.current_stream = module.default_stream = lambda device=None: stream
+    module.stream = lambda stream: nullcontext()
     module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.default_generators = (generator,)
     module.get_rng_state = lambda device=None: generator.get_state()

@@ -14,6 +14,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 
+#include <map>
+#include <mutex>
+
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -31,6 +34,33 @@ struct StandinAllocator final : c10::Allocator {
 };
 StandinAllocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
+
+// Host memory that counts as pinned: all that this has handed out.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    char* memory = static_cast<char*>(c10::GetDefaultCPUAllocator()->raw_allocate(bytes));
+    std::lock_guard<std::mutex> lock(mutex);
+    if (bytes > 0) ends[memory] = memory + bytes;
+    return {memory, memory, &release, c10::Device(c10::kCPU)};
+  }
+  static void release(void* memory) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      ends.erase(static_cast<char*>(memory));
+    }
+    c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
+  }
+  static bool holds(const void* address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto next = ends.upper_bound(static_cast<const char*>(address));
+    return next != ends.begin() && address < std::prev(next)->second;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  static inline std::mutex mutex;
+  static inline std::map<const char*, const char*> ends;
+};
+PinnedAllocator pinned_allocator;
 
 struct StandinGuard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   c10::Device exchangeDevice(c10::Device) const override { return device0; }
@@ -60,6 +90,8 @@ struct StandinHooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   at::Device getDeviceFromPtr(void*) const override { return device0; }
+  bool isPinnedPtr(const void* data) const override { return PinnedAllocator::holds(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<StandinGenerator>(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {

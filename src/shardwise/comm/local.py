@@ -70,6 +70,18 @@ def default_device() -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
+def number_device(device: torch.device | str) -> torch.device:
+    """Return a device with its number: "cuda" is the current GPU, as tensors that are made there say.
+
+    >>> number_device("cpu")
+    device(type='cpu')
+    """
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 def find_default_device() -> torch.device:
     """Return where torch makes tensors on this thread if no device is named, "meta" included."""
     return torch.empty(0).device
@@ -302,7 +314,7 @@ class LocalComm:
         self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT
     ):
         self.rank, self.ranks, self._hub = rank, hub.ranks, hub
-        self.device, self.timeout = torch.device(device), timeout
+        self.device, self.timeout = number_device(device), timeout
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> LocalComm:

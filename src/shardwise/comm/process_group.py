@@ -37,7 +37,7 @@ from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.background import BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
-from shardwise.comm.local import default_device
+from shardwise.comm.local import default_device, number_device
 from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
 from shardwise.comm.transports.device_choice import choose_device_engine, find_request
@@ -83,7 +83,7 @@ class ProcessGroupComm:
         self._backends = group_backends(self.process_group)
         self.rank = dist.get_rank()
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group))
-        self.device = torch.device(device) if device is not None else _default_device(self._backends)
+        self.device = number_device(device) if device is not None else _default_device(self._backends)
         self.timeout, self._shared_memory = timeout, shared_memory
         self._device_transport = find_request(device_transport if shared_memory else "nccl")
         self._calls = 0

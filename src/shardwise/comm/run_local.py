@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.current import use_comm
-from shardwise.comm.local import LocalComm, RendezvousHub, ThreadWorldState, default_device, find_default_device
+from shardwise.comm.local import (
+    LocalComm,
+    RendezvousHub,
+    ThreadWorldState,
+    default_device,
+    find_default_device,
+    number_device,
+)
 from shardwise.comm.protocol import Comm, CommError
 from shardwise.comm.turns import TurnTaking
 
@@ -48,7 +55,7 @@ def run_local(
         )
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
-    device = default_device() if device is None else torch.device(device)
+    device = default_device() if device is None else number_device(device)
     room = ThreadWorldState(turns=TurnTaking() if device.type == "cuda" else None, device=device)
     hub = RendezvousHub(tuple(range(world_size)), room)
     results: dict[int, T] = {}

@@ -22,6 +22,7 @@ from shardwise.comm import (
     name_ranks,
 )
 from shardwise.comm.device_meshes import comm_of_device_mesh
+from shardwise.comm.local import number_device
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
 from shardwise.geometry.infer import infer_from_parts
 from shardwise.geometry.notation.by_axis import read_spec

@@ -40,13 +40,13 @@ SOURCES = (
 )
 
 
-BOUNDARY_NAMES = ("off", "cu_", "boundaries")  # parts of names of arguments that divide rows
+BOUNDARY_NAMES = ("off", "cu_", "boundaries", "pivots")  # parts of names; LAPACK does not check pivots
 
 
 def is_boundary_name(name: str) -> bool:
-    """Whether an argument of this name has the ends of groups of rows, which mean nothing in another order.
+    """Whether an argument of this name has the ends of groups of rows, or pivots: they mean nothing in another order.
 
-    >>> is_boundary_name("offs"), is_boundary_name("cu_seqlens"), is_boundary_name("index")
+    >>> is_boundary_name("offs"), is_boundary_name("LU_pivots"), is_boundary_name("index")
     (True, True, False)
     """
     return any(part in name for part in BOUNDARY_NAMES)

@@ -393,6 +393,7 @@ class _StepRun:
         if self.part.reducing:
             found.sort(key=lambda pair: pair[0][2])
         pairs = [(self.targets[slot][at], part) for (slot, at, _), part in found]
+        pairs = [(t, part if part.device == t.device else part.to(t.device)) for t, part in pairs]  # of a host tensor
         if self.part.reducing and self.step.op == "sum" and slices.separate.get(number, False):
             pairs = add_together(pairs)
         self._combine_pairs(pairs)
