@@ -4,7 +4,7 @@
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/torchrun_hosts.py
 
 Ranks of one host are next to each other, so the inner axis `tp`, which communicates most, stays inside a host. The
-outer axis `dp` splits the batch. Each rank uses the device that torchrun gives it, over nccl, or the CPU over gloo.
+outer axis `dp` splits the batch. Each rank has its own GPU, over nccl; where these are too few, the CPU over gloo.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ PLAN = {"0.weight": "tp: S(0)", "0.bias": "tp: S(0)", "2.weight": "tp: S(1)"}
 
 def start() -> DeviceMesh:
     """Join the world that torchrun started, on this rank's own device."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    kind = "cuda" if torch.cuda.device_count() >= local else "cpu"  # nccl takes one rank for each GPU
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = dist.get_world_size()
     return init_device_mesh(kind, (ranks // local, local), mesh_dim_names=("dp", "tp"))
 
 

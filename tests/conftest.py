@@ -9,7 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("SHARDWISE_TEST_DEVICE", "cpu") != "cpu":
-    from tests.device_hooks import pytest_collection_modifyitems, pytest_runtest_makereport  # noqa: F401
+    from tests.device_hooks import (  # noqa: F401
+        pytest_collection_modifyitems,
+        pytest_pycollect_makemodule,
+        pytest_runtest_makereport,
+    )
 
 # No limits on time: examples are not slow to make, the machine may be busy.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.device import cpu_reason, skip_reason
 
 
+class SkippedModule(pytest.Module):
+    """A test file that is skipped before it is imported: what it imports may need the CPU."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.skip(skip_reason(self.path.name, "") or "", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip the files that are about the CPU."""
+    return None if skip_reason(module_path.name, "") is None else SkippedModule.from_parent(parent, path=module_path)
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skip the files and tests that are about the CPU."""
+    """Skip the tests that are about the CPU."""
     for item in items:
         reason = skip_reason(item.path.name, item.name)
         if reason is not None:

@@ -102,7 +102,7 @@ def test_another_kind_of_inputs_is_traced_again_and_explained() -> None:
         assert reasons[2] == "argument 1 is 3.0, was 2.0"
         assert reasons[3] == "argument 0 is torch.float32[4,8] on tp=2: S(1), was torch.float32[4,6] on tp=2: S(1)"
         assert reasons[4] == "grad mode is False, was True"
-        assert reasons[5].startswith("grad mode is True, was False; autocast is cpu to torch.bfloat16, was off")
+        assert reasons[5].startswith(f"grad mode is True, was False; autocast is {DEVICE} to torch.bfloat16, was off")
 
 
 def test_attributes_of_modules_and_numbers_of_closures_are_constants_that_are_compared() -> None:

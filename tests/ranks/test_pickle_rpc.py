@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,8 @@ from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor.comms import get_current_process_group, load_with_process_group, resolve_comm
-from tests.ranks.world import Ranks, world_fixture
+from tests.device import DEVICE, PLACE, STANDIN
+from tests.ranks.world import Ranks, on_host, world_fixture
 
 world = world_fixture(2)
 ROWS = ChunkSpec(0, ranks=2)
@@ -158,6 +160,8 @@ def join_rpc(meeting_point: str) -> str:
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     rank = dist.get_rank()
     options: Any = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting_point}", rpc_timeout=RPC_SECONDS)
+    if DEVICE == "cuda":
+        options.set_device_map(f"worker{1 - rank}", {torch.device(PLACE): torch.device(PLACE)})
     start: Any = rpc.init_rpc
     try:
         start(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
@@ -181,9 +185,10 @@ def rpc_world(world: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def fetch_the_others_shards() -> dict[int, list[tuple[list[int], list[list[float]]]]]:
-    tensor = numbered(5, 2, init_rrefs=True)
-    fetched = {rank: [ref.to_here() for ref in refs] for rank, refs in tensor.remote_shards().items()}
-    default_comm().barrier(label="all shards are fetched")
+    with on_host() if DEVICE == STANDIN else nullcontext():  # RPC sends tensors of the host and of GPUs
+        tensor = numbered(5, 2, init_rrefs=True)
+        fetched = {rank: [ref.to_here() for ref in refs] for rank, refs in tensor.remote_shards().items()}
+        default_comm().barrier(label="all shards are fetched")
     return {r: [(s.metadata.shard_offsets, s.tensor.tolist()) for s in shards] for r, shards in fetched.items()}
 
 

@@ -77,7 +77,8 @@ def number_device(device: torch.device | str) -> torch.device:
     device(type='cpu')
     """
     device = torch.device(device)
-    if device.index is not None or device.type in ("cpu", "meta"):
+    number: Any = device.index  # None where there is none, which torch's types do not say
+    if number is not None or device.type in ("cpu", "meta"):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
