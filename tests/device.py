@@ -36,10 +36,16 @@ CPU_TESTS = {
 }
 """Tests that are about the CPU alone, or would end those after them, with the reason."""
 
+STANDIN_TESTS = {
+    "test_inductor_compiles_a_training_step": "inductor makes no code for the stand-in",
+}
+"""Tests that a GPU can run and the stand-in cannot, with the reason."""
+
 CPU_ERRORS = {
     "device type for generator but found 'cpu'": "draws its values from a generator of the CPU",
     "device type tensor to numpy": "compares through NumPy, which knows host memory alone",
     "No backend type associated with device type standin": "torch's own collectives do not know the stand-in",
+    "Torch not compiled with CUDA enabled": "torch takes gloo's device for CUDA, not for the stand-in",
     "`fused=True` requires all the params": "torch has no fused form of this optimizer for the device",
 }
 """What torch says where a test does something that only host tensors can, with the reason for which it is skipped."""
@@ -56,7 +62,8 @@ def skip_reason(file: str, test: str) -> str | None:
     """Why a test is skipped on a device, or None."""
     if DEVICE == STANDIN and not can_build():
         return "the stand-in device is compiled, and there is no C++ compiler or no ninja"
-    return next((r for pattern, r in CPU_FILES.items() if fnmatch(file, pattern)), CPU_TESTS.get(test.split("[")[0]))
+    tests = CPU_TESTS | STANDIN_TESTS if DEVICE == STANDIN else CPU_TESTS
+    return next((r for pattern, r in CPU_FILES.items() if fnmatch(file, pattern)), tests.get(test.split("[")[0]))
 
 
 def cpu_reason(failure: str) -> str | None:

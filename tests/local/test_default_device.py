@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, run_local
 from shardwise.nn import route_tokens
+from tests.device import DEVICE
 
 RANKS = 2
 MESH = Mesh.of(tp=RANKS)
@@ -165,7 +166,7 @@ def meta_model(comm: Comm) -> Any:
         model = nn.Sequential(nn.Linear(6, 8, dtype=torch.float32), nn.ReLU(), nn.Linear(8, 4, dtype=torch.float32))
     sw.manual_seed(6)
     shard_model(model)
-    return [model(numbers(4, 6)), *model.parameters()]
+    return [model(numbers(4, 6).to(comm.device)), *model.parameters()]
 
 
 def checkpoints(comm: Comm) -> Any:
@@ -273,4 +274,4 @@ def test_rules_are_found_and_checked_alike(default: Any) -> None:
 def test_ranks_of_run_local_make_tensors_where_their_caller_does() -> None:
     with torch.device("meta"):
         assert run_local(lambda comm: (torch.empty(1).device.type, comm.device.type), 2) == [("meta", "cpu")] * 2
-    assert run_local(lambda comm: torch.empty(1).device.type, 2) == ["cpu"] * 2
+    assert run_local(lambda comm: torch.empty(1).device.type, 2) == [DEVICE] * 2

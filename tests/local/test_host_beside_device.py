@@ -49,6 +49,16 @@ def test_a_host_tensor_is_laid_out_on_the_host_of_every_rank(src_rank: int | Non
         assert of_gradient == ("cpu" if src_rank in (None, rank) else "")
 
 
+def test_ranks_without_parts_receive_on_the_host() -> None:
+    def body(comm: Comm) -> list[Tensor]:
+        x = shard(WHOLE, ChunkSpec(0, ranks=(0,)), None)
+        assert x.device.type == "cpu"
+        return [*x.redistribute(ChunkSpec(0, RANKS)).local_parts, (x + 1).full()]
+
+    for part, whole in run_local(body, RANKS):
+        assert part.device.type == whole.device.type == "cpu" and torch.equal(whole, WHOLE + 1)
+
+
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_addends_on_the_host_are_reduced_there(op: str) -> None:
     def body(comm: Comm) -> list[Tensor]:

@@ -98,7 +98,7 @@ def shard(
 
 def _device_of_kind(kind: str, comm: Comm) -> torch.device:
     """Where this rank has its part of a tensor that other ranks have on a device of this kind."""
-    return comm.device if comm.device.type == kind else torch.device(kind)
+    return comm.device if comm.device.type == kind else number_device(kind)
 
 
 def _comm_for(spec: Any, comm: Any) -> Comm:
