@@ -138,15 +138,13 @@ def _reduce_run(outs: Sequence[Tensor], terms: Sequence[Tensor], op: ReduceOp) -
 
 def _reduce_at_once(outs: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce whole tensors, then copy: few calls, each of which costs more than its elements."""
-    with torch.no_grad():
-        total = wholes[0].clone()
-        for other in wholes[1:]:
-            tensors.accumulate_run(total, other, op)
-        tensors.finish_average(total, op, len(wholes))
-        runs = torch.split(total, [len(run[0]) for run in outs]) if len(outs) > 1 else [total]
-        foreach_copy(
-            [out for each in outs for out in each], [run for each, run in zip(outs, runs, strict=True) for _ in each]
-        )
+    total = wholes[0].clone()
+    for other in wholes[1:]:
+        tensors.accumulate_run(total, other, op)
+    tensors.finish_average(total, op, len(wholes))
+    runs = torch.split(total, [len(run[0]) for run in outs]) if len(outs) > 1 else [total]
+    pairs = [(out, run) for each, run in zip(outs, runs, strict=True) for out in each]
+    foreach_copy([out for out, _ in pairs], [run for _, run in pairs])
 
 
 def plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[RendezvousJob]:

@@ -235,17 +235,25 @@ def _find_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limi
     key = (id(src), id(dst), held.dtype, comm.ranks, repr(fields))
     known = _requests.get(key)
     if known is None and not (src.depends_on_data or dst.depends_on_data or src == dst):
-        asked, problem = _describe_request(held, dst, fields, None)
-        if problem is not None:
-            return None
-        bound = buffer_limit(src, dst, held.dtype.itemsize, limit)
-        plan = plan_for_rank(src, dst, held.dtype.itemsize, bound, comm)
-        shared = find_shared_move(plan, comm.ranks, held.dtype)
-        if shared is not None:
+        known = _make_request(held, dst, fields, limit)
+        if known is not None:
             if len(_requests) >= _KEPT_REQUESTS:
                 _requests.clear()
-            known = _requests[key] = MoveRequest(src, dst, shared, write_request(asked))
+            _requests[key] = known
     return known
+
+
+def _make_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limit: Any) -> MoveRequest | None:
+    asked, problem = _describe_request(held, dst, fields, None)
+    if problem is not None:
+        return None
+    src, itemsize = held.sharding, held.dtype.itemsize
+    try:
+        plan = plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
+    except ValueError:  # a limit that is too small: raised again once the ranks have agreed on it
+        return None
+    shared = find_shared_move(plan, held.comm.ranks, held.dtype)
+    return None if shared is None else MoveRequest(src, dst, shared, write_request(asked))
 
 
 def _move_together(held: MovableTensor, asking: MoveRequest, label: str) -> tuple[Tensor, ...] | None:

@@ -61,8 +61,8 @@ class SharedMove:
         return self.transfer.src.numel * self.dtype.itemsize
 
     def make_offer(self, rank: int, held: Sequence[Tensor], device: torch.device) -> RankTensors:
-        """What a rank brings: its local tensors as they are, and fresh memory."""
-        sources = [t.resolve_conj().resolve_neg() for t in held]
+        """What a rank brings: its local tensors off the tape, and fresh memory."""
+        sources = [t.detach().resolve_conj().resolve_neg() for t in held]
         if self.collective is not None:
             sources = [t.contiguous() for t in sources]
         shapes = self.transfer.dst.local_shapes(rank)
@@ -85,9 +85,8 @@ class SharedMove:
         return results
 
     def _plan_reduction(self, offers: Sequence[RankTensors]) -> list[RendezvousJob]:
-        with torch.no_grad():
-            wholes = [offer.sources[0].view(-1) for offer in offers]
-            outs = [offer.targets[0].view(-1) for offer in offers]
+        wholes = [offer.sources[0].view(-1) for offer in offers]
+        outs = [offer.targets[0].view(-1) for offer in offers]
         runs = [outs] if self.collective == "all_reduce" else [[out] for out in outs]
         return plan_reduction(runs, wholes, cast(ReduceOp, self.transfer.steps[0].op))
 
@@ -99,8 +98,7 @@ class SharedMove:
         if known is not None:
             known()
             return
-        with torch.no_grad():
-            launch = copy_boxes([(_find_box(to, offers, 1), _find_box(at, offers, 0)) for to, at in self._all_copies()])
+        launch = copy_boxes([(_find_box(to, offers, 1), _find_box(at, offers, 0)) for to, at in self._all_copies()])
         if launch is not None:
             if len(self._launches) >= _KEPT_LAUNCHES:
                 self._launches.clear()
@@ -111,9 +109,8 @@ class SharedMove:
 
 
 def _copy_all(copies: Sequence[tuple[TensorBox, TensorBox]], offers: Sequence[RankTensors]) -> None:
-    with torch.no_grad():
-        targets = [_find_box(to, offers, 1) for to, _ in copies]
-        foreach_copy(targets, [_find_box(at, offers, 0) for _, at in copies])
+    targets = [_find_box(to, offers, 1) for to, _ in copies]
+    foreach_copy(targets, [_find_box(at, offers, 0) for _, at in copies])
 
 
 def _find_box(box: TensorBox, offers: Sequence[RankTensors], side: int) -> Tensor:
