@@ -126,11 +126,13 @@ def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model
         shard_module(model, shardwise.hf.plan(model, LAYOUTS["tp2"]))
         return run(model, True)
 
+    largest = max(value.norm() for value in exact.values())  # gradients of keys' biases are noise beside it
     for found in run_local(body, 2, timeout=TIMEOUT):
         assert found.keys() == exact.keys() and {value.dtype for value in found.values()} == {torch.float32}
         for part, value in found.items():
             off, allowed = (value - exact[part]).norm(), (dense[part] - exact[part]).norm()
-            assert off <= 2 * allowed + 1e-3 * exact[part].norm() + 1e-4, f"{part}: {off} where dense has {allowed}"
+            enough = 2 * allowed + 1e-3 * exact[part].norm() + 1e-3 * largest
+            assert off <= enough, f"{part}: {off} where dense has {allowed}"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -158,6 +160,26 @@ def test_generate_gives_the_tokens_of_the_dense_model(layout: str, options: dict
         return model.generate(rows_of({"ids": tokens()}, mesh, comm.rank)["ids"], **arguments)
 
     assert torch.equal(join_rows(mesh, run_local(body, mesh.size, timeout=TIMEOUT)), expected)
+
+
+def test_a_copy_of_a_model_whose_generate_was_compiled_generates_by_its_own_parameters() -> None:
+    settings = transformers.CompileConfig(backend="eager", mode=None)
+    settings._compile_all_devices = True
+    dense = FAMILIES["llama"].build(transformers)
+    arguments = dict(GREEDY, cache_implementation="static", compile_config=settings)
+    dense.generate(tokens(), **arguments)
+    other = copy.deepcopy(dense)
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    expected = other.generate(tokens(), **GREEDY)
+
+    def body(comm: Comm) -> Tensor:
+        model = copy.deepcopy(other)
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS["tp2"]))
+        return model.generate(tokens(), **arguments)
+
+    for made in run_local(body, 2, timeout=TIMEOUT):
+        assert torch.equal(made, expected)
 
 
 def test_prompts_of_other_lengths_on_other_ranks_are_refused_on_all() -> None:

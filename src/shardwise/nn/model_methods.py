@@ -51,6 +51,7 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
         if names:
             part.__class__ = _derive_class(kind, names)  # type: ignore[arg-type]  # a class is hashable
             part.__dict__["_sharded_by"] = ShardedBy(plan, comm)
+            part.__dict__.pop("_compiled_call", None)  # of transformers' generate(); in a copy it is the original's
         if "generate" in names and part is not module and plan.input_plan is not None:
             register_input_hooks(part, plan, comm)  # a wrapper's generate() calls the forward of the model inside
 
