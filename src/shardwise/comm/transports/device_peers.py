@@ -11,6 +11,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,8 +72,9 @@ class DevicePeers:
 
     def await_possible_readers(self, ranks: Iterable[int], number: int) -> None:
         """After a failure: let the current stream wait for ranks that use what was lent, if they do."""
-        for rank in ranks:
-            self.events.wait_if_marked(rank, READ, number, self.current_stream())
+        with suppress(RuntimeError):  # the device itself may have failed: then nothing is left to wait for
+            for rank in ranks:
+                self.events.wait_if_marked(rank, READ, number, self.current_stream())
 
     def passes_marks(self, seconds: float) -> bool:
         """Wait until the used streams have nothing left to do; whether they have, within so many seconds."""
