@@ -82,7 +82,7 @@ def test_random_values_of_both_kinds_stay_apart() -> None:
                 torch.manual_seed(comm.rank)
                 drawn = torch.rand_like(theirs).local_tensor()
                 torch.manual_seed(comm.rank)
-                same = torch.equal(drawn, torch.rand(2, 6))
+                same = torch.equal(drawn, torch.rand(2, 6, device=drawn.device))
             comm.barrier(label="this rank has drawn")
         native = shardwise.rand_like(ours, seed=5).full()
         return [same, torch.equal(native, shardwise.rand(ChunkShardingSpec(1, ["rank:0/cpu"]), 4, 6, seed=5).full())]

@@ -32,7 +32,7 @@ from shardwise.transfer.device_cost import (
     choose_transport,
     work_for_moves,
 )
-from tests.fake_device import FakeDevice, engines, on_device, run
+from tests.fake_device import CPU, FakeDevice, engines, on_device, run
 from tests.local.test_device_connect import ThreadGatherer
 from tests.moving import assert_holds, layouts, local_parts, values
 
@@ -80,7 +80,7 @@ def used(made: list[DeviceChoiceEngine]) -> list[Counter[str]]:
 @pytest.mark.parametrize(("length", "native"), [(3, False), (2000, True)])
 def test_collectives_go_either_way(length: int, native: bool) -> None:
     device = FakeDevice()
-    held = [torch.arange(3 * length, dtype=torch.float64).add(rank) for rank in range(3)]
+    held = [torch.arange(3 * length, dtype=torch.float64, device=CPU).add(rank) for rank in range(3)]
     total = torch.stack(held).sum(0)
 
     def body(rank: int, engine: DeviceChoiceEngine) -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, run_local
+from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, ones, run_local
 from shardwise.comm import LocalComm, ProcessGroupComm
 from shardwise.comm.protocol import TakeLent, Work
+from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.tensor import from_local, shard
 from tests.device import PLACE
 from tests.moving import LendingCountingComm
@@ -52,8 +53,9 @@ def test_a_host_tensor_is_laid_out_on_the_host_of_every_rank(src_rank: int | Non
 def test_ranks_without_parts_receive_on_the_host() -> None:
     def body(comm: Comm) -> list[Tensor]:
         x = shard(WHOLE, ChunkSpec(0, ranks=(0,)), None)
-        assert x.device.type == "cpu"
-        return [*x.redistribute(ChunkSpec(0, RANKS)).local_parts, (x + 1).full()]
+        made = ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 12)
+        assert x.device.type == made.device.type == "cpu"
+        return [*x.redistribute(ChunkSpec(0, RANKS)).local_parts, (x + made).full()]
 
     for part, whole in run_local(body, RANKS):
         assert part.device.type == whole.device.type == "cpu" and torch.equal(whole, WHOLE + 1)

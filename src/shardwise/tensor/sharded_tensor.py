@@ -55,6 +55,12 @@ def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.devi
     return comm.device if named is None else torch.device(named)
 
 
+def _device_without_parts(layout: Layout, comm: Comm) -> torch.device:
+    """Where a rank without parts counts a tensor: on the host if the layout names the host, else on the comm's device."""
+    named = next((d for d in layout.table.devices or () if d is not None), None)
+    return comm.device if named is None or torch.device(named).type != "cpu" else torch.device("cpu")
+
+
 def allocate_locals(
     layout: Layout,
     comm: Comm,
@@ -100,7 +106,7 @@ def wrap(
         cls or ShardedTensor,
         layout.shape,
         dtype=dtype if known is None else known.dtype,
-        device=(device or comm.device) if known is None else known.device,
+        device=(device or _device_without_parts(layout, comm)) if known is None else known.device,
     )
     tensor.sharding = layout
     tensor.local_parts = locals_
