@@ -56,7 +56,7 @@ def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.devi
 
 
 def _device_without_parts(layout: Layout, comm: Comm) -> torch.device:
-    """Where a rank without parts counts a tensor: on the host if the layout names the host, else on the comm's device."""
+    """Where a rank without parts counts a tensor: on the host if the layout names it, else on the comm's device."""
     named = next((d for d in layout.table.devices or () if d is not None), None)
     return comm.device if named is None or torch.device(named).type != "cpu" else torch.device("cpu")
 
