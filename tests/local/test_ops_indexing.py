@@ -215,6 +215,51 @@ def test_values_are_written_where_a_mask_says() -> None:
     check_op(_written_where, ramp(4, 6), rows, ramp(6), pending=False, worlds=[(2,)], limit=40)
 
 
+def on_host(*values: Any) -> Tensor:
+    return torch.tensor(values, device="cpu")
+
+
+def _write(key: Callable[[], Any], value: Callable[[], Any]) -> Callable[[Any], Any]:
+    def program(x: Any) -> Any:
+        y = x * 1.0
+        y[key()] = value()
+        return y
+
+    return program
+
+
+IN_HOST_MEMORY: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda x: x[on_host(2, -4, 0)],
+    "as many rows": lambda x: x[on_host(2, -4, 0, 1, 3)],
+    "columns": lambda x: x[:, on_host(2, 0)],
+    "pairs": lambda x: x[on_host(2, -4, 0), ids(1, 1, 2)],
+    "a mask": lambda x: x[on_host(True, False, True, False)],
+    "a number in rows": _write(lambda: on_host(2, 0), lambda: 2.0),
+    "a number in rows of a list": _write(lambda: [2, 0], lambda: 2.0),
+    "a host number in rows": _write(lambda: ids(2, 0), lambda: torch.tensor(2.0, dtype=torch.float64, device="cpu")),
+    "a host number where a mask says": _write(
+        lambda: on_host(True, False, True, False), lambda: torch.tensor(2.0, dtype=torch.float64, device="cpu")
+    ),
+    "values in rows": _write(lambda: on_host(2, 0), lambda: ramp(2, 3, grad=False)),
+    "values where a mask says": _write(lambda: on_host(True, False, True, False), lambda: ramp(2, 3, grad=False)),
+    "values at pairs": _write(lambda: (on_host(2, 0), ids(1, 2)), lambda: ramp(2, grad=False)),
+}
+
+
+@pytest.mark.parametrize("name", IN_HOST_MEMORY)
+def test_indices_in_host_memory(name: str) -> None:
+    """Torch takes them for tensors on a device too, and a single value."""
+    program, x = IN_HOST_MEMORY[name], ramp(4, 3)
+
+    def body(comm: Comm) -> None:
+        for placement in (Replicate(), Shard(0), Shard(0, sizes=(0, 4)), Shard(0, block=1), Shard(1)):
+            with plain_as_replicated():
+                found = program(laid(x, Mesh.of(tp=2), (placement,)))
+            torch.testing.assert_close(found.full(), program(x))
+
+    run_local(body, 2)
+
+
 OUTSIDE: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "index": (lambda x, i: x[i], (7, -5)),
     "index_select": (lambda x, i: x.index_select(0, i), (7, -1)),
