@@ -122,12 +122,12 @@ def test_composite_operators_are_decomposed_by_torchs_own_kernel() -> None:
 
 def test_autocast_is_restored_and_off_below_what_it_casts() -> None:
     device = "cuda" if DEVICE == "cuda" else "cpu"
-    a = torch.ones(2, 2, device=device)
+    a, cast = torch.ones(2, 2, device=device), torch.get_autocast_dtype(device)
     assert not _torch.is_any_autocast_enabled()
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, cast):
         assert _torch.is_any_autocast_enabled() and device in _torch.autocast_device_types
         keys = _torch.current_dispatch_keys()
-    for op, dtype in ((torch.ops.aten.add.Tensor, torch.bfloat16), (torch.ops.aten.mm.default, torch.float32)):
+    for op, dtype in ((torch.ops.aten.add.Tensor, cast), (torch.ops.aten.mm.default, torch.float32)):
         with _torch.autograd_on_locals(keys.below(op)):
             assert (a @ a).dtype == dtype
     assert (a @ a).dtype == torch.float32
@@ -339,12 +339,12 @@ def test_reductions_have_their_numbers() -> None:
 
 
 def test_packed_sequences_are_made_by_these_functions() -> None:
-    data, sizes = _torch.pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 1]), True)
+    data, sizes = _torch.pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 1], device="cpu"), True)
     assert (tuple(data.shape), sizes.tolist()) == ((4, 1), [2, 1, 1])
     padded, lengths = _torch.pad_packed_sequence(data, sizes, True, 0.0, 3)
     assert (padded[1, 1].item(), lengths.tolist()) == (0.0, [3, 1])
     Wrapper.seen = []
-    torch.nn.utils.rnn.pack_padded_sequence(Wrapper.of(torch.ones(2, 3, 1)), torch.tensor([3, 1]), batch_first=True)
+    torch.nn.utils.rnn.pack_padded_sequence(Wrapper.of(torch.ones(2, 3, 1)), [3, 1], batch_first=True)
     assert _torch.pack_padded_sequence in Wrapper.seen
 
 

@@ -6,6 +6,7 @@ its time-out, and the test says so.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from shardwise import (
     shard,
 )
 from shardwise.tensor.dispatch import UnsupportedOpError
+from tests.device import DEVICE, OUT_OF_RANGE
 from tests.local.dense import (
     R,
     WaitsForAnotherThread,
@@ -353,6 +355,10 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# A GPU checks values while it computes: a wrong one ends the process's use of it, as it does in torch.
+FOUND_BY_KERNELS = re.compile(
+    "(index|index_select|gather|embedding|index_add|class) too large|one_hot|bernoulli|poisson|multi"
+)
 CUT_INDEX = (("gather too large", "empty column"), ("index_add too large", "empty column"))
 
 
@@ -379,6 +385,8 @@ def test_a_mistake_is_found_on_every_rank(name: str, layout: str) -> None:
 
     if (name, layout) in CUT_INDEX:
         pytest.skip("the index is cut: test_a_mistake_in_a_cut_index")
+    if DEVICE == "cuda" and FOUND_BY_KERNELS.match(name):
+        pytest.skip(OUT_OF_RANGE)
     forget()
     found = ends(body, 2)
     assert not any(end == "done" or end.startswith("left waiting") for end in found), "\n".join(found)

@@ -106,6 +106,8 @@ def make_runnable(call: OperatorCall) -> OperatorCall:
     host = replace(call, tensors=tuple(t.cpu() for t in call.tensors))
     try:
         draw_trials(host)
+    except RandomNumbersError:
+        raise
     except ValueError:
         return limit_integers(call)
     return host
