@@ -17,6 +17,8 @@ from torch import Tensor
 CPU_FILES = {
     "test_device_engine.py": "host memory stands in for a device",
     "test_device_trust.py": "host memory stands in for a device",
+    "test_device_leader.py": "host memory stands in for a device",
+    "test_run_sums.py": "host memory stands in for a device",
     "test_bench.py": "the benchmarks choose their devices themselves",
     "test_opinfo.py": "samples of torch's tests are made for the CPU",
     "test_op_db_page.py": "samples of torch's tests are made for the CPU",

@@ -20,7 +20,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -169,6 +169,21 @@ class ProcessGroupComm:
 
         return self._start(label, call, start)
 
+    def exchange_cut(
+        self,
+        key: Hashable,
+        bases: Sequence[Tensor],
+        cut: Callable[[], tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]],
+        *,
+        label: str,
+    ) -> Work:
+        """The same with boxes that `cut` makes of the bases, equal ones for equal keys and places of the bases."""
+        engine = self._engine
+        if engine is None or any(t.device.type != engine.device.type for t in bases):
+            return self.exchange_boxes(*cut(), label=label)
+        call = tensors.describe_call("exchange", label)
+        return self._start(label, call, lambda e, _: cast(LendingEngine, e).exchange_cut(key, bases, cut, call=call))
+
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
     ) -> Work:
@@ -208,6 +223,22 @@ class ProcessGroupComm:
         whole = tensors.flatten_contiguous(tensor, label=label)
         call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")
         return self._start(label, call, lambda e, s: e.all_reduce(s.update(whole), op, call=call))
+
+    @property
+    def reduces_in_one_call(self) -> bool:
+        """Whether a reduction is one call, which can be taken back while ranks agree."""
+        return getattr(self._engine, "reduces_in_one_call", False)
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Reduce a tensor over all ranks into another one of its shape, where memory is lent."""
+        tensors.check_op(op, tensor.dtype, label=label)
+        part, whole = tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label)
+        call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")
+
+        def start(engine: Engine, stage: Stage) -> Work:
+            return cast(LendingEngine, engine).all_reduce_into(stage.write(part), stage.read(whole), op, call=call)
+
+        return self._start(label, call, start)
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""

@@ -47,7 +47,7 @@ from shardwise.tensor.moving.autograd import (
     tape_inputs,
 )
 from shardwise.tensor.moving.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
-from shardwise.tensor.moving.parts import notify_watchers, plan_for_rank
+from shardwise.tensor.moving.parts import find_whole_collective, notify_watchers, plan_for_rank
 from shardwise.tensor.moving.reductions import check_reducible
 from shardwise.tensor.moving.shared_moves import SharedMove, find_shared_move
 from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
@@ -189,7 +189,7 @@ def check_and_move(
         if moved is not None and not is_move_recorded(held):
             return moved, None
         return move_to(held, dst, label, limit, MadeMove(moved))
-    if problem is not None or not travels_early(held, dst):
+    if problem is not None or not (travels_early(held, dst) or _reduces_early(held, dst, limit)):
         check_move(held, dst, label, fields, problem)
         return move_to(held, dst, label, limit)
     asked, problem = _describe_request(held, dst, fields, problem)
@@ -284,10 +284,25 @@ def start_while_agreeing(
 
 def travels_early(held: MovableTensor, dst: Layout) -> bool:
     """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
+    return held.sharding.pending is None and dst.pending is None and _can_be_taken_back(held, dst)
+
+
+def _can_be_taken_back(held: MovableTensor, dst: Layout) -> bool:
     src = held.sharding
     plain = held._copied_from is None and not is_move_recorded(held) and not is_dispatch_mode_on()
-    settled = not any(x.depends_on_data or x.pending is not None for x in (src, dst))
+    settled = not (src.depends_on_data or dst.depends_on_data)
     return plain and settled and not is_dual_level() and src != dst
+
+
+def _reduces_early(held: MovableTensor, dst: Layout, limit: int | None) -> bool:
+    """Whether a move is a reduction that is one call of the comm, which can be started and taken back."""
+    if not getattr(held.comm, "reduces_in_one_call", False) or not _can_be_taken_back(held, dst):
+        return False
+    if _limit_problem(limit) is not None or move_problem(held, dst) is not None:
+        return False
+    itemsize = held.dtype.itemsize
+    plan = plan_for_rank(held.sharding, dst, itemsize, buffer_limit(held.sharding, dst, itemsize, limit), held.comm)
+    return find_whole_collective(plan, held.comm.ranks, held.dtype) is not None
 
 
 def _describe_request(

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +93,17 @@ class DeviceChoiceEngine:
         """Read boxes where they are."""
         return self._reading.exchange_boxes(sends, receives, call=call)
 
+    def exchange_cut(
+        self,
+        key: Hashable,
+        bases: Sequence[Tensor],
+        cut: Callable[[], tuple[TensorsByRank, TensorsByRank]],
+        *,
+        call: str,
+    ) -> Work:
+        """Read boxes where they are."""
+        return self._reading.exchange_cut(key, bases, cut, call=call)
+
     def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, call: str) -> Work:
         """Read what others lend."""
         return self._reading.lend(sends, receives, take, call=call)
@@ -115,6 +126,12 @@ class DeviceChoiceEngine:
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce by the faster transport."""
         return self._pick(work_for_all_reduce(tensor.nbytes, self._world), call).all_reduce(tensor, op, call=call)
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Reduce into another tensor by the faster transport."""
+        if self._reads(work_for_all_reduce(tensor.nbytes, self._world), call):
+            return self._reading.all_reduce_into(out, tensor, op, call=call)
+        return self._native.all_reduce(out.copy_(tensor), op, call=call)
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Broadcast by the faster transport."""

@@ -153,6 +153,15 @@ def _call(name: str, *args: Any) -> None:
         raise OSError(code, f"{name}: {(text.value or b'unknown error').decode()}")
 
 
+@dataclass(frozen=True)
+class LentTensors:
+    """What another process must know to read tensors; repeatable if they were lent where they are."""
+
+    message: bytes
+    segments: tuple[DeviceSegment, ...]
+    is_repeatable: bool
+
+
 class SharedSegments:
     """What this process shows of its device memory to others, by rank."""
 
@@ -169,19 +178,39 @@ class SharedSegments:
         that have been freed since.
         """
         seen: list[tuple[DeviceSegment, str]] = []  # in this call: a segment may have been freed since the last one
-        messages, kept = {}, {}
-        for rank, tensors in lent.items():
-            placed = [self._place(tensor, seen) for tensor in tensors]
-            kept[rank] = [tensor for tensor, _, _ in placed]
-            segments = {found[0].number: found[1] for _, found, _ in placed if found is not None}
-            self._known.setdefault(rank, set()).update(segments)
-            places = ",".join([text for _, _, text in placed])
-            freed = self._take_freed(rank)
-            messages[rank] = f"[[{','.join(segments.values())}],[{places}],{freed}]".encode()
+        found = {rank: self._describe_to(rank, tensors, seen) for rank, tensors in lent.items()}
+        self._count_description()
+        return {rank: each[0].message for rank, each in found.items()}, {rank: each[1] for rank, each in found.items()}
+
+    def describe_to(self, rank: int, tensors: Sequence[Tensor]) -> tuple[LentTensors, list[Tensor]]:
+        """The same for one rank, in a form that may be used again for tensors at the same places."""
+        found = self._describe_to(rank, tensors, [])
+        self._count_description()
+        return found
+
+    def is_current(self, rank: int, lent: LentTensors) -> bool:
+        """Whether an earlier description is still right: its segments are there, and none has been freed since."""
+        self._count_description()
+        same = all(self._memory.find_segment(segment.start) == segment for segment in lent.segments)
+        return same and self._known[rank].issubset(self._handles)
+
+    def _describe_to(
+        self, rank: int, tensors: Sequence[Tensor], seen: list[tuple[DeviceSegment, str]]
+    ) -> tuple[LentTensors, list[Tensor]]:
+        placed = [self._place(tensor, seen) for tensor in tensors]
+        kept = [tensor for tensor, _, _ in placed]
+        segments = {found[0].number: found for _, found, _ in placed if found is not None}
+        self._known.setdefault(rank, set()).update(segments)
+        handles, places = ",".join([text for _, text in segments.values()]), ",".join([text for _, _, text in placed])
+        freed = self._take_freed(rank)
+        message = f"[[{handles}],[{places}],{freed}]".encode()
+        in_place = all(a is b for a, b in zip(kept, tensors, strict=True))
+        return LentTensors(message, tuple(s for s, _ in segments.values()), not freed and in_place), kept
+
+    def _count_description(self) -> None:
         self._described += 1
         if self._described % _LOOK_EVERY == 0:
             self._forget_freed()
-        return messages, kept
 
     def _place(
         self, tensor: Tensor, seen: list[tuple[DeviceSegment, str]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.faults import TransportError
-from shardwise.comm.transports.device_memory import READ, OpenedSegments, PeerEvents, SharedSegments
+from shardwise.comm.transports.device_memory import READ, LentTensors, OpenedSegments, PeerEvents, SharedSegments
 
 _EXIT_SECONDS, _LOOK_SECONDS = 5.0, 0.001
 
@@ -49,6 +49,21 @@ class DevicePeers:
             raise TransportError(
                 f"{call}: rank {rank} cannot lend its tensors: {error}", (rank,), exact=True
             ) from error
+
+    def describe_to(
+        self, peer: int, tensors: Sequence[Tensor], *, rank: int, call: str
+    ) -> tuple[LentTensors, list[Tensor]]:
+        """Return what one peer must know of tensors, and the tensors to keep until they have been read."""
+        try:
+            return self._shared.describe_to(peer, tensors)
+        except OSError as error:
+            raise TransportError(
+                f"{call}: rank {rank} cannot lend its tensors: {error}", (rank,), exact=True
+            ) from error
+
+    def is_current(self, rank: int, lent: LentTensors) -> bool:
+        """Whether an earlier description of tensors at the same places is still right."""
+        return self._shared.is_current(rank, lent)
 
     def read(self, rank: int, message: bytes) -> list[Tensor]:
         """Return the tensors that a rank lends."""

@@ -7,7 +7,7 @@ and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -83,10 +83,25 @@ class LendingEngine(Engine, Protocol):
         """Copy tensors of any strides along edges, those from a rank to itself included."""
         ...
 
+    def exchange_cut(
+        self,
+        key: Hashable,
+        bases: Sequence[Tensor],
+        cut: Callable[[], tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]],
+        *,
+        call: str,
+    ) -> Work:
+        """The same with boxes that `cut` makes of the bases, equal ones for equal keys and places of the bases."""
+        ...
+
     def lend(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
     ) -> Work:
         """Lend tensors of any strides; see `LendingComm`."""
+        ...
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Reduce a tensor into `out` on every rank, which may be the tensor itself."""
         ...
 
 

@@ -18,10 +18,9 @@ Whether all ranks can read each other's device memory is found out in `device_co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +29,21 @@ from shardwise.comm.box_copies import copy_boxes, reduce_tensors
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, as_bytes
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
-from shardwise.comm.transports.device_leader import LeaderWork, LedCall, RankBoxes, TensorsByRank
+from shardwise.comm.run_sums import RunSum, reduce_runs
+from shardwise.comm.transports.device_leader import (
+    CallBoxes,
+    KnownCalls,
+    LeaderWork,
+    LedCall,
+    RankBoxes,
+    TensorsByRank,
+    boxes_as_they_are,
+)
 from shardwise.comm.transports.device_memory import LENT, READ
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.links import Frame, FrameKind, PeerSockets, different_sizes_error
 from shardwise.comm.transports.peer_calls import CollectCall, PeerCall, PeerCalls
-from shardwise.transfer.device_cost import ONE_SHOT_BYTES
+from shardwise.transfer.device_cost import is_one_shot_faster
 
 
 class LendCall(PeerCall):
@@ -100,11 +108,16 @@ class SameHostDeviceEngine:
         shares_gpu: bool = False,
     ) -> None:
         self.shares_gpu = shares_gpu  # whether two of the ranks have one GPU
-        self._has_leader, self._known_work = has_leader, dict[Any, Callable[[], None]]()
+        self._has_leader, self._known = has_leader, KnownCalls()
         self._rank, self._ranks, self._peers, self.device = rank, ranks, peers, peers.device
         self._index = ranks.index(rank)
         self._others = tuple(r for r in ranks if r != rank)
         self._calls = PeerCalls(rank, links, self._others, timeout)
+
+    @property
+    def reduces_in_one_call(self) -> bool:
+        """Whether each reduction is one call, which can be taken back while ranks agree: the leader makes it."""
+        return self._has_leader
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -133,7 +146,7 @@ class SameHostDeviceEngine:
     def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
         """Copy tensors of any strides, those that this rank sends to itself included."""
         if self._has_leader:
-            return self._lead(RankBoxes(sends, receives), partial(_copy_all, call), call)
+            return self._lead(boxes_as_they_are(RankBoxes(sends, receives)), partial(_copy_all, call), call)
         own = list(zip(receives.get(self._rank, ()), sends.get(self._rank, ()), strict=True))
 
         def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
@@ -141,6 +154,19 @@ class SameHostDeviceEngine:
 
         others = {r: tensors for r, tensors in sends.items() if r != self._rank}
         return self.lend(others, (r for r in receives if r != self._rank), take, call=call)
+
+    def exchange_cut(
+        self,
+        key: Hashable,
+        bases: Sequence[Tensor],
+        cut: Callable[[], tuple[TensorsByRank, TensorsByRank]],
+        *,
+        call: str,
+    ) -> Work:
+        """Copy boxes that `cut` makes of whole tensors; it need not be called where the leader knows them."""
+        if not self._has_leader:
+            return self.exchange_boxes(*cut(), call=call)
+        return self._lead(CallBoxes(key, bases, lambda: RankBoxes(*cut())), partial(_copy_all, call), call)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Every rank reads every other rank's tensor."""
@@ -151,20 +177,31 @@ class SameHostDeviceEngine:
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Every rank reads its run of all others, and reduces them in rank order."""
+        if self._has_leader:
+            boxes = CallBoxes("reduce_scatter", (tensor, out), partial(self._cut_runs, out, tensor))
+            return self._lead(boxes, partial(_reduce_all, call, op), call)
         return self._reduce(out, list(tensor.view(len(self._ranks), -1)), op, call)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce small tensors on every rank; reduce-scatter and gather large ones, in place."""
-        if self._has_leader:
-            boxes = RankBoxes({}, {self._rank: [tensor]})
-            return self._lead(boxes, partial(_reduce_to_all, call, op), call)
-        if tensor.nbytes * len(self._ranks) <= ONE_SHOT_BYTES:
+        if not self._has_leader and is_one_shot_faster(tensor.nbytes, len(self._ranks)):
             total = torch.empty_like(tensor)
-            work = self._reduce(total, [tensor] * len(self._ranks), op, call)
-            return PendingWork(partial(_copy_after, work, tensor, total))
-        runs = list(tensor.tensor_split(len(self._ranks)))
-        self._reduce(runs[self._index], runs, op, call).wait()
-        return self._share(runs, runs[self._index], call)
+            return PendingWork(partial(_copy_after, self._reduce_at_once(total, tensor, op, call), tensor, total))
+        return self.all_reduce_into(tensor, tensor, op, call=call)
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """The same, into another tensor: in one call, unless ranks with GPUs of their own had to read too much."""
+        if self._has_leader:
+            boxes = RankBoxes({self._rank: [tensor]}, {self._rank: [out]})
+            return self._lead(boxes_as_they_are(boxes), partial(_reduce_to_all, call, op), call)
+        if is_one_shot_faster(tensor.nbytes, len(self._ranks)):
+            return self._reduce_at_once(out, tensor, op, call)
+        runs, results = (list(t.tensor_split(len(self._ranks))) for t in (tensor, out))
+        self._reduce(results[self._index], runs, op, call).wait()
+        return self._share(results, results[self._index], call)
+
+    def _reduce_at_once(self, out: Tensor, tensor: Tensor, op: ReduceOp, call: str) -> Work:
+        return self._reduce(out, [tensor] * len(self._ranks), op, call)
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Every rank reads the source's tensor."""
@@ -224,11 +261,12 @@ class SameHostDeviceEngine:
         edges = {r: [t] for r, t in zip(self._ranks, parts, strict=True) if r != self._rank and t.numel()}
         return self.exchange({r: [mine] for r in self._others} if mine.numel() else {}, edges, call=call)
 
+    def _cut_runs(self, out: Tensor, tensor: Tensor) -> RankBoxes:
+        runs = tensor.view(len(self._ranks), -1)
+        return RankBoxes({r: [run] for r, run in zip(self._ranks, runs, strict=True)}, {self._rank: [out]})
+
     def _reduce(self, out: Tensor, runs: Sequence[Tensor], op: ReduceOp, call: str) -> Work:
         """Lend the i-th run to the i-th rank and reduce what all ranks lend and this rank's own run."""
-        if self._has_leader:
-            boxes = RankBoxes({r: [run] for r, run in zip(self._ranks, runs, strict=True)}, {self._rank: [out]})
-            return self._lead(boxes, partial(_reduce_all, call, op), call)
         sends = {r: [run] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank and run.numel()}
         own = runs[self._index]
         expected = self._others if own.numel() else ()
@@ -242,10 +280,10 @@ class SameHostDeviceEngine:
 
         return self.lend(sends, expected, take, call=call)
 
-    def _lead(self, boxes: RankBoxes, work: LeaderWork, call: str) -> Work:
+    def _lead(self, boxes: CallBoxes, work: LeaderWork, call: str) -> Work:
         """Let the leader do a call's work for all ranks."""
         with self._calls.lock, self._abort_if_raised(call):
-            operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers, self._known_work)
+            operation = LedCall(call, self._rank, self._ranks, boxes, work, self._peers, self._known)
             self._calls.register(operation)
             self._calls.start(operation, FrameKind.RANGES, operation.describe())
         return PendingWork(partial(self._finish, operation))
@@ -298,20 +336,20 @@ def _copy_all(call: str, boxes: Mapping[int, RankBoxes]) -> Callable[[], None] |
     return copy_boxes(pairs)
 
 
-def _reduce_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> None:
+def _reduce_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> Callable[[], None] | None:
     """Make the reductions of all ranks: the i-th rank gets the sum of all ranks' i-th runs."""
+    sums: list[RunSum] = []
     for dst, mine in boxes.items():
         out = mine.receives[dst][0]
         terms = [term for src in boxes for _, term in _pair_boxes(call, src, dst, boxes[src].sends[dst], [out])]
         if out.numel():
-            reduce_tensors(out, terms, op)
+            sums.append((terms, [out]))
+    return reduce_runs(sums, op)
 
 
-def _reduce_to_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> None:
-    """Reduce the tensors of all ranks, in place."""
-    held = [boxes[rank].receives[rank][0] for rank in boxes]
-    for rank, tensor in zip(boxes, held, strict=True):
-        _pair_boxes(call, rank, next(iter(boxes)), [tensor], held[:1])
-    if held[0].numel():
-        reduce_tensors(held[0], held, op)
-        copy_boxes([(other, held[0]) for other in held[1:]])
+def _reduce_to_all(call: str, op: ReduceOp, boxes: Mapping[int, RankBoxes]) -> Callable[[], None] | None:
+    """Reduce the tensors of all ranks; all of them get the result."""
+    first = next(iter(boxes))
+    targets = [mine.receives[rank][0] for rank, mine in boxes.items()]
+    terms = [t for r in boxes for _, t in _pair_boxes(call, r, first, boxes[r].sends[r], targets[:1])]
+    return reduce_runs([(terms, targets)], op) if targets[0].numel() else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -243,13 +244,15 @@ def _choose_lending(jobs: Sequence[TransferJob], comm: Comm) -> LendingComm | No
 
 def _start_lending(runs: Sequence[_StepRun], number: int, comm: LendingComm, label: str) -> Work:
     """One round in which boxes are read where they are."""
-    sends = _merge_edges(run.lent(number) for run in runs)
     if all(run.step.op is None for run in runs):  # the same on every rank, unlike what a rank's part reduces
-        wanted = _merge_edges(run.places(number) for run in runs)
-        if number == 0:
-            own = [pair for run in runs for pair in run.local_pairs()]
-            sends[comm.rank], wanted[comm.rank] = [source for _, source in own], [target for target, _ in own]
-        return comm.exchange_boxes(sends, wanted, label=label)
+        for run in runs if number == 0 else ():
+            run.fill()
+        cut = partial(_cut_boxes, runs, number, comm.rank)
+        if hasattr(comm, "exchange_cut"):
+            bases = [t for run in runs for side in (run.sources, run.targets) for t in side]
+            return cast(Work, comm.exchange_cut((number, *(run.part for run in runs)), bases, cut, label=label))
+        return comm.exchange_boxes(*cut(), label=label)
+    sends = _merge_edges(run.lent(number) for run in runs)
     receives = {peer for run in runs for peer in run.part.receives.get(number, {})}
 
     def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
@@ -260,6 +263,18 @@ def _start_lending(runs: Sequence[_StepRun], number: int, comm: LendingComm, lab
             run.take_lent(number, boxes)
 
     return comm.lend(sends, receives, take, label=label)
+
+
+def _cut_boxes(
+    runs: Sequence[_StepRun], number: int, rank: int
+) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+    """The boxes that this rank sends and receives in a round, by peer; in the first round those of its own copies."""
+    sends = _merge_edges(run.lent(number) for run in runs)
+    wanted = _merge_edges(run.places(number) for run in runs)
+    if number == 0:
+        own = [pair for run in runs for pair in run.local_pairs()]
+        sends[rank], wanted[rank] = [source for _, source in own], [target for target, _ in own]
+    return sends, wanted
 
 
 def _reduce_whole(job: TransferJob, comm: Comm, kind: str, label: str) -> Generator[Work, None, tuple[Tensor, ...]]:
@@ -273,7 +288,11 @@ def _start_reduction(job: TransferJob, comm: Comm, kind: str, label: str) -> tup
     first, source = job.transfer.steps[0], job.sources[0]
     assert first.op is not None
     op = cast(ReduceOp, first.op)
-    if kind == "all_reduce" and source.numel() % comm.world_size == 0 and _choose_lending([job], comm) is not None:
+    lending = _choose_lending([job], comm) if kind == "all_reduce" else None
+    if lending is not None and hasattr(lending, "all_reduce_into"):
+        target = torch.empty_like(source, memory_format=torch.contiguous_format)
+        return target, lending.all_reduce_into(target, source.contiguous(), op, label=label)
+    if lending is not None and source.numel() % comm.world_size == 0:
         target = torch.empty_like(source, memory_format=torch.contiguous_format)
         run = target.view(comm.world_size, -1)[comm.ranks.index(comm.rank)]
         comm.reduce_scatter_into(run, source.contiguous(), op, label=label).wait()
@@ -376,10 +395,13 @@ class _StepRun:
         listed = slices_by_round(self.part).receives.get(number, {})
         return {peer: [self.targets[slot][at] for slot, at, _ in boxes] for peer, boxes in listed.items()}
 
-    def local_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Targets and sources of this rank's own copies, of a step that reduces nothing; fills are made."""
+    def fill(self) -> None:
+        """Fill boxes that nothing is reduced into."""
         for slot, box in self.part.fills:
             view_box(self.targets[slot], box).fill_(reduction_identity(self.step.op or "sum", self.job.dtype))
+
+    def local_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Targets and sources of this rank's own copies, of a step that reduces nothing."""
         return [
             (view_box(self.targets[c.dst_slot], c.dst_box), view_box(self.sources[c.src_slot], c.src_box))
             for c in self.part.copies
@@ -400,8 +422,7 @@ class _StepRun:
 
     def copy_locally(self) -> None:
         """Copies within this rank, and fills; a reduction starts from them, or from its identity."""
-        for slot, box in self.part.fills:
-            view_box(self.targets[slot], box).fill_(reduction_identity(self.step.op or "sum", self.job.dtype))
+        self.fill()
         own = sum(c.dst_box.numel for c in self.part.copies)
         if self.part.reducing and own != sum(t.numel() for t in self.targets):
             for target in self.targets:
