@@ -39,6 +39,7 @@ from shardwise import CheckpointError, ChunkSpec
 from shardwise.comm import CommError, DisagreementError, ProcessGroupComm
 from shardwise.comm.current import use_comm
 from shardwise.comm.faults import report_exception
+from tests.device import DEVICE
 from tests.moving import local_parts, same_bytes
 from tests.ranks.world import set_up_comm
 
@@ -230,7 +231,7 @@ def fork_rank(case: RankCase, rank: int, listener: socket.socket, folder: Path, 
     try:
         trace = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(trace, 2)
-        if torch.cuda.is_initialized():
+        if DEVICE == "cuda":
             start_again(case, rank, listener, folder, out)
         serve_rank(case, rank, listener, folder, out)
     finally:
