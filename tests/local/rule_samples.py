@@ -163,6 +163,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
     torch.ops.shardwise._grouped_mm_at_experts.default: (t(24, 16), t(4, 16, 32), OFFSETS),
     aten.linear.default: (t(3, 4, 6), t(5, 6), t(5)),
     aten.matmul.default: (t(3, 4, 6), t(6, 5)),
+    aten.einsum.default: ("bmk,nk->bnm", [t(3, 4, 6), t(5, 6)]),
     aten.kthvalue.default: (t(4, 6), 2),
     aten.sort.stable: (t(4, 6), {"stable": True}),
     aten.argsort.stable: (t(4, 6), {"stable": True}),

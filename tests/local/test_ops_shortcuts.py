@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, run_local, shard
 from shardwise.geometry import Placement, ShardingSpec
 from shardwise.tensor import caches
+from tests.local.dense import assert_same, lay, numbers
 from tests.local.op_cases import lay_out
 
 MESH = Mesh.of(tp=2)
@@ -51,6 +52,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Tensor]] = {
     "layer_norm": lambda x, y: F.layer_norm(x, (6,)),
     "linear": lambda x, y: F.linear(x, y),
     "exp": lambda x, y: y.exp(),
+    "cat": lambda x, y: torch.cat([x, y, x], 1),
+    "stack": lambda x, y: torch.stack((y, x), dim=1),
+    "einsum": lambda x, y: torch.einsum("ij,kj->ki", x, y),
 }
 
 
@@ -77,6 +81,38 @@ def test_moved_inputs_take_the_short_way(name: str) -> None:
                         if d.grad is not None:
                             assert t.grad is not None
                             torch.testing.assert_close(_whole(t.grad), d.grad)
+
+    run_local(body, 2, timeout=60)
+
+
+LAYERS: dict[str, Callable[[Any, Any], Any]] = {
+    "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
+    "max_pool2d": lambda x, w: F.max_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x, w: F.adaptive_avg_pool2d(x, 2),
+    "topk": lambda x, w: x.topk(2).values,
+    "max": lambda x, w: torch.max(x, -1).values,
+    "split": lambda x, w: x.split(2, 2)[1],
+}
+
+
+@pytest.mark.parametrize("layout", ["on tp=2: S(0)", "on tp=2: R", "on tp=2: S(0) sizes(4,0)"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_take_the_short_way(name: str, layout: str) -> None:
+    """Where every rank has elements; a rank without any gets the right shape, and gradients, as well."""
+
+    def body(comm: Comm) -> None:
+        whole, filters = numbers(4, 3, 4, 4), numbers(2, 3, 2, 2, seed=1)
+        weight = lay(filters, "on tp=2: R")
+        for turn in range(3):
+            x, dense = lay(whole, layout).requires_grad_(), whole.clone().requires_grad_()
+            first, long = _taking(LAYERS[name], x, weight)
+            assert turn == 0 or long == 0 or "sizes" in layout
+            expected = LAYERS[name](dense, filters)
+            assert_same(first, expected)
+            first.square().sum().backward()
+            expected.square().sum().backward()
+            assert x.grad is not None and dense.grad is not None
+            assert_same(x.grad, dense.grad)
 
     run_local(body, 2, timeout=60)
 

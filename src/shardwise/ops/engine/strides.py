@@ -30,6 +30,7 @@ _KEEP_CONTIGUOUS = {
     aten.detach.default,
     aten.alias.default,
 }
+_GIVE_PERMUTED = {aten.einsum.default}  # the product is a view of a batch of matrix products
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _MAX_KNOWN = 16384
 _known: dict[Hashable, tuple[Strides | None, ...]] = caches.clear_on_change({})
@@ -40,9 +41,10 @@ def note_strides(
 ) -> None:
     """Note on the results of an operator which strides they would have as whole tensors, unless contiguous ones."""
     if all(t._dense_strides is None for t in given):
-        if op in _KEEP_CONTIGUOUS or not gives_views(op) or _cuts_first_dim(op, args):
+        keeps = op in _KEEP_CONTIGUOUS or not (gives_views(op) or op in _GIVE_PERMUTED)
+        if keeps or _cuts_first_dim(op, args):
             return
-    elif not (gives_views(op) or op in _COPIES or is_pointwise(op)) or written_slots(op):
+    elif not (gives_views(op) or op in _COPIES | _GIVE_PERMUTED or is_pointwise(op)) or written_slots(op):
         return
     outputs = result if isinstance(result, list | tuple) else (result,)
     for output, strides in zip(outputs, _ask_torch(split_call(op, args, kwargs)), strict=False):

@@ -42,10 +42,15 @@ def native_batch_norm(
     stats: Placement = Shard(0) if training else Replicate()
     found = [Strategy((Replicate(),) * 3, (Replicate(), *whole))]
     if training:
-        return [*found, Strategy((Shard(1), stats, stats), (Shard(1), *(Shard(0) for _ in given)), _native_norm_part)]
+        return [
+            *found,
+            Strategy(
+                (Shard(1), stats, stats), (Shard(1), *(Shard(0) for _ in given)), local_if_empty=_native_norm_part
+            ),
+        ]
     for dim in range(x.ndim):
         others = tuple(Shard(0) for _ in given) if dim == 1 else whole
-        found.append(Strategy((Shard(dim), stats, stats), (Shard(dim), *others), _native_norm_part))
+        found.append(Strategy((Shard(dim), stats, stats), (Shard(dim), *others), local_if_empty=_native_norm_part))
     return found
 
 

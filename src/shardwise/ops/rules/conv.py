@@ -37,7 +37,8 @@ def convolution(
         outs, ins = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
         ways += [(Shard(1), whole, outs, Shard(0)), (partial, Shard(1), ins, partial)]
     ways += [(partial, partial, whole, partial), (partial, whole, partial, partial)]
-    return [Strategy((out,), (a, w, *(() if bias is None else (b,))), _convolve) for out, a, w, b in ways]
+    given = [(out, (a, w) if bias is None else (a, w, b)) for out, a, w, b in ways]
+    return [Strategy((out,), inputs, local_if_empty=_convolve) for out, inputs in given]
 
 
 def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -64,7 +65,7 @@ def _register_pool(op: Any, dims: int, *, linear: bool, outputs: int = 1) -> Non
         exact = linear and (x.dtype.is_floating_point or x.dtype.is_complex)  # means of integers are rounded
         pending = [p for p in pending_kinds(x) if exact and p.op in ("sum", "avg")]
         ways: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim - dims)), *pending]
-        return [Strategy((way,) * outputs, (way,), local) for way in ways]
+        return [Strategy((way,) * outputs, (way,), local_if_empty=local) for way in ways]
 
 
 def _pool_nothing(op: Any, dims: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise._torch import aten
+from shardwise._torch import aten, decompose
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.engine.rules import register_sharding
@@ -142,6 +142,36 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
         for p, m in zip(strategy.inputs, metas, strict=True)
     )
     return Strategy(strategy.outputs, inputs)
+
+
+@register_sharding(aten.einsum.default)
+@ignores_lengths
+def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] | None = None) -> list[Any] | Steps:
+    """A product of several tensors by its own formula; diagonals, dots and dims that broadcast are broken down."""
+    formula = _write_formula(equation)
+    operands = formula.split("->")[0].split(",")
+    lengths: dict[str, int] = {}
+    plain = "." not in formula and len(tensors) > 1
+    plain &= [len({*names}) for names in operands] == [t.ndim for t in tensors]
+    for names, tensor in zip(operands, tensors, strict=True) if plain else ():
+        plain &= all(lengths.setdefault(letter, n) == n for letter, n in zip(names, tensor.shape, strict=True))
+    return product_strategies(formula) if plain else Steps(_break_einsum_down)
+
+
+def _write_formula(equation: str) -> str:
+    """The equation with its result written out: the letters that appear once, in order.
+
+    >>> _write_formula("ij, jk"), _write_formula("ij,jk->ki")
+    ('ij,jk->ik', 'ij,jk->ki')
+    """
+    formula = equation.replace(" ", "")
+    if "->" in formula:
+        return formula
+    return f"{formula}->" + "".join(sorted(c for c in {*formula} - {","} if formula.count(c) == 1))
+
+
+def _break_einsum_down(equation: str, tensors: Any, **options: Any) -> Any:
+    return decompose(aten.einsum.default, (equation, tensors), options)
 
 
 def _add_products(x: Any, one: Any, other: Any, *, beta: complex = 1, alpha: complex = 1) -> Any:

@@ -47,6 +47,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types
 _MAX_SHORTCUTS = 16384
 _shortcuts: dict[Any, Shortcut | None] = caches.clear_on_change({})
 _KEY_TYPES = frozenset((int, float, bool, type(None), torch.dtype))
+_JOINS: frozenset[Any] = frozenset((torch.cat, torch.concat, torch.concatenate, torch.stack))
 _ONE_TENSOR_TWICE = "one tensor twice"
 _is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
@@ -164,6 +165,15 @@ def _take_apart(
             continue
         if kind in _KEY_TYPES:
             key += (kind, value)
+        elif func in _JOINS and (kind is list or kind is tuple):
+            marks = [find_fingerprint(v) if type(v) is ShardedTensor else None for v in value]
+            if None in marks:
+                return None, (), {}, None, False
+            held = [v.local_parts[0] for v in value]
+            key += (kind, *marks, *(h.requires_grad for h in held))
+            grad |= any(h.requires_grad for h in held)
+            tensors += value
+            value = kind(held)
         else:
             part = _argument_key(value)
             if part is None:

@@ -14,7 +14,7 @@ from shardwise._torch import autocast_keys_of, has_saved_tensors_hooks, storage_
 from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.ops.engine.known_calls.fingerprint import get_fingerprint
 from shardwise.ops.engine.known_calls.shaped import find_shape_function
-from shardwise.ops.engine.known_calls.shortcuts import Shortcut, run_shortcut
+from shardwise.ops.engine.known_calls.shortcuts import Shortcut, list_tensors, run_shortcut
 from shardwise.tensor.caches import cache_by_identity
 from shardwise.tensor.dispatch import call_function, override_for, sharded_leaves
 from shardwise.tensor.moving.autograd import is_differentiated
@@ -92,8 +92,8 @@ def run_and_record(
 
     None: by none. UNKNOWN: another call has to show.
     """
-    first = next(sharded_leaves(args, kwargs))
-    if override_for(func, first.sharding.spec) is not None:
+    first = next(sharded_leaves(args, kwargs), None)
+    if first is not None and override_for(func, first.sharding.spec) is not None:
         return call_function(func, types, args, kwargs), None  # what it does below is not what the function does
     before, _recording_state.recording = _recording_state.recording, FunctionRecording()
     try:
@@ -109,8 +109,8 @@ def run_and_record(
 def _find_shortcut(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: FunctionRecording
 ) -> Any:
-    outputs = list(result) if type(result) in (list, tuple) else [result]
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
+    several, outputs = _split_result(result)
+    tensors = list_tensors(args, kwargs)
     shape = None if recording.moved else find_shape_function(func, args, kwargs, result, recording.operators)
     if shape is not None:
         shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
@@ -131,13 +131,20 @@ def _find_shortcut(
     if not recording.written:  # what is written to may require grad only now
         vary = tuple(axes if is_differentiated(t) else () for t, axes in zip(tensors, vary, strict=True))
     vary = vary if any(vary) else ()
-    several = type(result) if type(result) in (list, tuple) else None
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
     direct = several is None and not moves and not (vary and writes)
     made = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides) if direct else None
     casts, label, strides = recording.casts, recording.label, _strides_of(outputs)
     return Shortcut(layouts, several, vary, made, casts, moves=moves, label=label, writes=writes, strides=strides)
+
+
+def _split_result(result: Any) -> tuple[type | None, list[Any]]:
+    """The type of several results, a list or a tuple, also one with names (`torch.return_types`), and all results."""
+    kind = type(result)
+    if kind in (list, tuple) or kind.__module__ == "torch.return_types":
+        return kind, list(result)
+    return None, [result]
 
 
 def _strides_of(outputs: Sequence[ShardedTensor]) -> tuple[tuple[int, ...] | None, ...]:
@@ -151,8 +158,7 @@ def _gives_back_what_it_writes(
 ) -> bool:
     """Whether a function writes to nothing and returns something new, or writes to and returns its first argument."""
     if not recording.written:
-        outputs = result if type(result) in (list, tuple) else [result]
-        return not any(o is t for o in outputs for t in tensors)
+        return not any(o is t for o in _split_result(result)[1] for t in tensors)
     return bool(args) and result is args[0] and all(t is result for t in recording.written)
 
 
@@ -176,14 +182,13 @@ def _find_shortcut_of_several(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, recording: FunctionRecording
 ) -> Any:
     """The shortcut of a function of several operators, none of which moved or wrote anything."""
-    outputs = list(result) if type(result) in (list, tuple) else [result]
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
+    several, outputs = _split_result(result)
+    tensors = list_tensors(args, kwargs)
     if recording.moved or recording.written or any(o is t for o in outputs for t in tensors):
         return None
     vary = _varying_axes([t.sharding for t in tensors], [o.sharding for o in outputs])
     if vary is None or any(vary) or not all(_is_even(t.sharding) for t in tensors):
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
-    several = type(result) if type(result) in (list, tuple) else None
     if any(t._dense_strides for t in tensors) and _shares_memory(tensors, outputs):
         return None  # whether it copies depends on the strides of the whole
     made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +54,7 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
     """Run a function by its shortcut."""
     if shortcut.shape is not None:
         return _note_strides(shortcut, [_shape_local(shortcut.shape, shortcut.outputs[0], args[0])])[0]
-    tensors = [value for value in args if isinstance(value, ShardedTensor)]
-    if kwargs:
-        tensors += [value for value in kwargs.values() if isinstance(value, ShardedTensor)]
+    tensors = list_tensors(args, kwargs)
     if shortcut.writes:
         check_writable(tensors[0])
     aligned = _align_all_inputs(tensors, shortcut.moves, shortcut.label) if shortcut.moves else tensors
@@ -84,18 +82,34 @@ def vary_arguments(
     shortcut: Shortcut, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with local tensors in place of ShardedTensors, those that vary passed through `vary`."""
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor)]
-    return _fill_in_locals(_vary_locals(shortcut, tensors), args, kwargs)
+    return _fill_in_locals(_vary_locals(shortcut, list_tensors(args, kwargs)), args, kwargs)
+
+
+def list_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+    """The ShardedTensors among arguments, and in those that are lists, in order."""
+    found: list[ShardedTensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, ShardedTensor):
+            found.append(value)
+        elif type(value) is list or type(value) is tuple:
+            found += [v for v in value if isinstance(v, ShardedTensor)]
+    return found
 
 
 def _fill_in_locals(
     values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     local = iter(values)
-    local_args = [next(local) if isinstance(value, ShardedTensor) else value for value in args]
-    if kwargs:
-        kwargs = {n: next(local) if isinstance(value, ShardedTensor) else value for n, value in kwargs.items()}
-    return local_args, kwargs
+    local_args = [_fill_in(value, local) for value in args]
+    return local_args, {name: _fill_in(value, local) for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def _fill_in(value: Any, local: Iterator[Tensor]) -> Any:
+    if isinstance(value, ShardedTensor):
+        return next(local)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(next(local) if isinstance(v, ShardedTensor) else v for v in value)
+    return value
 
 
 def wrap_checked(func: Any, layout: Layout, result: Tensor, comm: Comm) -> ShardedTensor:
