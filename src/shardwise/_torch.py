@@ -99,6 +99,8 @@ else:
 
 # Calls a function of torch on a ShardedTensor without entering `__torch_function__` again. There is no public name.
 DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = private_name("_C.DisableTorchFunctionSubclass")
+# And the other direction: steps of an operator that call functions of torch on ShardedTensors take the fast path.
+EnableTorchFunction: type[AbstractContextManager[None]] = private_name("_C._EnableTorchFunction")
 
 # The types of operators: `isinstance` is how an overload is told from a packet. Only the instances are public.
 OpOverload: Any = private_name("_ops.OpOverload")

@@ -113,6 +113,13 @@ def test_composite_operators_arrive_whole_below_autograd() -> None:
         assert Wrapper.seen == [torch.ops.aten.softmax.int, torch.ops.aten.narrow.default]
 
 
+def test_functions_are_entered_again_where_they_were_disabled() -> None:
+    x = Wrapper.of(torch.ones(2, 2))
+    with _torch.below_autograd(), _torch.DisableTorchFunctionSubclass(), _torch.EnableTorchFunction():
+        torch.relu(x)
+    assert Wrapper.seen == [torch.relu, torch.ops.aten.relu.default]
+
+
 def test_composite_operators_are_decomposed_by_torchs_own_kernel() -> None:
     _torch.decompose(torch.ops.aten.softmax.int, (Wrapper.of(torch.ones(2, 2)), 0), {})
     assert Wrapper.seen == [torch.ops.aten._softmax.default]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten
+from shardwise._torch import EnableTorchFunction, aten
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.engine.local_view import LocalView
 from shardwise.ops.engine.mixed import MixedTensorsError, replicate
@@ -68,17 +68,18 @@ def _normalise_batch(
     """Normalise by the statistics of the whole batch, or by running ones; plain running ones count as replicated."""
     if not isinstance(input, ShardedTensor):
         raise MixedTensorsError("batch_norm of a plain tensor with sharded statistics or weights; shard the input too")
-    wide: Any = resolve_partial(input, "batch_norm").to(accumulation_dtype(input.dtype))
-    if training:
-        average, variance = _compute_statistics(wide, running_mean, running_var, momentum)
-    else:
-        average, variance = (
-            _reshape_to_channels(_replicate_plain(t, input), input.ndim) for t in (running_mean, running_var)
-        )
-    out = (wide - average) * (variance + eps).rsqrt()
-    out = out if weight is None else out * _reshape_to_channels(weight, input.ndim)
-    out = out if bias is None else out + _reshape_to_channels(bias, input.ndim)
-    return out.to(input.dtype)
+    with EnableTorchFunction():
+        wide: Any = resolve_partial(input, "batch_norm").to(accumulation_dtype(input.dtype))
+        if training:
+            average, variance = _compute_statistics(wide, running_mean, running_var, momentum)
+        else:
+            average, variance = (
+                _reshape_to_channels(_replicate_plain(t, input), input.ndim) for t in (running_mean, running_var)
+            )
+        out = (wide - average) * (variance + eps).rsqrt()
+        out = out if weight is None else out * _reshape_to_channels(weight, input.ndim)
+        out = out if bias is None else out + _reshape_to_channels(bias, input.ndim)
+        return out.to(input.dtype)
 
 
 register_sharding(aten.batch_norm.default, Steps(_normalise_batch))

@@ -51,7 +51,7 @@ def compute_moments(x: ShardedTensor, dims: Sequence[int], name: str) -> tuple[S
     """The mean and the mean of squared distances to it, both with the dims kept, reduced on every rank."""
     average = resolve_partial(aten.mean.dim(x, dims, True), name)
     away = x - average
-    squares = (away * away.conj()).real if x.is_complex() else away * away
+    squares = (away * away.conj()).real if x.dtype.is_complex else away * away
     return average, resolve_partial(aten.mean.dim(squares, dims, True), name)
 
 

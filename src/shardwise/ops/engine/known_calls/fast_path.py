@@ -147,45 +147,47 @@ def _take_apart(
 
     The key is None where there is no shortcut.
     """
-    key: list[Any] = [func, mode, tuple(kwargs)] if kwargs else [func, mode]
+    key: list[Any] = [func, mode, *kwargs] if kwargs else [func, mode]
     tensors: list[ShardedTensor] = []
     local: list[Any] = []
     grad = False
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind is ShardedTensor or kind in derived_types:
+        if kind in _KEY_TYPES:
+            key += (kind, value)
+            local.append(value)
+        elif kind is ShardedTensor or kind in derived_types:
             mark = value._fingerprint if kind is ShardedTensor else None
             if mark is None and (mark := find_fingerprint(value)) is None:
                 return None, (), {}, None, False
             held = value.local_parts[0]
-            key += (mark, held.requires_grad)
-            grad |= held.requires_grad
+            key += (mark, taped := held.requires_grad)
+            grad = grad or taped
             tensors.append(value)
             local.append(held)
-            continue
-        if kind in _KEY_TYPES:
-            key += (kind, value)
         elif func in _JOINS and (kind is list or kind is tuple):
             marks = [find_fingerprint(v) if type(v) is ShardedTensor else None for v in value]
             if None in marks:
                 return None, (), {}, None, False
-            held = [v.local_parts[0] for v in value]
-            key += (kind, *marks, *(h.requires_grad for h in held))
-            grad |= any(h.requires_grad for h in held)
+            parts = [v.local_parts[0] for v in value]
+            key += (kind, *marks, *(t.requires_grad for t in parts))
+            grad = grad or any(t.requires_grad for t in parts)
             tensors += value
-            value = kind(held)
-        else:
-            part = _argument_key(value)
-            if part is None:
-                return None, (), {}, None, False
+            local.append(kind(parts))
+        elif (part := _argument_key(value)) is not None:
             key.append(part)
-        local.append(value)
-    ids = [*map(id, tensors)]
-    if len({*ids}) < len(ids):
-        key.append(tuple(map(ids.index, ids)))  # for each tensor the first place where the same one is passed
+            local.append(value)
+        else:
+            return None, (), {}, None, False
+    if len(tensors) > 1:
+        ids = [*map(id, tensors)]
+        if len({*ids}) < len(ids):
+            key.append(tuple(map(ids.index, ids)))  # for each tensor the first place where the same one is passed
+    first = tensors[0] if tensors else None
+    if not kwargs:
+        return tuple(key), local, kwargs, first, grad
     count = len(args)
-    named = dict(zip(kwargs, local[count:], strict=True)) if kwargs else kwargs
-    return tuple(key), local[:count] if kwargs else local, named, tensors[0] if tensors else None, grad
+    return tuple(key), local[:count], dict(zip(kwargs, local[count:], strict=True)), first, grad
 
 
 def _autocast_state() -> tuple[Any, ...]:
