@@ -166,7 +166,7 @@ def _take_apart(
             tensors.append(value)
             local.append(held)
         elif func in _JOINS and (kind is list or kind is tuple):
-            marks = [find_fingerprint(v) if type(v) is ShardedTensor else None for v in value]
+            marks = [v._fingerprint or find_fingerprint(v) if type(v) is ShardedTensor else None for v in value]
             if None in marks:
                 return None, (), {}, None, False
             parts = [v.local_parts[0] for v in value]
