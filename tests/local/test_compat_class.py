@@ -14,8 +14,9 @@ from shardwise.comm import Comm, run_local
 from shardwise.compat._shard import sharded_tensor
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec
 from shardwise.ops.engine.known_calls import fast_path, recording
+from tests.device import PLACE
 
-ROWS = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+ROWS = ChunkShardingSpec(0, [f"rank:0/{PLACE}", f"rank:1/{PLACE}"])
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "mul": lambda x: x * 2,
     "matmul": lambda x: x @ x.t(),
@@ -23,7 +24,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: x.clone().add_(1),
     "chunk": lambda x: x.chunk(2, 1)[1],
     "max": lambda x: x.max(1).values,
-    "redistribute": lambda x: x.redistribute(ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"])),
+    "redistribute": lambda x: x.redistribute(ChunkShardingSpec(1, [f"rank:1/{PLACE}", f"rank:0/{PLACE}"])),
     "to": lambda x: x.to(torch.float64),
     "detach": lambda x: x.detach(),
     "deepcopy": copy.deepcopy,
@@ -85,6 +86,9 @@ def test_random_values_of_both_kinds_stay_apart() -> None:
                 same = torch.equal(drawn, torch.rand(2, 6, device=drawn.device))
             comm.barrier(label="this rank has drawn")
         native = shardwise.rand_like(ours, seed=5).full()
-        return [same, torch.equal(native, shardwise.rand(ChunkShardingSpec(1, ["rank:0/cpu"]), 4, 6, seed=5).full())]
+        return [
+            same,
+            torch.equal(native, shardwise.rand(ChunkShardingSpec(1, [f"rank:0/{PLACE}"]), 4, 6, seed=5).full()),
+        ]
 
     assert run_local(body, 2) == [[True, True]] * 2

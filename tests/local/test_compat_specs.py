@@ -29,6 +29,7 @@ from shardwise.compat.metadata import rank_of
 from shardwise.compat.specs import build_piece_table
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Replicate, Shard
 from shardwise.tensor.shards import describe_layout, spec_on_device
+from tests.device import PLACE
 
 infer = sharding_spec._infer_sharding_spec_from_shards_metadata
 Properties = tensor_metadata.TensorProperties
@@ -74,7 +75,7 @@ def test_shard_metadata_takes_sizes_of_tensors() -> None:
 
 @pytest.mark.parametrize("wrong", ["size", "device"])
 def test_shard_checks_its_tensor(wrong: str) -> None:
-    sizes, place = ([3], "rank:0/cpu") if wrong == "size" else ([2], "rank:0/cuda:0")
+    sizes, place = ([3], f"rank:0/{PLACE}") if wrong == "size" else ([2], "rank:0/cuda:7")
     theirs, said = outcome(torch_shard.Shard, torch.zeros(2), torch_metadata.ShardMetadata([0], sizes, place))
     ours, told = outcome(compat_shard.Shard, torch.zeros(2), ShardMetadata([0], sizes, place))
     assert ours is theirs is ValueError

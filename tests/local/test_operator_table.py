@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from shardwise._torch import TORCH_RELEASE
+
 PAGE = Path(__file__).parents[2] / "docs" / "operator_table.md"
 
 
+@pytest.mark.skipif(TORCH_RELEASE < (2, 13), reason="the page has operators that older releases of torch do not have")
 def test_the_page_is_current(tmp_path: Path) -> None:
     """Written in a process of its own: other tests register rules too."""
     fresh = tmp_path / "operator_table.md"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, ModelPlan, default_comm, run_local, shard_module
 from shardwise.comm.background import BackgroundQueue
+from shardwise.comm.local import LocalComm
+from shardwise.comm.protocol import find_lending
 from shardwise.nn import ShardingPlan
 from shardwise.tensor.moving.execute import BackgroundMoves
 from shardwise.tensor.recorder import recorders
@@ -105,6 +108,25 @@ def hold_clocks(monkeypatch: pytest.MonkeyPatch) -> list[RankClock]:
     return clocks
 
 
+def wait_for_calls(comm: Comm, count: int) -> None:
+    """Return when the other rank has so many calls that this one has not made: an agreement, and a move where it
+    travels at the same time.
+    """
+    assert isinstance(comm, LocalComm)
+    deadline = time.monotonic() + 60
+    while len(comm._hub._open) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def ends(events: list[dict[str, Any]], last: bool) -> dict[int, float]:
+    """When each rank's first event begins, or the last one ends."""
+    ranks = {e["pid"] for e in events}
+    if last:
+        return {rank: max(e["ts"] + e["dur"] for e in events if e["pid"] == rank) for rank in ranks}
+    return {rank: min(e["ts"] for e in events if e["pid"] == rank) for rank in ranks}
+
+
 def test_waiting_is_apart_from_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clocks, begin = tmp_path / "step.json", hold_clocks(monkeypatch), threading.Event()
 
@@ -114,17 +136,17 @@ def test_waiting_is_apart_from_moving(tmp_path: Path, monkeypatch: pytest.Monkey
             if comm.rank == 0:
                 assert begin.wait(60)
             else:
-                clocks[0].was_read.clear()
                 begin.set()
-                assert clocks[0].was_read.wait(60)  # rank 0 has begun to wait for this one
+                wait_for_calls(comm, 2 if find_lending(comm) else 1)  # rank 0 has begun to wait for this one
                 for clock in clocks:
                     clock.now += 200_000_000
             x.redistribute(COLUMNS)
 
     run_local(body, 2)
-    waited = {rank: sum(e["dur"] for e in read(path, "wait") if e["pid"] == rank) for rank in (0, 1)}
-    assert {e["args"]["line"].partition(":")[0] for e in read(path, "wait")} == {"test_trace.py"}
-    assert waited == {0: 200_000, 1: 0}
+    waits = read(path, "wait")
+    assert {e["args"]["line"].partition(":")[0] for e in waits} == {"test_trace.py"}
+    begun, ended = ends(waits, last=False), ends(waits, last=True)
+    assert {rank: ended[rank] - begun[rank] for rank in (0, 1)} == {0: 200_000, 1: 0}
     assert {e["pid"]: e["dur"] for e in read(path, "move")} == {0: 0, 1: 0}
 
 
