@@ -129,6 +129,7 @@ PROGRAMS: dict[str, Callable[[Any, Take], Any]] = {
     "embedding, frequencies": lambda x, take: F.embedding(take(IDS), x, scale_grad_by_freq=True),
     "embedding, frequencies, no ids": lambda x, take: F.embedding(take(IDS[:0]), x, scale_grad_by_freq=True),
     "embedding, largest norm": lambda x, take: F.embedding(take(IDS), x, max_norm=1.0),
+    "embedding, largest norm, no ids": lambda x, take: F.embedding(take(IDS[:0]), x, max_norm=1.0),
     "bag sum": lambda x, take: F.embedding_bag(take(IDS.repeat(2).view(5, 2)), x, mode="sum"),
     "bag mean": lambda x, take: F.embedding_bag(take(IDS.repeat(2).view(5, 2)), x),
     "bag max": lambda x, take: F.embedding_bag(take(IDS.repeat(2).view(5, 2)), x, mode="max"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.comm import run_local
 from shardwise.geometry import Mesh, Partial, Placement, Replicate, Shard
 from shardwise.ops import explain
+from tests.device import DEVICE, STANDIN
 from tests.local.op_cases import LINES, check_op, lay_out, ramp
 
 Places: TypeAlias = list[list[Placement] | None]
@@ -138,5 +139,17 @@ def test_targets_out_of_bounds() -> None:
         x = lay_out(ramp(3, 5), mesh, (Shard(1),))
         with pytest.raises(IndexError, match="Target 5 is out of bounds: the classes are 0 to 4"):
             F.nll_loss(x, lay_out(torch.tensor([0, 5, 1]), mesh, (Replicate(),)))
+
+    run_local(body, 2)
+
+
+@pytest.mark.skipif(DEVICE != STANDIN, reason="the CPU checks before it computes, a GPU while it does")
+def test_a_device_finds_targets_out_of_bounds() -> None:
+    def body(comm: Any) -> None:
+        mesh = Mesh.of(tp=2)
+        for placement in (Shard(1), Shard(0), Replicate()):
+            x = lay_out(ramp(3, 5), mesh, (placement,))
+            with pytest.raises(RuntimeError, match="a target is out of bounds: the classes are 0 to 4"):
+                F.nll_loss(x, lay_out(torch.tensor([0, 5, 5]), mesh, (Replicate(),)))
 
     run_local(body, 2)

@@ -85,10 +85,9 @@ def _look_up_local_rows(
 
 
 def _look_up(weight: Tensor, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
-    table = _ensure_elements(weight)
     if not ids.numel():  # a kernel for GPUs that counts the ids fails without any
-        return aten.embedding.default(table, ids)[..., : weight.shape[1]]
-    found: Tensor = aten.embedding.default(table, ids, *rest, **named)
+        rest, named = (), {}
+    found: Tensor = aten.embedding.default(_ensure_elements(weight), ids, *rest, **named)
     return found if weight.shape[1] else found[..., :0]
 
 
