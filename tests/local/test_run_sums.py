@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import run_sums
+from shardwise.comm.box_kernels import TableLaunch
 from shardwise.comm.run_sums import RunSum, find_run_rows, reduce_runs
 from shardwise.comm.transports import same_host_device
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
@@ -120,9 +121,43 @@ def test_all_ranks_get_the_same_bits_by_each_path(
         run(made, body)
 
 
+class CompiledStub:
+    """What Triton returns of a launch; it launches again for a grid."""
+
+    def __init__(self, launched: list[str], takes: int) -> None:
+        self._launched, self._takes = launched, takes
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def again(*args: object) -> None:
+            if len(args) != self._takes:
+                raise TypeError("function takes other arguments")
+            self._launched.append(f"again on {grid}")
+
+        return again
+
+
+@pytest.mark.parametrize(("takes", "later"), [(3, "again on (7, 2, 1)"), (1, "found on (7, 2)")])
+def test_compiled_kernel_is_launched_without_being_looked_for(takes: int, later: str) -> None:
+    launched: list[str] = []
+
+    class KernelStub:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def find(table: Tensor, A: int, B: int, num_warps: int) -> CompiledStub:
+                launched.append(f"found on {grid}")
+                return CompiledStub(launched, takes)
+
+            return find
+
+    launch = TableLaunch(KernelStub(), (7, 2), torch.zeros(1, device="cpu"), {"A": 1, "B": 2})
+    for _ in range(3):
+        launch()
+    assert launched == ["found on (7, 2)", later, later]
+
+
 IN_TRITON = """
 import torch
 from shardwise.comm import run_sums
+from shardwise.comm.box_kernels import TableLaunch
 from tests.local.test_run_sums import make_sums
 run_sums.device_table = lambda rows, device: torch.tensor(rows, dtype=torch.int64, device="cpu")
 run_sums.launch_on = lambda device, launch: launch()

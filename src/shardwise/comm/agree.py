@@ -11,7 +11,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import NoneType
 from typing import Any, NoReturn, TypeVar
+
+import torch
 
 from shardwise._log import package_logger
 from shardwise.comm.protocol import Comm, DisagreementError, OfferingComm, OfferPlanner
@@ -101,12 +105,28 @@ def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> C
 
 
 def _write_fields(fields: Mapping[str, object], problem: str | None) -> bytes:
+    """The fields as text; programs that go round in steps ask for the same again and again."""
+    if problem is None and all(type(value) in _PLAIN for value in fields.values()):
+        return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
+    return _write_texts(fields, problem)
+
+
+_PLAIN = (str, torch.dtype, NoneType, int, bool)  # values that are equal and of one type have the same text
+
+
+@lru_cache(maxsize=1024)
+def _write_plain(fields: tuple[tuple[str, type, object], ...]) -> bytes:
+    return _write_texts({name: value for name, _, value in fields}, None)
+
+
+def _write_texts(fields: Mapping[str, object], problem: str | None) -> bytes:
     texts = {name: _field_text(value) for name, value in fields.items()}
     if problem is not None:
         texts[_PROBLEM] = problem
     return json.dumps(texts, sort_keys=True).encode()
 
 
+@lru_cache(maxsize=1024)
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 

@@ -7,7 +7,7 @@ multiples of 16 bytes (WIDE), two units are read at once; where offsets fit in 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -131,8 +131,7 @@ def _joined_dims(shape: torch.Size, after: tuple[int, ...], before: tuple[int, .
 def prepare_rows(rows: Sequence[BoxRow], device: torch.device) -> Callable[[], None]:
     """Return what copies these boxes in one launch, as often as it is called."""
     grid, form = plan_launch(rows)
-    launch = partial(COPY_KERNEL.find()[grid], device_table(tuple(rows), device), **form, num_warps=8)
-    return partial(launch_on, device, launch)
+    return partial(launch_on, device, TableLaunch(COPY_KERNEL.find(), grid, device_table(tuple(rows), device), form))
 
 
 def plan_launch(rows: Sequence[BoxRow]) -> tuple[tuple[int, int], dict[str, int | bool]]:
@@ -150,6 +149,31 @@ def _largest_offset(row: BoxRow) -> int:
     """A bound of the offsets of a box on both sides, in units."""
     _, _, outer, inner, length, to_outer, to_inner, at_outer, at_inner = row
     return max(outer * to_outer + inner * to_inner, outer * at_outer + inner * at_inner) + length
+
+
+class TableLaunch:
+    """Launches a kernel on a table, as often as it is called; constants are in the order of the kernel's arguments.
+
+    The first time Triton compiles the kernel or finds it compiled. Later that is known: the search takes longer than a
+    launch.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int], table: Tensor, constants: Mapping[str, Any]) -> None:
+        self._kernel, self._grid, self._table, self._constants = kernel, grid, table, constants
+        self._compiled: Any = None
+        self._is_repeatable = True
+
+    def __call__(self) -> None:
+        """Launch it on the current device and stream."""
+        if self._compiled is not None:
+            try:
+                self._compiled(self._table, *self._constants.values())
+                return
+            except TypeError:  # compiled kernels of another version of Triton take other arguments
+                self._compiled, self._is_repeatable = None, False
+        compiled = self._kernel[self._grid](self._table, **self._constants, num_warps=8)
+        if self._is_repeatable and hasattr(compiled, "__getitem__"):
+            self._compiled = compiled[(*self._grid, 1)]
 
 
 def launch_on(device: torch.device, launch: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.box_copies import copy_boxes, reduce_tensors
-from shardwise.comm.box_kernels import TritonKernel, device_table, launch_on
+from shardwise.comm.box_kernels import TableLaunch, TritonKernel, device_table, launch_on
 from shardwise.comm.protocol import ReduceOp
 
 tl: Any = None  # triton.language, once it is needed: importing it takes long
@@ -85,8 +85,6 @@ def prepare_sums(rows: Sequence[tuple[int, ...]], terms: int, device: torch.devi
     """Return what carries out these rows in one launch, as often as it is called."""
     aligned = all(row[0] % _WIDE == 0 and not any(place % (4 * _WIDE) for place in row[1:]) for row in rows)
     tiles = max(-(-row[0] // _BLOCK) for row in rows)
-    kernel = RUN_KERNEL.find()[(tiles, len(rows))]
-    table, targets = device_table(tuple(rows), device), len(rows[0]) - 1 - terms
-    unit = _WIDE if aligned else 1
-    launch = partial(kernel, table, TERMS=terms, TARGETS=targets, BLOCK=_BLOCK, UNIT=unit, num_warps=8)
+    form = {"TERMS": terms, "TARGETS": len(rows[0]) - 1 - terms, "BLOCK": _BLOCK, "UNIT": _WIDE if aligned else 1}
+    launch = TableLaunch(RUN_KERNEL.find(), (tiles, len(rows)), device_table(tuple(rows), device), form)
     return partial(launch_on, device, launch)

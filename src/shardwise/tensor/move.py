@@ -300,8 +300,11 @@ def _reduces_early(held: MovableTensor, dst: Layout, limit: int | None) -> bool:
         return False
     if _limit_problem(limit) is not None or move_problem(held, dst) is not None:
         return False
-    itemsize = held.dtype.itemsize
-    plan = plan_for_rank(held.sharding, dst, itemsize, buffer_limit(held.sharding, dst, itemsize, limit), held.comm)
+    src, itemsize = held.sharding, held.dtype.itemsize
+    try:
+        plan = plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
+    except ValueError:  # a limit that is too small: raised again once the ranks have agreed on it
+        return False
     return find_whole_collective(plan, held.comm.ranks, held.dtype) is not None
 
 

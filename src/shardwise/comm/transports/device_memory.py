@@ -90,14 +90,17 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._kinds = (ctypes.c_int * 4)(_NUMBER, _IS_SHAREABLE, _START, _SIZE)
+        self._values = (ctypes.c_ulonglong * 4)()
+        self._places = (ctypes.c_void_p * 4)(*(ctypes.addressof(self._values) + 8 * i for i in range(4)))
+        self._asking = threading.Lock()  # the arrays are filled by every question: making them takes longer than asking
 
     def find_segment(self, address: int) -> DeviceSegment | None:
         """Ask the driver for the allocation of an address."""
-        kinds = (ctypes.c_int * 4)(_NUMBER, _IS_SHAREABLE, _START, _SIZE)
-        values = (ctypes.c_ulonglong * 4)()
-        places = (ctypes.c_void_p * 4)(*(ctypes.addressof(values) + 8 * i for i in range(4)))
-        _call("cuPointerGetAttributes", 4, kinds, places, ctypes.c_ulonglong(address))
-        number, shareable, start, size = (int(v) for v in values)
+        with self._asking:
+            self._values[1] = 0  # its answer is shorter than the others
+            _call("cuPointerGetAttributes", 4, self._kinds, self._places, ctypes.c_ulonglong(address))
+            number, shareable, start, size = self._values
         return DeviceSegment(number, start, size) if shareable and start else None
 
     def export(self, segment: DeviceSegment) -> bytes:
