@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.comm import Comm, run_local
 from shardwise.comm.local import LocalComm
+from shardwise.comm.process_group import ProcessGroupComm
+from shardwise.comm.protocol import CompletedWork, Work
 from shardwise.transfer.device_cost import DeviceTraffic
 
 PLACES = {
@@ -102,3 +105,35 @@ def test_what_a_rank_receives_is_where_the_tensor_is() -> None:
 
     here = str(values().device)
     assert run_local(body, 2, timeout=60) == [[here] * 3] * 2
+
+
+class NotingEngine:
+    """An engine that lends device memory, and notes the calls that ranks compare."""
+
+    device = torch.device("meta")
+    awaited = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def exchange_boxes(self, *boxes: Any, call: str) -> Work:
+        self.calls.append(call)
+        return CompletedWork()
+
+    lend = exchange_cut = exchange_boxes
+
+
+def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
+    """Boxes are cut here or by the engine, by where a rank's tensors are; which it is must not show in the call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm, engine = ProcessGroupComm(), NotingEngine()
+        comm._engine = engine  # type: ignore[assignment]  # as much of one as is used
+        for bases in ([], [torch.empty(2)], [torch.empty(2, device="meta")]):
+            comm.exchange_cut("key", bases, lambda: ({}, {}), label="move").wait()
+        comm.exchange_boxes({}, {}, label="move").wait()
+        assert len(engine.calls) == 4 and len(set(engine.calls)) == 1
+        comm.lend({}, (), lambda lent: None, label="move").wait()
+        assert engine.calls[-1] != engine.calls[0]  # these do not fit together
+    finally:
+        dist.destroy_process_group()

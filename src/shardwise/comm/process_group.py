@@ -181,7 +181,7 @@ class ProcessGroupComm:
         engine = self._engine
         if engine is None or any(t.device.type != engine.device.type for t in bases):
             return self.exchange_boxes(*cut(), label=label)
-        call = tensors.describe_call("exchange", label)
+        call = tensors.describe_call("exchange", label, BOXES)
         return self._start(label, call, lambda e, _: cast(LendingEngine, e).exchange_cut(key, bases, cut, call=call))
 
     def lend(
