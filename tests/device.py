@@ -29,14 +29,11 @@ CPU_FILES = {
 """Test files (patterns) that are about the CPU alone, with the reason."""
 
 OUT_OF_RANGE = "an index out of range ends a process's use of the GPU"
-FOR_THE_CPU = "the operator has a kernel for the CPU alone"
 CPU_TESTS = {
     "test_ids_that_no_rank_has_are_an_error_of_the_graph_on_every_rank": OUT_OF_RANGE,
     "test_targets_out_of_bounds": OUT_OF_RANGE,
     "test_indices_that_no_rank_holds_are_refused": OUT_OF_RANGE,
     "test_a_mistake_in_a_cut_index": OUT_OF_RANGE,
-    "test_the_kernel_that_torch_picks": FOR_THE_CPU,
-    "test_an_empty_tensor_is_seen": FOR_THE_CPU,
     "test_two_kills_lose_nothing": "saves are killed in forks, in which CUDA cannot be used; it is about files alone",
     "test_moves_go_by_the_faster_transport": "host memory stands in for a device",
     "test_ranks_that_disagree_stay_in_step": "host memory stands in for a device",
