@@ -22,6 +22,7 @@ from shardwise import (
     shard,
 )
 from shardwise.checkpoint import load, save
+from shardwise.comm import DisagreementError, agree
 from shardwise.compat._shard.sharded_tensor import init_from_local_shards
 from shardwise.tensor import ShardedTensor
 from tests.local.dense import WaitsForAnotherThread
@@ -159,3 +160,22 @@ def test_a_partial_that_is_waited_for_twice_is_moved_once() -> None:
         return handle.wait() is handle.wait()
 
     assert run_local(body, 2, timeout=TIMEOUT) == [True, True]
+
+
+def test_values_that_are_equal_but_read_differently_are_told_apart() -> None:
+    """Texts of requests are kept: 1, True and 1.0 are one key of a dictionary, and three requests."""
+
+    def body(comm: Comm) -> list[str]:
+        found = []
+        for value in (1, True, 1.0, 1):
+            try:
+                agree(comm, {"value": value if comm.rank else 1}, label="request")
+                found.append("same")
+            except DisagreementError as error:
+                found.append(str(error))
+        return found
+
+    for texts in run_local(body, 2):
+        assert [text == "same" for text in texts] == [True, False, False, True]
+        assert "value is 1 on rank 0 and True on rank 1" in texts[1]
+        assert "value is 1 on rank 0 and 1.0 on rank 1" in texts[2]

@@ -158,6 +158,27 @@ def test_ranks_that_disagree_on_a_sum_take_it_back(world: Ranks, tmp_path: Path)
         assert all("the ranks pass different arguments: to is" in text and "on rank 2" in text for text in texts)
 
 
+def limit_buffers(folder: str) -> tuple[list[str], bool]:
+    """Limits that are wrong, or too small for anything, are errors of all ranks; a small one is kept to."""
+    comm, device = connect(folder)
+    whole, texts = values((6, 9), torch.float32), []
+    tensor = hold(comm, device, Partial("sum"), whole)
+    for limit in (-1, 1 if comm.rank else 2):
+        try:
+            tensor.redistribute(layout(Replicate()), max_buffer_bytes=limit)
+        except ValueError as error:
+            texts.append(str(error))
+    moved = tensor.redistribute(layout(Replicate()), max_buffer_bytes=1000).local_tensor()
+    return texts, torch.equal(moved, result(Partial("sum"), Replicate(), whole, comm.rank))
+
+
+def test_limits_of_buffers_of_a_sum(world: Ranks, tmp_path: Path) -> None:
+    for (wrong, different), right in world.run(limit_buffers, str(tmp_path)):
+        assert "max_buffer_bytes is a positive number of bytes or None, got -1" in wrong
+        assert "max_buffer_bytes is 2 on rank 0 and 1 on ranks 1, 2" in different
+        assert right
+
+
 def die_after_moves(folder: str, victim: int) -> Any:
     comm, device = connect(folder)
     tensor = hold(comm, device, Shard(0), values((6, 9), torch.float32))
