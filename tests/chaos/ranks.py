@@ -179,7 +179,7 @@ class Program:
         x, whole = self.source(number, chance, large)
         shardwise.save({"x": x, "number": number}, self.folder / "c")
         with shardwise.open(self.folder / "c") as opened:
-            if opened.values()["number"] == number and not torch.equal(opened["x"].read(), whole):
+            if opened.values()["number"] == number and not torch.equal(opened["x"].read().to(whole.device), whole):
                 raise WrongDataError("a save")
 
     def expect_all(self, x: Tensor, value: float) -> None:

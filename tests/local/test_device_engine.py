@@ -230,6 +230,29 @@ def test_sizes_that_differ_are_named(led: bool) -> None:
 
 
 @pytest.mark.parametrize("led", [False, True])
+def test_call_that_failed_while_another_was_awaited_does_not_end(led: bool) -> None:
+    device = FakeDevice()
+
+    def body(rank: int, engine: SameHostDeviceEngine) -> list[str]:
+        reads = rank == 0  # the leader, if there is one
+        sends, receives = ({}, {1: [device.allocate(4)]}) if reads else ({0: [device.allocate(8)]}, {})
+        work = engine.exchange(sends, receives, call="move")
+        texts = []
+        for wait in (lambda: engine.all_gather_bytes(b"", call="next"), work.wait):
+            try:
+                wait()
+                texts.append("no error")
+            except TransportError as error:
+                engine.abort(error.reason, error.suspects)
+                texts.append(error.reason)
+        return texts
+
+    with engines(2, device, led=led) as made:
+        first, _ = run(made, body)
+        assert all(text.startswith("move: rank 1 sends [8] bytes to rank 0") for text in first), first
+
+
+@pytest.mark.parametrize("led", [False, True])
 def test_rank_whose_memory_cannot_be_lent_is_named_on_every_rank(led: bool) -> None:
     """As after expandable segments were turned on when the ranks had connected."""
     device = FakeDevice()

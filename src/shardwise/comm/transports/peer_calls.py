@@ -174,8 +174,12 @@ class PeerCalls:
         if call is None or frame.rank not in call.expected or frame.label != call.call:
             raise different_calls_error(frame, self._rank, call.call if call is not None else None)
         call.expected.discard(frame.rank)
-        used = list(call.take(frame))
-        self._check_lenders(used)
+        try:
+            used = list(call.take(frame))
+            self._check_lenders(used)
+        except BaseException:
+            call.expected.add(frame.rank)  # whoever served it may have waited for another call: this one never ends
+            raise
         for rank in used:
             self._links.send(rank, FrameKind.TAKEN, frame.number, "", b"")
 

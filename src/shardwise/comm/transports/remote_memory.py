@@ -274,8 +274,8 @@ class ReduceOperation(HostOperation):
         given = Offer.of(frame, self._leases[frame.rank])
         _check_sizes(self.call, frame.rank, self._rank, given.ranges, [(0, self._mine.nbytes)])
         self._offers[frame.rank] = given
-        self.expected.discard(frame.rank)
-        if self.expected:
+        if self.expected != {frame.rank}:
+            self.expected.discard(frame.rank)
             return []
         step = REDUCE_BLOCK_ELEMENTS
         scratch = self._mine.new_empty((2, min(step, len(self._mine))))
@@ -283,6 +283,7 @@ class ReduceOperation(HostOperation):
             self._reduce_block(at, min(step, len(self._mine) - at), scratch)
         for given in self._offers.values():
             given.confirm()
+        self.expected.clear()  # not before: a call whose reduction fails does not end
         return [rank for rank, given in self._offers.items() if given.data is None]
 
     def _reduce_block(self, at: int, count: int, scratch: Tensor) -> None:
