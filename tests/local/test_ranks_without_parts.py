@@ -107,6 +107,23 @@ def test_what_a_rank_receives_is_where_the_tensor_is() -> None:
     assert run_local(body, 2, timeout=60) == [[here] * 3] * 2
 
 
+def test_states_of_an_optimizer_are_where_the_parameter_is() -> None:
+    """Also on a rank that has no part of it, and learns of them from the others."""
+
+    def body(comm: Comm) -> set[str]:
+        assert isinstance(comm, LocalComm)
+        comm.device = torch.device("meta")  # no state may be made there
+        weight = torch.nn.Parameter(sw.shard(values(), "on tp=1 @ 0: R"))
+        optimizer = sw.ShardedOptimizer({"w": weight}, torch.optim.Adam, lr=0.5)
+        (weight * weight).sum().backward()
+        optimizer.step()
+        states = optimizer.state_dict()["state"]["w"]
+        assert {"exp_avg", "exp_avg_sq", "step"} <= set(states)
+        return {str(states[name].device) for name in ("exp_avg", "exp_avg_sq")}
+
+    assert run_local(body, 2, timeout=60) == [{str(values().device)}] * 2
+
+
 class NotingEngine:
     """An engine that lends device memory, and notes the calls that ranks compare."""
 

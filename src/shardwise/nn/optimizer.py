@@ -277,7 +277,7 @@ def _describe_state_value(value: Any) -> OptimizerState:
 def _make_state_value(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
     if "dtype" not in told:
         return told["value"]
-    dtype, device = getattr(torch, told["dtype"]), parameter.comm.device
+    dtype, device = getattr(torch, told["dtype"]), parameter.device
     if "value" in told:
         return torch.tensor(told["value"], dtype=dtype, device="cpu" if told["on_host"] else device)
     return wrap(parameter.sharding, (), parameter.comm, dtype=dtype, device=device)
