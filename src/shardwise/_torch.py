@@ -465,7 +465,10 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
+_disable_current_modes = private_name("utils._python_dispatch._disable_current_modes")
+
+
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Return a context in which operators of this thread pass through no mode, so that values are real in a trace."""
-    made: AbstractContextManager[Any] = private_name("utils._python_dispatch._disable_current_modes")()
+    made: AbstractContextManager[Any] = _disable_current_modes()
     return made
