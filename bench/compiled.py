@@ -90,6 +90,8 @@ def _run_alone(sizes: CompileBenchSizes, case: CompileCase) -> RankFigures:
         process = get_context("spawn").Process(target=_be_alone, args=(replace(sizes, models=(BLOCK,)), case, path))
         process.start()
         process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the rank on {case.device} ended with code {process.exitcode}; its error is above")
         found: RankFigures = json.loads(path.read_text())
     return found
 

@@ -240,8 +240,9 @@ def _time_threads(sizes: GpuBenchSizes) -> list[tuple[Cell, ...]]:
             src, dst = _layouts(case, (512, 512))
             held = tuple(t.cuda() for t in local_parts(src, whole((512, 512)), comm.rank))
             move = _mover(src, dst, held, comm)
-            for _ in range(5):
-                _run_to_the_end(move)
+            for _ in range(20):
+                move()
+            torch.cuda.synchronize()
             comm.barrier(label="start")
             start = time.perf_counter()
             for _ in range(sizes.thread_runs):

@@ -229,9 +229,10 @@ class RendezvousHub:
     def _wait_for_turn(self, rank: int, meeting: Rendezvous, deadline: float, turns: TurnTaking) -> None:
         """Return when the meeting is complete or the time is over."""
         while not meeting.complete and (left := deadline - time.monotonic()) > 0:
-            with self.room.lock:
-                self._check(rank, meeting)
             turns.wait(rank, meeting, left)
+            if not meeting.complete:
+                with self.room.lock:
+                    self._check(rank, meeting)
 
     def _give_up(self, meeting: Rendezvous, error: CommError) -> NoReturn:
         """End a meeting for all its ranks: a late one must not read what this rank's program writes from now on."""

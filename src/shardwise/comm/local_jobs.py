@@ -113,8 +113,10 @@ def plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: Re
 def plan_all_reduce(payloads: Mapping[int, Tensor], *, op: ReduceOp) -> list[RendezvousJob]:
     """A reduction for each of as many pieces as there are ranks; where few elements are reduced, or on a GPU, one."""
     wholes = list(payloads.values())
+    if _is_one_job(wholes[0]):
+        return plan_reduction([wholes], wholes, op)
     pieces = zip(*(whole.tensor_split(len(wholes)) for whole in wholes), strict=True)
-    return plan_reduction([wholes] if _is_one_job(wholes[0]) else [list(runs) for runs in pieces], wholes, op)
+    return [partial(_reduce_run, runs, runs, op) for runs in pieces]
 
 
 def _is_one_job(whole: Tensor) -> bool:

@@ -32,15 +32,21 @@ class TurnTaking:
         woken: SimpleQueue[None] = SimpleQueue()
         with self._lock:
             self._waiting[rank] = meeting, woken
-        self.pass_on()
+            self._wake_one()
         with suppress(Empty):
             woken.get(timeout=min(_TURN_SECONDS, seconds))
+            return  # whoever woke this rank has taken it off the list
         with self._lock:
             self._waiting.pop(rank, None)
 
     def pass_on(self) -> None:
         """Wake one rank whose meeting is complete."""
         with self._lock:
-            ready = next((rank for rank, (meeting, _) in self._waiting.items() if meeting.complete), None)
-            if ready is not None:
-                self._waiting.pop(ready)[1].put(None)
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        for rank, (meeting, woken) in self._waiting.items():
+            if meeting.complete:
+                del self._waiting[rank]
+                woken.put(None)
+                return

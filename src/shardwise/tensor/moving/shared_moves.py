@@ -31,7 +31,7 @@ from shardwise.tensor.moving.parts import RankPart, find_whole_collective, work_
 from shardwise.tensor.moving.reductions import rescale
 from shardwise.transfer import Step, Transfer
 
-_KEPT_LAUNCHES = 32
+_KEPT_LAUNCHES = 256
 TensorBox: TypeAlias = tuple[int, int, tuple[slice, ...] | None]
 """A box of a rank's local tensor: the rank's index, which tensor, where in it; None is the whole."""
 
