@@ -3,8 +3,8 @@
 1. Each rank offers its local tensors and memory for its result while the ranks agree on the move.
 2. If all ranks ask for the same move and offer it, the last of them copies every box from where it is to where it
    belongs, or reduces the whole tensors. Nothing is packed, and the ranks meet once.
-3. Which boxes these are is worked out once for a plan. On a GPU the copies are one launch, which is kept for the
-   addresses of its tensors.
+3. Which boxes these are is worked out once for a plan. On a GPU the copies, or the sums, are one launch, which is kept
+   for the addresses of its tensors.
 
 Moves of several steps, and reductions that are not of whole tensors in equal runs, are not shared.
 """
@@ -24,6 +24,7 @@ from shardwise._torch import foreach_copy
 from shardwise.comm import ReduceOp
 from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.local_jobs import RendezvousJob, plan_reduction
+from shardwise.comm.run_sums import reduce_runs
 from shardwise.comm.thread_streams import find_stream
 from shardwise.geometry import Box
 from shardwise.tensor.caches import cache_plans
@@ -71,10 +72,10 @@ class SharedMove:
 
     def plan_jobs(self, offers: Sequence[RankTensors]) -> list[RendezvousJob]:
         """What is to be done with the offers of all ranks."""
-        if self.collective is not None:
-            return self._plan_reduction(offers)
         if any(t.device.type != "cpu" for offer in offers for t in offer.targets[:1]):
             return [partial(self._launch, offers)]
+        if self.collective is not None:
+            return plan_reduction(*self._list_runs(offers), self._op)
         return [partial(_copy_all, copies, offers) for copies in self.copies if copies]
 
     def finish(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -84,28 +85,39 @@ class SharedMove:
                 rescale(target, step.scale)
         return results
 
-    def _plan_reduction(self, offers: Sequence[RankTensors]) -> list[RendezvousJob]:
+    @property
+    def _op(self) -> ReduceOp:
+        return cast(ReduceOp, self.transfer.steps[0].op)
+
+    def _list_runs(self, offers: Sequence[RankTensors]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """For each consecutive run of a reduction the tensors into which it goes, and what is reduced, both flat."""
         wholes = [offer.sources[0].view(-1) for offer in offers]
         outs = [offer.targets[0].view(-1) for offer in offers]
-        runs = [outs] if self.collective == "all_reduce" else [[out] for out in outs]
-        return plan_reduction(runs, wholes, cast(ReduceOp, self.transfer.steps[0].op))
+        return [outs] if self.collective == "all_reduce" else [[out] for out in outs], wholes
 
     def _launch(self, offers: Sequence[RankTensors]) -> None:
-        """Make all copies; the same ones between the same addresses by the launch that made them before."""
+        """Copy or reduce all; the same between the same addresses by the launch that did it before."""
         tensors = [t for offer in offers for t in (*offer.sources, *offer.targets)]
         key = (find_stream(tensors[0].device), *((t.data_ptr(), t.stride()) for t in tensors))
         known = self._launches.get(key)
         if known is not None:
             known()
             return
-        launch = copy_boxes([(_find_box(to, offers, 1), _find_box(at, offers, 0)) for to, at in self._all_copies()])
+        launch = self._copy_boxes(offers) if self.collective is None else self._reduce_runs(offers)
         if launch is not None:
             if len(self._launches) >= _KEPT_LAUNCHES:
                 self._launches.clear()
             self._launches[key] = launch
 
-    def _all_copies(self) -> list[tuple[TensorBox, TensorBox]]:
-        return list(chain.from_iterable(self.copies))
+    def _copy_boxes(self, offers: Sequence[RankTensors]) -> Callable[[], None] | None:
+        copies = chain.from_iterable(self.copies)
+        return copy_boxes([(_find_box(to, offers, 1), _find_box(at, offers, 0)) for to, at in copies])
+
+    def _reduce_runs(self, offers: Sequence[RankTensors]) -> Callable[[], None] | None:
+        outs, wholes = self._list_runs(offers)
+        lengths = [len(run[0]) for run in outs]
+        terms = zip(*(torch.split(whole, lengths) for whole in wholes), strict=True)
+        return reduce_runs(list(zip(terms, outs, strict=True)), self._op)
 
 
 def _copy_all(copies: Sequence[tuple[TensorBox, TensorBox]], offers: Sequence[RankTensors]) -> None:
