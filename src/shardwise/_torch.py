@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -463,6 +464,31 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name of a group, the same on all its ranks."""
     return str(group.group_name)
+
+
+_naming = threading.local()
+
+
+@contextmanager
+def name_new_groups(name: str) -> Iterator[None]:
+    """Give a name to a group that this thread makes together with its members only.
+
+    torch's own name for it counts all groups that the process has made: members that have made different numbers of
+    groups would wait for each other under different names until the time is over.
+    """
+    own_name: Any = getattr(c10d, "_hash_ranks_to_str", None)
+    if own_name is not None and not hasattr(own_name, "__wrapped__"):
+
+        @wraps(own_name)
+        def find_name(ranks: list[int]) -> str:
+            return str(getattr(_naming, "name", None) or own_name(ranks))
+
+        c10d._hash_ranks_to_str = find_name
+    _naming.name = name
+    try:
+        yield
+    finally:
+        _naming.name = None
 
 
 _disable_current_modes = private_name("utils._python_dispatch._disable_current_modes")

@@ -13,7 +13,9 @@ import torch
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
-from shardwise.checkpoint import clean, files, leftovers, reshard
+from shardwise.checkpoint import clean, files, folders, leftovers, reshard
+from shardwise.checkpoint.storage import place
+from shardwise.comm import default_comm
 
 LIMIT = 1 << 20
 
@@ -85,6 +87,35 @@ def test_names_that_the_files_cannot_hold_are_told_to_every_rank(tmp_path: Path)
         with pytest.raises(CheckpointError, match="a tensor is called __metadata__, which safetensors reserves"):
             write({"__metadata__": torch.ones(2)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []
+
+
+class OtherDisk(folders.LocalSave):
+    """What a save finds on a host with a disk of its own under the same path: for all ranks but the first."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        super().__init__(path, token)
+        if default_comm().rank:
+            self.work = path.parent / "other" / self.work.name
+
+
+def save_to_two_disks(comm: Comm, path: Path, async_op: bool) -> str:
+    with pytest.raises(CheckpointError) as error:
+        saving = shardwise.save({"w": shardwise.shard(torch.ones(4), ChunkSpec(0, 2))}, path, async_op=async_op)
+        if saving is not None:
+            saving.wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_hosts_that_do_not_share_the_path_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_op: bool
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(place, "LocalSave", OtherDisk)
+    monkeypatch.setattr(folders, "_SEEN_SECONDS", 0.1)
+    for told in run_local(save_to_two_disks, 2, tmp_path / "c", async_op):
+        assert "rank 1: " in told and "ranks of several hosts save to a path that all of them share" in told
+    assert os.listdir(tmp_path) == ["other"] and os.listdir(tmp_path / "other") == []
 
 
 def test_folders_above_a_new_checkpoint_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

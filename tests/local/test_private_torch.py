@@ -539,3 +539,12 @@ def test_is_profiling() -> None:
     assert not _torch.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert _torch.is_profiling()
+
+
+def test_name_new_groups() -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    before = c10d._hash_ranks_to_str([0, 1])
+    with _torch.name_new_groups("mine"):
+        assert c10d._process_group_name([0, 1], use_hashed_name=True) == "mine"
+    assert c10d._process_group_name([0, 1], use_hashed_name=True) == before

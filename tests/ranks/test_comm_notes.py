@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwise._torch import TCPStore
 from shardwise.comm import note_store
+from shardwise.comm.faults import FaultLog, TransportError
 from shardwise.comm.note_store import NoteStore
 
 HOST = """
@@ -79,3 +82,18 @@ def test_a_host_that_has_died_is_mentioned_once(
     (said,) = (record.message for record in caplog.records)
     assert said.startswith("the store of the process group is gone")
     assert capfd.readouterr().err == ""
+
+
+def test_a_wait_noted_before_its_process_ended_excuses_no_rank() -> None:
+    """Rank 2 saw rank 3 end; the ranks of another host only time out, and find an old note that rank 3 waits."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        logs = [FaultLog("world", 1, rank) for rank in range(4)]
+        logs[3].note_wait(7, "exchange 'w'", (1,))
+        logs[1].note_wait(7, "exchange 'w'", (3,))
+        call: Any = {"number": 7, "label": "w", "call": "exchange 'w'", "grace": 0.0}
+        logs[2].explain(TransportError("its process ended", (3,)), **call)
+        late = logs[0].explain(TransportError("timed out", (3,), timed_out=True), **call)
+    finally:
+        dist.destroy_process_group()
+    assert "'w': rank 3 did not take part" in str(late) and late.ranks == (3,)

@@ -195,6 +195,23 @@ def test_only_the_members_of_a_subset_call_it(world: Ranks, shared: bool) -> Non
     assert world.run(in_subset, shared) == [((0, 2), 0, 4.0, 6.0, 2, True), None, ((0, 2), 2, 4.0, 4.0, 2, True)]
 
 
+def in_overlapping_subsets() -> list[float]:
+    """Rank 1 makes a group with rank 0 and then one with rank 2, which has made none yet; twice."""
+    totals = []
+    for _ in range(2):
+        comm = comm_for(True)
+        for pair in ((0, 1), (1, 2)):
+            if comm.rank in pair:
+                x = torch.tensor([comm.rank + 1.0])
+                comm.subset(pair).all_reduce(x, label="pair").wait()
+                totals.append(x.item())
+    return totals
+
+
+def test_subsets_overlap_whatever_each_rank_was_in_before(world: Ranks) -> None:
+    assert world.run(in_overlapping_subsets) == [[3.0] * 2, [3.0, 5.0] * 2, [5.0] * 2]
+
+
 def over_torch_groups() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise import from_local
 from shardwise.comm import CommError, ProcessGroupComm, default_comm
+from shardwise.comm.transports import same_host
 from shardwise.comm.transports.several_hosts import SeveralHostsEngine
 from shardwise.geometry import parse_spec
 from shardwise.testing.network_hosts import HostsWorld, NetworkHosts, why_no_network_hosts
@@ -47,6 +48,20 @@ def find_hosts() -> tuple[Topology | None, str]:
 
 def test_ranks_find_their_hosts(world: Ranks) -> None:
     assert world.run(find_hosts) == [(HOSTS, SeveralHostsEngine.__name__)] * 4
+
+
+def find_hosts_of_equal_names() -> tuple[Topology | None, str]:
+    """As machines that were restored from one snapshot: all that names a host is the same."""
+    known, same_host.identify_host = same_host.identify_host, lambda: "clone"
+    try:
+        comm: Any = new_comm()
+    finally:
+        same_host.identify_host = known
+    return comm.find_topology(), type(comm._engine).__name__
+
+
+def test_hosts_of_equal_names_are_told_apart(world: Ranks) -> None:
+    assert world.run(find_hosts_of_equal_names) == [(HOSTS, SeveralHostsEngine.__name__)] * 4
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

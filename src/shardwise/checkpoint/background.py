@@ -99,7 +99,6 @@ class Saving:
     def _share(self) -> None:
         record, problem = run_or_describe_error(lambda: self._write(self._check))
         try:
-            self._folder.make()
             self._folder.write_note(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
         except (OSError, CheckpointError):
             if problem is None:

@@ -19,6 +19,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from shardwise.checkpoint.storage.base import SaveFolder
 
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_SEEN_SECONDS = 5.0  # how long a network file system may take to show a new folder on another host
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 
 _removal_threads: list[threading.Thread] = []
@@ -217,6 +219,16 @@ class LocalSave(SaveFolder):
 
     def make(self) -> None:
         self.work.mkdir(exist_ok=True)
+
+    def find(self) -> None:
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while not self.work.is_dir():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.path}: the folder that the first rank has made next to it is not seen here; ranks of "
+                    "several hosts save to a path that all of them share, on a network file system or an object store"
+                )
+            time.sleep(self.poll_seconds)
 
     def forget_replaced(self, name: str) -> None:
         drop_from_cache(self.path / name)

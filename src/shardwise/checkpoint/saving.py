@@ -1,8 +1,10 @@
 """Saving a nested state from all ranks at once, in any format.
 
-1. The ranks agree on what is saved, in one small exchange, before a file is touched; the format plans the files.
-2. Each rank writes its files into a temporary folder, and syncs them. Formats of whole tensors gather them first, in
-   batches, as many in one exchange as the buffer limit allows.
+1. The first rank makes a temporary folder. The ranks agree on what is saved, in one small exchange, before a file is
+   touched; the format plans the files.
+2. Each rank writes its files into the temporary folder, and syncs them; one that does not see it is on a host that does
+   not share the path. Formats of whole tensors gather them first, in batches, as many in one exchange as the buffer
+   limit allows.
 3. The checksums of all files make the index, which the first rank writes last; then it puts the folder in
    the checkpoint's place. If any rank fails before that, all raise and the previous checkpoint is as it was.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -138,10 +141,11 @@ def save(
     if not async_op:
         _save_now(plan, comm, DEFAULT_BUFFER_BYTES)
         return None
-    if plan.files.gathers:
-        raise CheckpointError(f"format {format!r} gathers whole tensors, which needs the comm; omit async_op")
-    sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources(comm.rank)])
-    gather_or_raise(comm, None, problem, SAVE_LABEL)
+    with _removed_on_failure(plan.folder, comm):
+        if plan.files.gathers:
+            raise CheckpointError(f"format {format!r} gathers whole tensors, which needs the comm; omit async_op")
+        sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources(comm.rank)])
+        gather_or_raise(comm, None, problem, SAVE_LABEL)
     return register_save(
         Saving(
             comm,
@@ -201,17 +205,33 @@ def _plan_save(
         leaves = [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
         if comm.rank == comm.ranks[0]:
             prepare_target(target)
+            new_save(target, token).make()
         return target, flat.tree, leaves
 
+    token = secrets.token_hex(8)
     found, problem = run_or_describe_error(look)
     target, tree, leaves = found or (Path(), None, [])
-    asked = [str(target), async_op, max_file_bytes, format.name, secrets.token_hex(8)]
-    tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
-    _check_same_save(comm, everyone)
-    tensors = [t if t.layout.pending is None else replace(t, layout=reduced_layout(t.layout)) for t in tensors]
-    folder = new_save(target, everyone[0][4])
-    files = format.plan_files(SaveRequest(tensors, tree, comm.ranks, max_file_bytes, prefix=folder.prefix))
-    return SavePlan(folder, files, reduce_pending(leaves, comm))
+    asked = [str(target), async_op, max_file_bytes, format.name, token]
+    with _removed_on_failure(new_save(target, token) if found is not None else None, comm):
+        tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
+        _check_same_save(comm, everyone)
+        tensors = [t if t.layout.pending is None else replace(t, layout=reduced_layout(t.layout)) for t in tensors]
+        folder = new_save(target, everyone[0][4])
+        files = format.plan_files(SaveRequest(tensors, tree, comm.ranks, max_file_bytes, prefix=folder.prefix))
+        return SavePlan(folder, files, reduce_pending(leaves, comm))
+
+
+@contextmanager
+def _removed_on_failure(folder: SaveFolder | None, comm: Comm) -> Iterator[None]:
+    """If the block raises, the first rank removes what it has made."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            if comm.rank == comm.ranks[0]:
+                folder.remove()
+            folder.close()
+        raise
 
 
 def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
@@ -226,17 +246,12 @@ def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
 
 def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> None:
     first = comm.rank == comm.ranks[0]
-    try:
+    with _removed_on_failure(plan.folder, comm):
         if plan.files.gathers:
             record, problem = _write_gathered(plan, comm, max_buffer_bytes)
         else:
             record, problem = run_or_describe_error(lambda: write_rank_files(plan, plan.sources(comm.rank), comm.rank))
         records = gather_or_raise(comm, record, problem, SAVE_LABEL, wanted=first)
-    except BaseException:
-        if first:
-            plan.folder.remove()
-        plan.folder.close()
-        raise
     commit = partial(_commit_save, plan, records, in_background=True)
     _, problem = run_or_describe_error(commit if first else plan.folder.close)
     gather_or_raise(comm, None, problem, SAVE_LABEL)
@@ -246,7 +261,7 @@ def write_rank_files(
     plan: SavePlan, sources: Sequence[Tensor], rank: int, check: Callable[[], None] = lambda: None
 ) -> Json:
     """Write this rank's files from the values of its items; return what the index needs of them."""
-    plan.folder.make()
+    plan.folder.find()
     values = iter(sources)
     records = []
     for file in plan.files.files_of(rank):
@@ -299,7 +314,7 @@ def _finish_file(plan: SavePlan, file: PlannedFile, writer: FileWriter) -> list[
 
 
 def _open_file(plan: SavePlan, file: PlannedFile, check: Callable[[], None] = lambda: None) -> FileWriter:
-    plan.folder.make()
+    plan.folder.find()
     plan.folder.forget_replaced(file.name)
     return FileWriter(plan.folder.work, plan.files, file, check)
 
@@ -349,7 +364,6 @@ def _commit_save(plan: SavePlan, records: Sequence[Json], in_background: bool) -
     """Write the index and put the folder in place; before it is there, a failure removes it."""
     try:
         written = [_parse_record(record) for of_rank in records for record in of_rank]
-        plan.folder.make()
         for file, _ in written:
             size = plan.folder.size_of(file.name)
             if size != file.bytes:

@@ -4,7 +4,8 @@
    A rank that raises outside a collective notes that (`report_exception`).
 2. A rank whose collective fails then reads the notes of the ranks it blames, for a short grace. One that noted nothing
    has died, hangs, or never called; one that blames or awaits others passes the blame on to them.
-3. Whose connection ended is not excused by waiting, only by having failed before.
+3. Whose connection ended is not excused by waiting, only by having failed before. Whoever sees it end notes that for
+   all: ranks of other hosts may see nothing but silence, and an old note that the rank waits.
 4. The store is in some process that may hang or be dead as well (`note_store`); then only the first suspicion is known.
 
 `PendingCalls`: one thread per process notes in the store for whom its ranks wait long. A rank that times out on another
@@ -80,6 +81,8 @@ class FaultLog:
         ended = not accident.timed_out and not accident.exact
         mine = FaultNote(number, call, accident.reason, accident.suspects, ended, accident.exact)
         _write_note(f"{self._key}/failed/{self._rank}", mine)
+        for rank in accident.suspects if ended else ():
+            _write_note(f"{self._key}/ended/{rank}", mine)
         if accident.exact:
             return CommError(accident.reason, accident.suspects)
         notes, raised = self._collect(mine, grace)
@@ -121,7 +124,7 @@ class FaultLog:
 
     def _note_of(self, rank: int, ended: bool) -> FaultNote | None:
         note = _read_note(f"{self._key}/failed/{rank}")
-        if note is None and not ended:
+        if note is None and not ended and _read_note(f"{self._key}/ended/{rank}") is None:
             note = _read_note(f"{self._key}/waits/{rank}")
             note = note if note is not None and note.blames else None
         return note

@@ -17,13 +17,9 @@ Tensors that live elsewhere than the engine's memory are copied there and back (
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import timedelta
 from functools import partial
 from typing import Self, cast
 
@@ -36,16 +32,18 @@ from shardwise._log import package_logger
 from shardwise._torch import group_backends, group_name
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.background import BackgroundQueue
-from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
+from shardwise.comm.faults import FaultLog, PendingCalls, TransportError
 from shardwise.comm.local import default_device, number_device
+from shardwise.comm.new_groups import make_group
 from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import name_ranks
 from shardwise.comm.transports.device_choice import choose_device_engine, find_request
 from shardwise.comm.transports.device_connect import connect_devices
 from shardwise.comm.transports.engine import Engine, LendingEngine, Stage, find_agreeing
 from shardwise.comm.transports.gloo import GlooEngine
+from shardwise.comm.transports.host_names import find_hosts
 from shardwise.comm.transports.nccl import NativeEngine
-from shardwise.comm.transports.same_host import connect_same_host, find_hosts
+from shardwise.comm.transports.same_host import connect_same_host
 from shardwise.comm.transports.several_hosts import compose_engines
 from shardwise.transfer.device_cost import DeviceTraffic
 from shardwise.transfer.topology import Topology
@@ -268,28 +266,11 @@ class ProcessGroupComm:
         return self._subsets[wanted]
 
     def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-        """Make torch's group of these ranks within the time-out: torch asks its store, whose host may hang."""
-        made: Future[dist.ProcessGroup] = Future()
-
-        def make() -> None:
-            try:
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # a property of the thread
-                limit = timedelta(seconds=self.timeout)
-                made.set_result(
-                    dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
-                )
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=make, name="shardwise-new-group", daemon=True).start()
-        others = tuple(rank for rank in ranks if rank != self.rank)
+        """Make torch's group of these ranks within the time-out."""
         try:
-            return made.result(self.timeout + _FAULT_GRACE_SECONDS)
-        except FutureTimeoutError:
-            accident = TransportError(f"no answer within {self.timeout:g} s", others, timed_out=True)
-        except RuntimeError as error:
-            accident = to_transport_error(error, others)
+            return make_group(ranks, self.rank, self.device, self.timeout, backend)
+        except TransportError as error:
+            accident = error
         call = tensors.describe_call("subset", str(list(ranks)))
         grace = min(_FAULT_GRACE_SECONDS, self.timeout)
         raise self._board.explain(accident, number=self._calls, label=f"subset {list(ranks)}", call=call, grace=grace)
@@ -410,7 +391,7 @@ class ProcessGroupComm:
             group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
             host = GlooEngine(group, self.rank, self.ranks, self.timeout)
             native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
-            hosts = find_hosts(native, self.ranks)
+            hosts = find_hosts(native, self.rank, self.ranks)
             self._topology = _topology_of(self.ranks, hosts)
             if self.device.type != "cuda" or self.world_size == 1 or hosts is None or len(set(hosts)) > 1:
                 return native

@@ -135,7 +135,11 @@ class SaveFolder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Make it, unless it is there."""
+        """Make it: the first rank does, before the others look for it."""
+
+    @abstractmethod
+    def find(self) -> None:
+        """Raise unless this process can write to what the first rank has made."""
 
     def forget_replaced(self, name: str) -> None:
         """A file of this name is about to be written: what caches the one that it replaces may be given back."""

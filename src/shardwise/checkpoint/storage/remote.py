@@ -131,6 +131,9 @@ class RemoteSave(SaveFolder):
         return Path(tempfile.mkdtemp(prefix="shardwise-"))
 
     def make(self) -> None:
+        return None  # each process has a local folder of its own
+
+    def find(self) -> None:
         self.work.mkdir(exist_ok=True)
 
     def deliver(self, name: str) -> None:

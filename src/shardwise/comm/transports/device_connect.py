@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from shardwise.comm.transports.device_memory import (
 )
 from shardwise.comm.transports.device_peers import DevicePeers
 from shardwise.comm.transports.engine import Gatherer
-from shardwise.comm.transports.links import Door, Listener, PeerSockets
+from shardwise.comm.transports.host_names import describe_door, door_of, identify_host
+from shardwise.comm.transports.links import Listener, PeerSockets
 from shardwise.comm.transports.pipes import are_pipes_supported, connect_pipes
-from shardwise.comm.transports.same_host import identify_host
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 
 _CONNECT_SECONDS = 10.0
@@ -114,14 +113,12 @@ def _open_entry(device: torch.device) -> tuple[DeviceEntry | None, dict[str, Any
             "gpu": str(torch.cuda.get_device_properties(device).uuid),
             "host": identify_host(),
             "process": identify_process(),
-            "pid": os.getpid(),
             "pipes": are_pipes_supported(),
         }
         listener = Listener()
     except (OSError, RuntimeError) as error:
         return None, {"problem": _first_line(error)}
-    card |= {"listener": listener.name, "token": listener.token.hex()}
-    return DeviceEntry(device, listener, shared, events, probe), card
+    return DeviceEntry(device, listener, shared, events, probe), card | describe_door(listener)
 
 
 def _connect(
@@ -131,7 +128,7 @@ def _connect(
     others = {r: card for r, card in cards.items() if r != rank}
     links: PeerSockets | None = None
     try:
-        doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
+        doors = {r: door_of(card) for r, card in cards.items()}
         with_pipes = all(card.get("pipes", False) for card in cards.values())
         links = (connect_pipes if with_pipes else Listener.connect)(entry.listener, rank, doors, seconds)
         entry.events.open({r: card["events"] for r, card in others.items()})

@@ -32,6 +32,7 @@ _CREDENTIALS = struct.Struct("3i")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
 _CHUNK = 1 << 18
+_REACH_SECONDS = 5.0  # a listener is there or not; only one with a long queue takes time
 
 
 class FrameKind(IntEnum):
@@ -327,15 +328,31 @@ class Door:
     pid: int
 
 
+def is_reachable(door: Door) -> bool:
+    """Say whether a listener is on this host; one of another host with the same name is not."""
+    try:
+        _open_door(door, _REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
 def _knock(door: Door, rank: int, timeout: float) -> socket.socket:
-    """Connect to a listener and say who we are; refuse one that another process holds."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Connect to a listener and say who we are."""
+    connection = _open_door(door, timeout)
     with closed_if_raised({rank: connection}):
+        connection.sendall(_HELLO.pack(rank, door.token))
+    return connection
+
+
+def _open_door(door: Door, timeout: float) -> socket.socket:
+    """Connect to a listener; refuse one that another process holds."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with closed_if_raised({-1: connection}):
         connection.settimeout(timeout)
         connection.connect("\0" + door.name)
         if _peer_pid(connection) != door.pid:
             raise ConnectionRefusedError(f"the listener of process {door.pid} belongs to another process")
-        connection.sendall(_HELLO.pack(rank, door.token))
     return connection
 
 

@@ -15,8 +15,8 @@ The ranks find out together which of them share a host and can read each other's
 
 1. Each rank listens and sends the others, over the group's own backend: its host, process, listener with its token, and
    the address of a secret.
-2. If none declines, those of one host, of one user, allow each other to read their memory, connect, and each reads the
-   others' secrets.
+2. If none declines, those of one host, of one user (`host_names`), allow each other to read their memory, connect, and
+   each reads the others' secrets.
 3. They exchange whether that worked. The engines are used only if all succeeded; otherwise all ranks use the backend,
    and the log says why. Between hosts the backend is used in any case (`several_hosts`).
 """
@@ -25,14 +25,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +41,8 @@ from shardwise.comm.flat_tensors import Edges, accumulate_run, as_bytes, finish_
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports import remote_memory as memory
 from shardwise.comm.transports.engine import Gatherer
-from shardwise.comm.transports.links import Door, Frame, FrameKind, Listener, PeerSockets, different_calls_error
+from shardwise.comm.transports.host_names import describe_door, door_of, identify_host, number_hosts
+from shardwise.comm.transports.links import Frame, FrameKind, Listener, PeerSockets, different_calls_error
 from shardwise.comm.transports.remote_memory import (
     CollectOperation,
     CopyOperation,
@@ -86,34 +84,17 @@ def connect_same_host(
         card["host"] = identify_host()
         told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
         cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-        hosts = _number_hosts([each["host"] for each in cards.values()])
+        hosts = number_hosts(over, rank, cards)
         if hosts is None or len(set(hosts)) == len(ranks) or any("listener" not in each for each in cards.values()):
             return HostNeighbours(hosts)
         assert listener is not None
-        near = {r: each for r, each in cards.items() if each["host"] == card["host"]}
+        own = hosts[ranks.index(rank)]
+        near = {r: cards[r] for r, host in zip(ranks, hosts, strict=True) if host == own}
         connected, engine = _connect(over, listener, rank, near, lease, timeout)
         return HostNeighbours(hosts, connected, engine)
     finally:
         if listener is not None:
             listener.close()
-
-
-def find_hosts(over: Gatherer, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the host number of each rank, in group order; None if a rank does not know its host."""
-    if len(ranks) == 1:
-        return (0,)
-    told = over.all_gather_bytes((identify_host() or "").encode(), call="find hosts")
-    return _number_hosts([data.decode() or None for data in told])
-
-
-def _number_hosts(names: Sequence[str | None]) -> tuple[int, ...] | None:
-    """Number hosts in order of appearance; None if a rank does not know its own.
-
-    >>> _number_hosts(["b", "a", "b"])
-    (0, 1, 0)
-    """
-    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return None if None in order else tuple(order[name] for name in names)
 
 
 def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
@@ -123,26 +104,11 @@ def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
     except OSError as error:
         _log_slower(error)
         return None, {}
-    return listener, {
-        "pid": os.getpid(),
-        "listener": listener.name,
-        "token": listener.token.hex(),
-        "lease": [lease.address, lease.secret.hex()],
-    }
+    return listener, {**describe_door(listener), "lease": [lease.address, lease.secret.hex()]}
 
 
 def _log_slower(reason: object) -> None:
     _log.warning("ranks of one host do not read each other's memory (%s): they use the group's sockets", reason)
-
-
-def identify_host() -> str | None:
-    """Return what identifies a running kernel, its process numbers, its sockets and its user; None if it hides that."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net", "user")]
-    except OSError:
-        return None
-    return "/".join([socket.gethostname(), boot, str(os.getuid()), *spaces])
 
 
 def _connect(
@@ -155,7 +121,7 @@ def _connect(
     links: PeerSockets | None = None
     try:
         memory.allow_readers([each.pid for r, each in leases.items() if r != rank])
-        doors = {r: Door(card["listener"], bytes.fromhex(card["token"]), card["pid"]) for r, card in cards.items()}
+        doors = {r: door_of(card) for r, card in cards.items()}
         links = listener.connect(rank, doors, min(_CONNECT_SECONDS, timeout / 2))
     except OSError as error:
         _log_slower(error)
