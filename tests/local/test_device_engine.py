@@ -98,6 +98,34 @@ def test_boxes_are_exchanged(led: bool) -> None:
             assert torch.equal(out, torch.cat([held[r][:, 2 * rank : 2 * rank + 2] for r in range(3)], 1))
 
 
+def test_memory_that_was_freed_and_allocated_again_between_warm_calls_is_described_again() -> None:
+    """The same address, in a new segment: what was said of the old one is not used again."""
+    device = FakeDevice()
+    held = [device.allocate(8).fill_(rank) for rank in range(2)]
+    out = [device.allocate(8) for _ in range(2)]
+
+    def swap(rank: int, engine: SameHostDeviceEngine) -> list[int]:
+        def cut() -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+            cuts.append(rank)
+            return {1 - rank: [held[rank]]}, {1 - rank: [out[rank]]}
+
+        engine.exchange_cut("swap", (held[rank], out[rank]), cut, call="swap").wait()
+        return [int(n) for n in out[rank]]
+
+    with engines(2, device, led=True) as made:
+        cuts: list[int] = []
+        for _ in range(3):
+            assert run(made, swap) == [[1] * 8, [0] * 8]
+        assert cuts.count(1) == 1  # the other rank is the leader, which has no kernel here to launch again
+        opened = len(device.opened)
+        device.free(held[1])
+        held[1] = device.allocate(8, address=held[1].data_ptr()).fill_(7)
+        for _ in range(4):
+            assert run(made, swap) == [[7] * 8, [0] * 8]
+        assert cuts.count(1) == 3  # the first message also says what was freed; it is not sent again
+        assert len(device.opened) == opened + 1
+
+
 def test_one_rank_alone() -> None:
     with engines(1, FakeDevice()) as made:
         x = torch.tensor([1.0, 2.0])
