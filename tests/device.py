@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 CPU_FILES = {
+    "test_device_choice.py": "host memory stands in for a device",
     "test_device_engine.py": "host memory stands in for a device",
     "test_device_trust.py": "host memory stands in for a device",
     "test_device_leader.py": "host memory stands in for a device",

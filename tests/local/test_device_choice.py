@@ -151,6 +151,7 @@ class ChoosingLocalComm(LocalComm):
     """Ranks as threads that read boxes or exchange messages, by the model; counts which."""
 
     lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
+    takes_offers = False  # as processes, of which each makes its own part of a move
     counted: ClassVar[Counter[str]] = Counter()
 
     def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:

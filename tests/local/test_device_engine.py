@@ -304,6 +304,7 @@ class LendingLocalComm(LocalComm):
     """Ranks as threads that read each other's boxes where they are, as they do on a GPU."""
 
     lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
+    takes_offers = False  # as processes, of which each makes its own part of a move
 
     def exchange(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("boxes were packed")
