@@ -356,9 +356,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 
 
 # A GPU checks values while it computes: a wrong one ends the process's use of it, as it does in torch.
-FOUND_BY_KERNELS = re.compile(
-    "(index|index_select|gather|embedding|index_add|class) too large|one_hot|bernoulli|poisson|multi"
-)
+FOUND_BY_KERNELS = re.compile("(index|index_select|gather|embedding|index_add|class) too large|one_hot|bernoulli|multi")
 CUT_INDEX = (("gather too large", "empty column"), ("index_add too large", "empty column"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten
+from shardwise._torch import assert_async, aten
 from shardwise.comm import DisagreementError
 from shardwise.ops.engine.registry import Steps
 from shardwise.ops.engine.rules import register_sharding
@@ -32,17 +32,23 @@ def _draw_checked(
     is_wrong: Callable[[Tensor], Tensor],
     rule: str,
     values: Callable[[], Distribution],
+    waits: bool = False,
     **how: Any,
 ) -> Any:
     """Random numbers in the layout of `like`, unless an element of a parameter is wrong on some rank: then all raise.
 
-    The verdict travels with the exchange in which ranks agree on the numbers. A device is not waited for.
+    The verdict travels with the exchange in which ranks agree on the numbers. As in torch, a device is waited for only
+    with `waits`; without it the device raises when it computes.
     """
     parts = given.local_parts if isinstance(given, ShardedTensor) else ()
 
     def distribution() -> Distribution:
-        if any(part.device.type == "cpu" and bool(is_wrong(part).any()) for part in parts):
-            raise RuntimeError(rule)
+        for part in (p for p in parts if not p.is_meta):
+            wrong = is_wrong(part).any()
+            if part.device.type != "cpu" and not waits:
+                assert_async(~wrong, rule)
+            elif bool(wrong):
+                raise RuntimeError(rule)
         return values()
 
     made = empty_like(like, dtype=how.pop("dtype", None))
@@ -57,7 +63,8 @@ def _draw_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     mean, std = (resolve_partial(v.detach(), "normal") if isinstance(v, ShardedTensor) else v for v in (mean, std))
     both, rule = mean + std, "normal expects all elements of std >= 0.0"
     values = partial(normal, 0, 1, both.dtype)
-    return mean + std * _draw_checked(both, std, lambda t: t < 0, rule, values, label="normal", generator=generator)
+    how = dict(label="normal", generator=generator)
+    return mean + std * _draw_checked(both, std, lambda t: t < 0, rule, values, waits=True, **how)
 
 
 register_sharding([aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor], Steps(_draw_normal))
@@ -67,7 +74,7 @@ def _draw_poisson(rate: ShardedTensor, generator: Any = None) -> ShardedTensor:
     rate = resolve_partial(rate.detach(), "poisson")
     values, rule = partial(uniform, 0, 1, torch.float64), "invalid Poisson rate, expected rate to be non-negative"
     how = dict(label="poisson", generator=generator, dtype=torch.float64)
-    drawn = _draw_checked(rate, rate, lambda t: ~(t >= 0), rule, values, **how)
+    drawn = _draw_checked(rate, rate, lambda t: ~(t >= 0), rule, values, waits=True, **how)  # it is waited for below
     locals_ = tuple(_count_events(u, r) for u, r in zip(drawn.local_parts, rate.local_parts, strict=True))
     return wrap(rate.sharding, locals_, rate.comm, dtype=rate.dtype, device=rate.device)
 
