@@ -471,11 +471,7 @@ _naming = threading.local()
 
 @contextmanager
 def name_new_groups(name: str) -> Iterator[None]:
-    """Give a name to a group that this thread makes together with its members only.
-
-    torch's own name for it counts all groups that the process has made: members that have made different numbers of
-    groups would wait for each other under different names until the time is over.
-    """
+    """Name a group that this thread makes: torch's name counts those that a process has made, so members may differ."""
     own_name: Any = getattr(c10d, "_hash_ranks_to_str", None)
     if own_name is not None and not hasattr(own_name, "__wrapped__"):
 

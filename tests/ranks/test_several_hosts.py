@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from tests.ranks.world import PATIENT, Ranks, set_up_comm
 TIMEOUT = 6.0
 SHAPE = (1024, 1024)
 HOSTS = Topology(hosts=(0, 0, 1, 1))
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_transformer.py"
 OVERHEAD = 1.05  # headers, and what the ranks agree on
 
 
@@ -225,3 +229,23 @@ def test_a_killed_rank_is_named_on_both_hosts(world: Ranks) -> None:
         text, ranks, in_time = outcome.value
         assert "'move w': rank 3 did not take part" in text, text
         assert (ranks, in_time) == ((3,), True)
+
+
+@pytest.mark.skipif(not os.environ.get("SHARDWISE_TEST_HOSTS"), reason="long: `make test-hosts` runs it")
+def test_torchrun_trains_the_example_on_both_hosts(hosts: NetworkHosts) -> None:
+    """As on the page: losses are those of the model whole on every rank, to rounding."""
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", hosts.addresses[0], "--master-port", "29500"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    words = [[*command, "--node-rank", str(host), str(EXAMPLE), "--steps", "2"] for host in (0, 1)]
+    started = [
+        subprocess.Popen(hosts.command(host, *line), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for host, line in enumerate(words)
+    ]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], printed
+    found = next(line for line in printed[0].splitlines() if line.startswith("largest difference"))
+    assert float(found.split()[-1]) < 1e-9
