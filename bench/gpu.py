@@ -129,7 +129,7 @@ def _measure(index: int, shape: Shape, runs: int, in_a_row: int) -> dict[str, An
             if len(result) != len(wanted) or not all(map(torch.equal, result, wanted)):
                 raise AssertionError(f"{name} gives wrong values for {CASES[index]}")
     ways[ROW] = lambda: [ways[OURS]() for _ in range(in_a_row)][-1]
-    runs_of = {name: partial(_run_to_the_end, move) for name, move in ways.items()}
+    runs_of: dict[str, Callable[[Any], Any]] = {name: partial(_run_to_the_end, move) for name, move in ways.items()}
     runs_of[HOST] = lambda _: ways[OURS]()  # the device may still be at work: the host is free
     contenders = [Contender(name, call, torch.cuda.synchronize) for name, call in runs_of.items()]
     return run_interleaved(contenders, runs, before=partial(_device_comm().barrier, label="start"))
