@@ -36,8 +36,6 @@ CPU_TESTS = {
     "test_indices_that_no_rank_holds_are_refused": OUT_OF_RANGE,
     "test_a_mistake_in_a_cut_index": OUT_OF_RANGE,
     "test_two_kills_lose_nothing": "saves are killed in forks, in which CUDA cannot be used; it is about files alone",
-    "test_moves_go_by_the_faster_transport": "host memory stands in for a device",
-    "test_ranks_that_disagree_stay_in_step": "host memory stands in for a device",
 }
 """Tests that are about the CPU alone, or would end those after them, with the reason."""
 

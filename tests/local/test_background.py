@@ -48,14 +48,24 @@ def test_the_thread_ends_when_nothing_is_left_and_begins_again(monkeypatch: pyte
 
 
 PROGRAM = """
-import os, time
+import os, threading, time
 from shardwise.comm.background import BackgroundQueue
 queue = BackgroundQueue()
 assert queue.submit(lambda: 1).wait() == 1
+started, may_end = threading.Event(), threading.Event()
+earlier = queue.submit(lambda: (started.set(), may_end.wait()))
+started.wait()
+queue._changed.acquire()  # as its thread does at times
 child = os.fork()
 if child == 0:
-    os._exit(queue.submit(lambda: 7).wait())
+    try:
+        earlier.wait()
+    except RuntimeError as error:
+        os._exit(queue.submit(lambda: 7).wait() if "wait for it there" in str(error) else 1)
+queue._changed.release()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+may_end.set()
+earlier.wait()
 queue.submit(lambda: time.sleep(600))
 print("ends")
 """

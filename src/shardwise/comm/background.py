@@ -14,6 +14,7 @@ and moves of several rounds stay as they are, also those that are yet to be writ
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -63,6 +64,10 @@ class BackgroundCall(Generic[T]):
             self._error = error
         self._run = None  # it holds what it reads
 
+    def give_up(self, error: BaseException) -> None:
+        """Let those who wait for the call know that it will not be made."""
+        self._run, self._error = None, error
+
     def wait(self) -> T:
         """The result of the call."""
         self._queue.wait_until(lambda: self.is_done)
@@ -93,7 +98,7 @@ class BackgroundQueue:
         call = BackgroundCall(run, self)
         with self._changed:
             self._calls.append(call)
-            if self._thread is None or not self._thread.is_alive():  # a forked child has no threads
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=_serve, args=(weakref.ref(self), self._changed, self._calls), name="shardwise-background"
                 )
@@ -118,6 +123,12 @@ class BackgroundQueue:
             if self._interrupted is not None:
                 self._interrupted(error)
             raise
+
+    def start_anew(self) -> None:
+        """In a forked child: it has no threads, and its lock may be held by one that it does not have."""
+        for call in self._calls:
+            call.give_up(RuntimeError("the process that was forked made this call; wait for it there"))
+        self._changed, self._calls, self._thread = threading.Condition(), deque(), None
 
     def stop(self, seconds: float) -> None:
         """Let the thread end, for at most so long: none may return to an interpreter that has ended."""
@@ -153,6 +164,15 @@ def _serve(
 
 _queues: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
 _stopping: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
+
+
+def _start_all_anew() -> None:
+    for queue in list(_queues):
+        queue.start_anew()
+
+
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_start_all_anew)
 
 
 @atexit.register
