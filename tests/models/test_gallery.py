@@ -135,12 +135,14 @@ def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model
             assert off <= enough, f"{part}: {off} where dense has {allowed}"
 
 
+# transformers compiles for a static cache on a GPU, with CUDA graphs, which torch allows in a process's own threads only
+STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=DEVICE != "cpu")
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": dict(num_beams=3),
     "several of each": dict(num_beams=4, num_return_sequences=2),
-    "static cache": dict(cache_implementation="static"),
-    "beams and static cache": dict(num_beams=2, cache_implementation="static"),
+    "static cache": STATIC,
+    "beams and static cache": dict(STATIC, num_beams=2),
     "without cache": dict(use_cache=False),
     "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=3),
 }
@@ -283,10 +285,12 @@ def test_what_fails_while_it_is_written_is_raised_on_every_rank(tmp_path: Path) 
 def test_plans_by_structure_are_those_that_a_model_lists_itself() -> None:
     mesh = LAYOUTS["tp2"]
     model = FAMILIES["llama"].build(transformers)
-    own = shardwise.hf.plan(model, mesh)
+    own, listed = shardwise.hf.plan(model, mesh), "embed_tokens" in str(model._tp_plan)
     model._tp_plan = {}
     found = shardwise.hf.plan(model, mesh)
-    assert found.specs(model) == own.specs(model)
+    left_out = () if listed else ("model.embed_tokens.weight",)  # older versions of transformers do not list it
+    specs = [{n: spec for n, spec in plan.specs(model).items() if n not in left_out} for plan in (found, own)]
+    assert specs[0] == specs[1]
     assert '"model.layers.*.self_attn.{q,k,v}_proj.weight" = "S(0)"' in str(own).replace("tp: ", "")
 
 
