@@ -135,7 +135,7 @@ def test_a_family_under_autocast_is_as_near_to_full_precision_as_the_dense_model
             assert off <= enough, f"{part}: {off} where dense has {allowed}"
 
 
-# transformers compiles for a static cache on a GPU, with CUDA graphs, which torch allows in a process's own threads only
+# transformers compiles for a static cache on a GPU, with CUDA graphs, which torch allows in its own threads only
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=DEVICE != "cpu")
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
