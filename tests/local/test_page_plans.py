@@ -153,6 +153,7 @@ def test_layouts_that_are_not_written_out_are_left_out() -> None:
 
 
 def test_the_command_needs_a_model_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = torch.get_default_device()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "paged_models.py").write_text("from torch import nn\ndef make(): return nn.Linear(8, 4)\n")
@@ -170,4 +171,4 @@ def test_the_command_needs_a_model_for_a_plan(tmp_path: Path, monkeypatch: pytes
     assert json.loads(two.stdout)["title"] == "plan.toml and plan.json for paged_models:make"
     wrong = CliRunner().invoke(app, ["view", "plan.toml", "--model", "paged_models:nothing"])
     assert wrong.exit_code == 2 and "has no nothing" in wrong.stderr
-    assert torch.get_default_device().type == "cpu"
+    assert torch.get_default_device() == default

@@ -211,6 +211,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
   return {ours, theirs, grad * update, has_bias ? ours.sum(0) : at::Tensor(), has_bias ? theirs.sum(0) : at::Tensor()};
 }
 
+// Writes to the running statistics, which its schema does not say.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, bool training, double momentum, double eps) {
+  const auto host = [](const std::optional<at::Tensor>& t) { return t ? std::optional(on_host(*t)) : std::nullopt; };
+  const auto [a, b, c] = at::native_batch_norm(on_host(x), host(weight), host(bias), host(mean), host(var), training, momentum, eps);
+  return {a.to(device0), b.to(device0), c.to(device0)};
+}
+
 // Operators that take host tensors of indices beside device tensors, as those of CUDA do.
 bool takes_host_indices(const std::string& name) {
   return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
@@ -279,6 +288,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());  // torch's own steps for these
   m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());  // resize their result
   m.impl("_fused_sdp_choice", &choose_attention);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
