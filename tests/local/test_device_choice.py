@@ -150,6 +150,7 @@ def test_nccl_waits_until_ranks_agree_and_a_call_is_taken_back() -> None:
 class ChoosingLocalComm(LocalComm):
     """Ranks as threads that read boxes or exchange messages, by the model; counts which."""
 
+    takes_offers = False
     lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
     takes_offers = False  # as processes, of which each makes its own part of a move
     counted: ClassVar[Counter[str]] = Counter()
