@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 
 if os.environ.get("SHARDWISE_TEST_DEVICE", "cpu") != "cpu":
     from tests.device_hooks import (  # noqa: F401
+        pytest_collect_file,
         pytest_collection_modifyitems,
-        pytest_pycollect_makemodule,
         pytest_runtest_makereport,
     )
 

@@ -10,16 +10,22 @@ import pytest
 from tests.device import cpu_reason, skip_reason
 
 
-class SkippedModule(pytest.Module):
+class SkippedFile(pytest.File):
     """A test file that is skipped before it is imported: what it imports may need the CPU."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         pytest.skip(skip_reason(self.path.name, "") or "", allow_module_level=True)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip the files that are about the CPU."""
-    return None if skip_reason(module_path.name, "") is None else SkippedModule.from_parent(parent, path=module_path)
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path, parent: pytest.Collector
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Skip the files that are about the CPU, their tests and their doctests."""
+    found = yield
+    if not found or skip_reason(file_path.name, "") is None:
+        return found
+    return [SkippedFile.from_parent(parent, path=file_path)]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
