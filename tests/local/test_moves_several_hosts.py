@@ -10,6 +10,7 @@ import torch
 from shardwise import Comm, Topology, explain, run_local, shard
 from shardwise.comm import LocalComm
 from shardwise.geometry import Mesh, MeshSpec, parse_placements
+from shardwise.nn.routing import route_tokens
 from shardwise.tensor import from_local, redistribute_many
 
 FLAT, TWO = Mesh.of(x=4), Mesh.of(a=2, b=2)
@@ -85,3 +86,18 @@ def test_explain_shows_what_passes_between_hosts(monkeypatch: pytest.MonkeyPatch
     moved, between, head = run_local(record, 4)[0]
     assert (moved, between) == (3 * 256, 0)
     assert head.split() == ["operation", "from", "to", "moved", "line"]
+
+
+def route_to_experts(comm: Comm) -> tuple[int, int]:
+    """Two tokens on each rank, all for the first expert, which is on rank 0."""
+    tokens = shard(torch.ones(8, 4), MeshSpec(FLAT, parse_placements("S(0)")))
+    ids = shard(torch.zeros(8, 1, dtype=torch.int64), MeshSpec(FLAT, parse_placements("S(0)")))
+    with explain() as log:
+        route_tokens(tokens, ids, num_experts=4, axis="x")
+    entry = next(e for e in log.entries if e.name == "route_tokens" and e.moved_bytes)
+    return entry.moved_bytes, entry.bytes_between_hosts
+
+
+def test_explain_shows_tokens_that_pass_between_hosts() -> None:
+    """Six of the eight rows of 16 bytes move, four of them from the other host."""
+    assert run_local(route_to_experts, 4) == [(96, 64)] * 4

@@ -12,7 +12,9 @@ does not depend on how tokens are laid out. The gradient of an exchange is the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -56,10 +58,16 @@ class RowSwap:
     dst: Layout
     moved_bytes: int
     label: str
+    count_far_bytes: Callable[[], int] = int
+
+    @property
+    def bytes_between_hosts(self) -> int:
+        """The part of the bytes that passes between hosts."""
+        return self.count_far_bytes()
 
     def reverse(self) -> RowSwap:
         """The exchange by which all rows go back."""
-        return RowSwap(self.comm, self.receives, self.sends, self.dst, self.src, self.moved_bytes, self.label)
+        return replace(self, sends=self.receives, receives=self.sends, src=self.dst, dst=self.src)
 
     def run(self, rows: Tensor) -> Tensor:
         """The rows that this rank gets; all ranks of the comm call it."""
@@ -73,6 +81,16 @@ class RowSwap:
         with observed_exchange(self.comm, self.label, sends, receives):
             self.comm.exchange(sends, receives, label=self.label).wait()
         return result
+
+
+def _count_far_bytes(plan: RoutePlan, comm: Comm, row_bytes: int) -> int:
+    """The bytes of rows that ranks send to other hosts, of all ranks together."""
+    topology = comm.find_topology()
+    if topology is None:
+        return 0
+    host = dict(zip(comm.ranks, topology.host_of(np.array(comm.ranks)).tolist(), strict=True))
+    ranks = plan.mesh.ranks.flatten().tolist()
+    return row_bytes * sum(n for r in ranks for to, n in plan.sends(r).items() if host[to] != host[r])
 
 
 def _split_rows(rows: Tensor, sizes: dict[int, int]) -> tuple[Tensor, ...]:
@@ -257,7 +275,8 @@ def _send_tokens(x: ShardedTensor, plan: RoutePlan, tokens: MeshSpec, choices: T
     layout = rows.layout((sum(plan.totals), *x.shape[1:]))
     copies = plan.mesh.size // len(plan.counts)
     moved = plan.moved_rows * copies * x.dtype.itemsize * x.shape[1]
-    swap = RowSwap(x.comm, plan.sends(rank), plan.receives(rank), x.sharding, layout, moved, "route_tokens")
+    far = partial(_count_far_bytes, plan, x.comm, x.dtype.itemsize * x.shape[1])
+    swap = RowSwap(x.comm, plan.sends(rank), plan.receives(rank), x.sharding, layout, moved, "route_tokens", far)
     arrived = swap_rows(swap, x.local_parts[0].index_select(0, choices // top_k))
     order = plan.arrival_order(rank)
     by_expert, arrival = (torch.from_numpy(a).to(arrived.device) for a in (order, np.argsort(order)))

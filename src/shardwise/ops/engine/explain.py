@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from shardwise.geometry import Layout, format_rule
 from shardwise.tensor.moving.parts import PlannedMove, watch_moves
 from shardwise.tensor.user_line import user_line
-from shardwise.transfer import Transfer
 from shardwise.transfer.report import format_bytes
 
 
@@ -147,7 +146,7 @@ def record_entry(entry: LogEntry) -> None:
 def _watch_move(plan: PlannedMove, label: str, src: Layout, dst: Layout) -> None:
     if is_explaining_or_forbidding() and plan.moved_bytes > 0:
         check_may_communicate(label, src, dst)
-        passing = plan.bytes_between_hosts if isinstance(plan, Transfer) else None
+        passing: int | None = getattr(plan, "bytes_between_hosts", None)
         briefs = (layout_brief(src),), (layout_brief(dst),)
         record_entry(LogEntry(label, *briefs, plan.moved_bytes, user_line(), passing or 0))
 
