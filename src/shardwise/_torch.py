@@ -103,6 +103,9 @@ DisableTorchFunctionSubclass: type[AbstractContextManager[None]] = private_name(
 # And the other direction: steps of an operator that call functions of torch on ShardedTensors take the fast path.
 EnableTorchFunction: type[AbstractContextManager[None]] = private_name("_C._EnableTorchFunction")
 
+# The same without modes either: a default device of torch is one, and would call the operator again by its usual way.
+DisableTorchFunction: type[AbstractContextManager[None]] = private_name("_C.DisableTorchFunction")
+
 # The types of operators: `isinstance` is how an overload is told from a packet. Only the instances are public.
 OpOverload: Any = private_name("_ops.OpOverload")
 OpOverloadPacket: Any = private_name("_ops.OpOverloadPacket")
@@ -284,7 +287,7 @@ def decompose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     The public `op.decompose` prefers decompositions in Python that are made for tracing, and differ.
     """
-    with below_autograd(), DisableTorchFunctionSubclass():
+    with below_autograd(), DisableTorchFunction():
         return op._op_dk(_DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -121,10 +122,13 @@ def test_functions_are_entered_again_where_they_were_disabled() -> None:
 
 
 def test_composite_operators_are_decomposed_by_torchs_own_kernel() -> None:
-    x = Wrapper.of(torch.ones(2, 2))
-    with torch._C.DisableTorchFunction():  # a default device is a mode, which would call the operator anew
-        _torch.decompose(torch.ops.aten.softmax.int, (x, 0), {})
-    assert Wrapper.seen == [torch.ops.aten._softmax.default]
+    """Also where torch has a default device, which is a mode that functions pass through."""
+    for place in (nullcontext(), torch.device("cpu")):
+        with place:
+            given = Wrapper.of(torch.ones(2, 2))
+            Wrapper.seen = []
+            _torch.decompose(torch.ops.aten.softmax.int, (given, 0), {})
+        assert Wrapper.seen == [torch.ops.aten._softmax.default]
     assert _torch.is_composite(torch.ops.aten.softmax.int) and not _torch.is_composite(torch.ops.aten.mm.default)
     assert not _torch.is_composite(torch.softmax)
 
