@@ -402,6 +402,7 @@ def test_hooks_keep_no_tensor_alive(where: str) -> None:
             (x if where == "leaf" else result).register_hook(lambda grad: grad * 2)
         held = weakref.ref(x.local_parts[0])
         del x, result
+        comm.barrier(label="made")  # the other rank has returned from the calls that read this one's tensor
         gc.collect()
         return held() is None
 

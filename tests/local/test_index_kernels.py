@@ -168,13 +168,14 @@ def _run(program: Callable[[Any, Take], Any], x: Any, take: Take) -> tuple[Tenso
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_get_indices_in_range_and_tables_with_columns(name: str) -> None:
     table = numbers(6, 4)
-    expected = _run(PROGRAMS[name], table.clone().requires_grad_(), lambda t: t)
+    # in host memory: torch's own kernels for GPUs fail where there are no ids
+    expected = _run(PROGRAMS[name], table.cpu().clone().requires_grad_(), lambda t: t.cpu())
 
     def body(comm: Comm, spec: MeshSpec) -> int:
         x = shard(table, spec).detach().requires_grad_()
         with KernelLimits() as limits:
             found = _run(PROGRAMS[name], x, lambda t: replicate(t, x))
-        assert_close(found, expected)
+        assert_close([t.cpu() for t in found], list(expected))
         return limits.looked_at
 
     looked_at = [run_local(body, spec.mesh.ranks.size, spec, timeout=60) for spec in SPECS.values()]
@@ -197,7 +198,7 @@ def test_lookups_of_a_local_batch(mode: str) -> None:
         with KernelLimits(), plain_as_local_batch():
             found = look_up(x, batches[comm.rank])
             (found * found).sum().backward()
-        assert_close(found.detach(), look_up(table.clone(), batches[comm.rank]))
+        assert_close(found.detach().cpu(), look_up(table.cpu().clone(), batches[comm.rank].cpu()))
 
     for spec in SPECS.values():
         run_local(body, spec.mesh.ranks.size, spec, timeout=60)

@@ -184,6 +184,27 @@ def test_a_copy_of_a_model_whose_generate_was_compiled_generates_by_its_own_para
         assert torch.equal(made, expected)
 
 
+@pytest.mark.parametrize(("given", "disabled"), [({}, True), ({"disable_compile": False}, False)])
+def test_generate_is_not_compiled_unless_asked_for(
+    given: dict[str, Any], disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def look(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
+        seen.append(generation_config.disable_compile)
+        return False
+
+    monkeypatch.setattr(transformers.generation.GenerationMixin, "_valid_auto_compile_criteria", look)
+
+    def body(comm: Comm) -> None:
+        model = FAMILIES["llama"].build(transformers)
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS["tp2"]))
+        model.generate(tokens(), **GREEDY, **given)
+
+    run_local(body, 2, timeout=TIMEOUT)
+    assert seen and set(seen) == {disabled}
+
+
 def test_prompts_of_other_lengths_on_other_ranks_are_refused_on_all() -> None:
     def body(comm: Comm) -> str:
         model = FAMILIES["llama"].build(transformers)

@@ -74,6 +74,7 @@ def _derive_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 def _generate(original: Any) -> Any:
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         by: ShardedBy = self.__dict__["_sharded_by"]
+        kwargs = {**_without_compiling(self, kwargs), **kwargs}
         placements = by.plan.input_placements or ()
         if not any(isinstance(p, Shard) for p in placements):
             with whole_batch_inputs():
@@ -87,6 +88,16 @@ def _generate(original: Any) -> Any:
 
     generate.__doc__ = original.__doc__
     return generate
+
+
+def _without_compiling(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What keeps transformers from compiling for a static cache on a GPU, which it does unless told otherwise.
+
+    torch.compile leaves out what touches ShardedTensors; CUDA graphs of the little that is left would be in the way.
+    """
+    settings = getattr(model, "generation_config", None)
+    asked = given.get("compile_config") or getattr(settings, "compile_config", None)
+    return {"disable_compile": True} if asked is None and hasattr(settings, "disable_compile") else {}
 
 
 def _to_plain(value: Any) -> Any:
