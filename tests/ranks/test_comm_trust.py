@@ -240,8 +240,11 @@ def test_a_handle_that_was_dropped_is_named_by_rank_and_call(world: Ranks, share
         assert "exchange 'redistribute'" in text and "rank 0 " in text and "all_reduce 'after'" in text, texts
 
 
-def meet_a_stranger(sent: bytes, stays: bool) -> list[float]:
-    """Set up a comm while something else connects to every listener first, and sends a few bytes."""
+def meet_a_stranger(sent: bytes, stays: bool) -> tuple[float, bool]:
+    """Set up a comm while something else connects to every listener first, and sends a few bytes.
+
+    Returns a sum of all ranks, and whether this rank connected to a listener.
+    """
     dist.barrier()
     connect: Any = socket.socket.connect
     strangers: list[socket.socket] = []
@@ -263,13 +266,13 @@ def meet_a_stranger(sent: bytes, stays: bool) -> list[float]:
         socket.socket.connect = connect  # type: ignore[method-assign]
     x = torch.full((LARGE,), float(comm.rank))
     comm.all_reduce(x, label="after").wait()
-    return [x[0].item(), float(len(strangers))]
+    return x[0].item(), bool(strangers)
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\1\0\0\0" + bytes(16), bytes(400)], ids=["nothing", "2", "20", "400"])
 def test_a_stranger_does_not_hold_the_set_up_up(world: Ranks, sent: bytes, stays: bool) -> None:
-    assert world.run(meet_a_stranger, sent, stays) == [[1.0, 0.0], [1.0, 1.0]]
+    assert world.run(meet_a_stranger, sent, stays) == [(1.0, False), (1.0, True)]
 
 
 def set_up_where_nothing_may_listen() -> list[Any]:
