@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import box_copies, box_kernels
-from shardwise.comm.box_copies import copy_box, copy_boxes, reduce_tensors
-from shardwise.comm.box_kernels import COPY_KERNEL, UNIT, find_row
+from shardwise.comm.kernels import box_copies, box_kernels
+from shardwise.comm.kernels.box_copies import copy_box, copy_boxes, reduce_tensors
+from shardwise.comm.kernels.box_kernels import COPY_KERNEL, UNIT, find_row
 from tests.moving import DTYPES, same_bytes, values
 
 BOXES = [

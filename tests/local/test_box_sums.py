@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, LocalComm, box_sums, run_local
-from shardwise.comm.box_sums import HEAD_FIELDS, TERM_FIELDS, find_sum_row, plan_tiles
+from shardwise.comm import Comm, LocalComm, run_local
+from shardwise.comm.kernels import box_sums
+from shardwise.comm.kernels.box_sums import HEAD_FIELDS, TERM_FIELDS, find_sum_row, plan_tiles
 from shardwise.geometry import Layout, Mesh, MeshSpec, Partial, Shard
 from shardwise.tensor import wrap
 from shardwise.tensor.moving import execute
@@ -151,7 +152,7 @@ def test_terms_of_low_precision_are_combined_as_if_they_were_converted(op: str, 
 
 IN_TRITON = """
 import torch
-from shardwise.comm import box_sums
+from shardwise.comm.kernels import box_sums
 from tests.local.test_box_sums import boxes
 box_sums.device_table = lambda rows, device: torch.tensor(rows, dtype=torch.int64, device="cpu")
 box_sums.launch_on = lambda device, launch: launch()

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import run_sums
-from shardwise.comm.box_kernels import TableLaunch
-from shardwise.comm.run_sums import RunSum, find_run_rows, reduce_runs
+from shardwise.comm.kernels import run_sums
+from shardwise.comm.kernels.box_kernels import TableLaunch
+from shardwise.comm.kernels.run_sums import RunSum, find_run_rows, reduce_runs
 from shardwise.comm.transports import same_host_device
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 from tests.fake_device import FakeDevice, engines, on_device, run
@@ -156,8 +156,8 @@ def test_compiled_kernel_is_launched_without_being_looked_for(takes: int, later:
 
 IN_TRITON = """
 import torch
-from shardwise.comm import run_sums
-from shardwise.comm.box_kernels import TableLaunch
+from shardwise.comm.kernels import run_sums
+from shardwise.comm.kernels.box_kernels import TableLaunch
 from tests.local.test_run_sums import make_sums
 run_sums.device_table = lambda rows, device: torch.tensor(rows, dtype=torch.int64, device="cpu")
 run_sums.launch_on = lambda device, launch: launch()

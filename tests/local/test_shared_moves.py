@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm, CommError, DisagreementError, LocalComm, run_local, thread_streams
+from shardwise.comm import Comm, CommError, DisagreementError, LocalComm, run_local
+from shardwise.comm.threads import streams
 from shardwise.geometry import Layout, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.tensor import wrap
 from shardwise.tensor.moving import shared_moves
@@ -204,14 +205,14 @@ def test_streams_wait_for_each_other_only_where_they_differ(monkeypatch: pytest.
         def wait_stream(self, other: FakeStream) -> None:
             waits.append((self.handle, other.handle))
 
-    monkeypatch.setattr(thread_streams, "_open_stream", lambda device, handle: FakeStream(handle))
+    monkeypatch.setattr(streams, "_open_stream", lambda device, handle: FakeStream(handle))
     device = torch.device("cuda")
-    thread_streams.wait_for_streams(device, 0, [0, 0, None])
-    thread_streams.wait_for_streams(device, 7, [7, 7])
-    thread_streams.follow_stream(device, 0, 0)
+    streams.wait_for_streams(device, 0, [0, 0, None])
+    streams.wait_for_streams(device, 7, [7, 7])
+    streams.follow_stream(device, 0, 0)
     assert waits == []
-    thread_streams.wait_for_streams(device, 7, [7, 8])
+    streams.wait_for_streams(device, 7, [7, 8])
     assert sorted(waits) == [(7, 0), (7, 8)]
     waits.clear()
-    thread_streams.follow_stream(device, 8, 7)
+    streams.follow_stream(device, 8, 7)
     assert waits == [(8, 7), (0, 8)]

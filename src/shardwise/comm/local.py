@@ -28,7 +28,19 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.local_jobs import (
+from shardwise.comm.protocol import (
+    BOXES,
+    DEFAULT_TIMEOUT,
+    LENT,
+    CommError,
+    OfferPlanner,
+    PendingWork,
+    ReduceOp,
+    TakeLent,
+    Work,
+)
+from shardwise.comm.rank_text import fold_texts, name_ranks
+from shardwise.comm.threads.jobs import (
     JobPlanner,
     MoveOffer,
     RendezvousJob,
@@ -42,20 +54,8 @@ from shardwise.comm.local_jobs import (
     plan_offers,
     plan_reduce_scatter,
 )
-from shardwise.comm.protocol import (
-    BOXES,
-    DEFAULT_TIMEOUT,
-    LENT,
-    CommError,
-    OfferPlanner,
-    PendingWork,
-    ReduceOp,
-    TakeLent,
-    Work,
-)
-from shardwise.comm.rank_text import fold_texts, name_ranks
-from shardwise.comm.thread_streams import find_stream, follow_stream, wait_for_streams
-from shardwise.comm.turns import TurnTaking
+from shardwise.comm.threads.streams import find_stream, follow_stream, wait_for_streams
+from shardwise.comm.threads.turns import TurnTaking
 from shardwise.transfer.device_cost import DeviceTraffic
 
 _AGREEMENT = "all_gather_bytes"

@@ -20,7 +20,7 @@ from shardwise.comm.local import (
     number_device,
 )
 from shardwise.comm.protocol import Comm, CommError
-from shardwise.comm.turns import TurnTaking
+from shardwise.comm.threads.turns import TurnTaking
 
 T = TypeVar("T")
 

@@ -25,11 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_copies import copy_boxes, reduce_tensors
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import Edges, as_bytes
+from shardwise.comm.kernels.box_copies import copy_boxes, reduce_tensors
+from shardwise.comm.kernels.run_sums import RunSum, reduce_runs
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
-from shardwise.comm.run_sums import RunSum, reduce_runs
 from shardwise.comm.transports.device_leader import (
     CallBoxes,
     KnownCalls,

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
 from shardwise.comm.background import BackgroundCall, BackgroundQueue
-from shardwise.comm.box_copies import copy_boxes
-from shardwise.comm.box_sums import add_together
 from shardwise.comm.flat_tensors import cut_for_one_thread
+from shardwise.comm.kernels.box_copies import copy_boxes
+from shardwise.comm.kernels.box_sums import add_together
 from shardwise.comm.protocol import LendingComm, find_lending
 from shardwise.geometry import Box
 from shardwise.tensor.moving.box_slices import slices_by_round

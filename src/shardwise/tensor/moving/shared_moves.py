@@ -22,10 +22,10 @@ from torch import Tensor
 
 from shardwise._torch import foreach_copy
 from shardwise.comm import ReduceOp
-from shardwise.comm.box_copies import copy_boxes
-from shardwise.comm.local_jobs import RendezvousJob, plan_reduction
-from shardwise.comm.run_sums import reduce_runs
-from shardwise.comm.thread_streams import find_stream
+from shardwise.comm.kernels.box_copies import copy_boxes
+from shardwise.comm.kernels.run_sums import reduce_runs
+from shardwise.comm.threads.jobs import RendezvousJob, plan_reduction
+from shardwise.comm.threads.streams import find_stream
 from shardwise.geometry import Box
 from shardwise.tensor.caches import cache_plans
 from shardwise.tensor.moving.parts import RankPart, find_whole_collective, work_out_rank_part

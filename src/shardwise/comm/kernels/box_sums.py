@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_kernels import TritonKernel, device_table, launch_on
+from shardwise.comm.kernels.box_kernels import TritonKernel, device_table, launch_on
 
 tl: Any = None  # triton.language, once it is needed: importing it takes long
 TERM_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_kernels import COPY_KERNEL, find_row, prepare_rows
+from shardwise.comm.kernels.box_kernels import COPY_KERNEL, find_row, prepare_rows
 from shardwise.comm.protocol import ReduceOp
 
 BoxPair = tuple[Tensor, Tensor]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise._torch import foreach_copy
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.box_copies import copy_boxes
 from shardwise.comm.flat_tensors import Edges
+from shardwise.comm.kernels.box_copies import copy_boxes
 from shardwise.comm.protocol import CommError, OfferPlanner, ReduceOp, TakeLent
 from shardwise.comm.rank_text import name_ranks
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.box_copies import copy_boxes, reduce_tensors
-from shardwise.comm.box_kernels import TableLaunch, TritonKernel, device_table, launch_on
+from shardwise.comm.kernels.box_copies import copy_boxes, reduce_tensors
+from shardwise.comm.kernels.box_kernels import TableLaunch, TritonKernel, device_table, launch_on
 from shardwise.comm.protocol import ReduceOp
 
 tl: Any = None  # triton.language, once it is needed: importing it takes long
