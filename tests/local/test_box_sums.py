@@ -6,10 +6,6 @@ The kernel runs in Triton's interpreter where Triton is installed. Everywhere it
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +22,7 @@ from shardwise.tensor import wrap
 from shardwise.tensor.moving import execute
 from shardwise.tensor.moving.reductions import combine_term
 from tests.local.test_device_engine import LendingLocalComm
+from tests.local.triton_interpreter import needs_triton, run_in_interpreter
 
 CPU = torch.device("cpu")
 
@@ -170,14 +167,9 @@ print("added")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, for its interpreter")
+@needs_triton
 def test_kernel_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    environment["PYTHONPATH"] += os.pathsep + os.getcwd()
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_TRITON], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert ran.stdout == "added\n", ran.stderr[-2000:]
+    assert run_in_interpreter(IN_TRITON) == "added\n"
 
 
 def test_tiles_cover_the_largest_box() -> None:

@@ -5,10 +5,6 @@ The kernel runs in Triton's interpreter where Triton is installed. Everywhere it
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ from shardwise.comm.transports import same_host_device
 from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 from tests.fake_device import FakeDevice, engines, on_device, run
 from tests.local.test_box_sums import at_address
+from tests.local.triton_interpreter import needs_triton, run_in_interpreter
 
 CPU = torch.device("cpu")
 
@@ -170,11 +167,6 @@ print("added")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, for its interpreter")
+@needs_triton
 def test_kernel_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    environment["PYTHONPATH"] += os.pathsep + os.getcwd()
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_TRITON], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert ran.stdout == "added\n", ran.stderr[-2000:]
+    assert run_in_interpreter(IN_TRITON) == "added\n"

@@ -1,11 +1,16 @@
-"""A process that kills itself at a chosen point, for tests of what a kill leaves behind."""
+"""Processes that kill themselves at a chosen point, for tests of what a kill leaves behind."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+
+from shardwise.comm import Comm, CommError
 
 
 def die_before(number: int, operations: Sequence[str], others: Sequence[tuple[Any, str]] = ()) -> None:
@@ -23,3 +28,17 @@ def die_before(number: int, operations: Sequence[str], others: Sequence[tuple[An
 
     for module, name in [*((os, name) for name in operations), *others]:
         setattr(module, name, wrapped(getattr(module, name)))
+
+
+def die_with_a_living_child(comm: Comm, numel: int) -> str:
+    """Rank 1 dies, its forked child lives on for a minute; how a sum ends on the others."""
+    if comm.rank == 1:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(torch.ones(numel), label="w").wait()
+    except CommError as error:
+        return str(error)
+    return "done"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
 from tests.device import DEVICE
+from tests.ranks.killing import die_with_a_living_child
 from tests.ranks.world import PATIENT, Ranks, announce, set_up_comm, wait_for, world_fixture
 
 TIMEOUT = 4.0
@@ -298,24 +297,14 @@ def test_a_rank_that_may_not_listen_leads_to_the_slower_transport(world: Ranks) 
     assert world.run(set_up_where_nothing_may_listen) == [[2.0, "GlooEngine"]] * 2
 
 
-def die_with_a_living_child() -> str:
-    comm = comm_for(True, timeout=200)
-    if comm.rank == 1:
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        comm.all_reduce(torch.ones(LARGE), label="w").wait()
-    except CommError as error:
-        return str(error)
-    return "done"
+def sum_without_the_dead() -> str:
+    return die_with_a_living_child(comm_for(True, timeout=200), LARGE)
 
 
 def test_a_killed_rank_whose_child_lives_is_seen() -> None:
     """Long before the time-out of its comm: the limit of the call is shorter."""
     with LocalWorld(2, timeout=PATIENT) as ranks:
-        survivor, killed = ranks.outcomes(die_with_a_living_child, limit=100)
+        survivor, killed = ranks.outcomes(sum_without_the_dead, limit=100)
     assert "'w': rank 1 did not take part" in str(survivor.value)
     assert "rank 1 ended with exit code -9" in str(killed.error)
 

@@ -6,9 +6,6 @@ GPU `test_comm_trust.py` is the same with its memory.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,8 @@ from shardwise.comm.transports.device_connect import connect_devices
 from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
 from shardwise.comm.transports.gloo import GlooEngine
 from tests.fake_device import CPU, HostEvents, SharedFileDevice, on_device, open_fake_entry
-from tests.ranks.test_comm_trust import CALLS, HANGS, LARGE, LATER, MOVES, SENT, TIMEOUT
+from tests.ranks.killing import die_with_a_living_child
+from tests.ranks.test_comm_trust import CALLS, LARGE, LATER, MOVES, SENT, TIMEOUT
 from tests.ranks.world import PATIENT, Ranks, announce, shorten_timeout, wait_for, world_fixture
 
 world = world_fixture(2)
@@ -106,22 +104,13 @@ def test_calls_that_differ_fail_on_every_rank(world: Ranks, tmp_path: Path, name
         assert "the ranks made different calls" in text and "()" not in text, texts
 
 
-def die_with_a_living_child(folder: str, led: bool) -> str:
+def sum_without_the_dead(folder: str, led: bool) -> str:
     comm, _ = comm_for(folder, led, timeout=200)
-    if comm.rank == 1:
-        if os.fork() == 0:
-            time.sleep(HANGS)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        comm.all_reduce(torch.ones(LARGE), label="w").wait()
-    except CommError as error:
-        return str(error)
-    return "done"
+    return die_with_a_living_child(comm, LARGE)
 
 
 def test_a_killed_rank_whose_child_lives_is_seen(world: Ranks, tmp_path: Path) -> None:
     """Long before the time-out of its comm: the limit of the call is shorter."""
-    survivor, killed = world.outcomes(die_with_a_living_child, str(tmp_path), True, limit=100)
+    survivor, killed = world.outcomes(sum_without_the_dead, str(tmp_path), True, limit=100)
     assert "'w': rank 1 did not take part" in str(survivor.value)
     assert "rank 1 ended with exit code -9" in str(killed.error)

@@ -51,6 +51,7 @@ from shardwise.tensor.moving.parts import find_whole_collective, notify_watchers
 from shardwise.tensor.moving.reductions import check_reducible
 from shardwise.tensor.moving.shared_moves import SharedMove, find_shared_move
 from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
+from shardwise.transfer import Transfer
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 
@@ -247,13 +248,18 @@ def _make_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limi
     asked, problem = _describe_request(held, dst, fields, None)
     if problem is not None:
         return None
+    plan = _plan_if_possible(held, dst, limit)
+    shared = None if plan is None else find_shared_move(plan, held.comm.ranks, held.dtype)
+    return None if shared is None else MoveRequest(held.sharding, dst, shared, write_request(asked))
+
+
+def _plan_if_possible(held: MovableTensor, dst: Layout, limit: Any) -> Transfer | None:
+    """This rank's plan of a move; None if the limit is too small, which is raised once the ranks have agreed on it."""
     src, itemsize = held.sharding, held.dtype.itemsize
     try:
-        plan = plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
-    except ValueError:  # a limit that is too small: raised again once the ranks have agreed on it
+        return plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
+    except ValueError:
         return None
-    shared = find_shared_move(plan, held.comm.ranks, held.dtype)
-    return None if shared is None else MoveRequest(src, dst, shared, write_request(asked))
 
 
 def _move_together(held: MovableTensor, asking: MoveRequest, label: str) -> tuple[Tensor, ...] | None:
@@ -300,12 +306,8 @@ def _reduces_early(held: MovableTensor, dst: Layout, limit: int | None) -> bool:
         return False
     if _limit_problem(limit) is not None or move_problem(held, dst) is not None:
         return False
-    src, itemsize = held.sharding, held.dtype.itemsize
-    try:
-        plan = plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
-    except ValueError:  # a limit that is too small: raised again once the ranks have agreed on it
-        return False
-    return find_whole_collective(plan, held.comm.ranks, held.dtype) is not None
+    plan = _plan_if_possible(held, dst, limit)
+    return plan is not None and find_whole_collective(plan, held.comm.ranks, held.dtype) is not None
 
 
 def _describe_request(

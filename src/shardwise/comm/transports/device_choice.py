@@ -30,7 +30,7 @@ from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.rank_text import fold_texts, name_ranks
 from shardwise.comm.transports.device_connect import connect_devices
-from shardwise.comm.transports.device_leader import TensorsByRank
+from shardwise.comm.transports.device_leader import CutBoxes, TensorsByRank
 from shardwise.comm.transports.engine import AgreeingEngine, Engine, Gatherer, LendingEngine
 from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.transfer.device_cost import (
@@ -93,14 +93,7 @@ class DeviceChoiceEngine:
         """Read boxes where they are."""
         return self._reading.exchange_boxes(sends, receives, call=call)
 
-    def exchange_cut(
-        self,
-        key: Hashable,
-        bases: Sequence[Tensor],
-        cut: Callable[[], tuple[TensorsByRank, TensorsByRank]],
-        *,
-        call: str,
-    ) -> Work:
+    def exchange_cut(self, key: Hashable, bases: Sequence[Tensor], cut: CutBoxes, *, call: str) -> Work:
         """Read boxes where they are."""
         return self._reading.exchange_cut(key, bases, cut, call=call)
 

@@ -25,6 +25,8 @@ from shardwise.comm.transports.peer_calls import PeerCall
 
 T = TypeVar("T")
 TensorsByRank = Mapping[int, Sequence[Tensor]]
+CutBoxes = Callable[[], tuple[TensorsByRank, TensorsByRank]]
+"""Makes the boxes that a rank sends and receives, by the other ranks."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from shardwise.comm.kernels.run_sums import RunSum, reduce_runs
 from shardwise.comm.protocol import PendingWork, ReduceOp, TakeLent, Work
 from shardwise.comm.transports.device_leader import (
     CallBoxes,
+    CutBoxes,
     KnownCalls,
     LeaderWork,
     LedCall,
@@ -155,14 +156,7 @@ class SameHostDeviceEngine:
         others = {r: tensors for r, tensors in sends.items() if r != self._rank}
         return self.lend(others, (r for r in receives if r != self._rank), take, call=call)
 
-    def exchange_cut(
-        self,
-        key: Hashable,
-        bases: Sequence[Tensor],
-        cut: Callable[[], tuple[TensorsByRank, TensorsByRank]],
-        *,
-        call: str,
-    ) -> Work:
+    def exchange_cut(self, key: Hashable, bases: Sequence[Tensor], cut: CutBoxes, *, call: str) -> Work:
         """Copy boxes that `cut` makes of whole tensors; it need not be called where the leader knows them."""
         if not self._has_leader:
             return self.exchange_boxes(*cut(), call=call)
