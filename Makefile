@@ -11,6 +11,8 @@ PROGRAMS ?= 300
 PACKAGE ?=
 SAMPLE ?= 100
 CHAOS ?=
+# Tests that make tensors: all but those of geometry and plans, of the tree itself, and of other people's models.
+DEVICE_TESTS := tests $(addprefix --ignore=tests/,geometry transfer house models)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-device test-models test-hosts lint types docs bench matrix fuzz mutants chaos check clean
@@ -26,18 +28,18 @@ demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
-test-gpu: $(STAMP)  ## run tests/local and tests/ranks on the GPU's tensors; needs a torch with CUDA
-	SHARDWISE_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/local tests/ranks --dist loadfile --durations=25
+test-gpu: $(STAMP)  ## run the tests that make tensors on the GPU's; needs a torch with CUDA
+	SHARDWISE_TEST_DEVICE=cuda $(BIN)/python -m pytest $(DEVICE_TESTS) --dist loadfile --durations=25
 
-test-device: $(STAMP)  ## run tests/local and tests/ranks on a device in host memory that stands in for a GPU; needs a C++ compiler and ninja
-	SHARDWISE_TEST_DEVICE=standin $(BIN)/python -m pytest tests/local tests/ranks --dist loadfile --durations=25
+test-device: $(STAMP)  ## run the tests that make tensors on a device in host memory that stands in for a GPU; needs a C++ compiler and ninja
+	SHARDWISE_TEST_DEVICE=standin $(BIN)/python -m pytest $(DEVICE_TESTS) --dist loadfile --durations=25
 
 test-models: $(MODELS)/.installed  ## models of transformers, peft, timm and others, in an environment of their own (5 GB); writes docs/models.md
 	SHARDWISE_MODELS_TABLE=docs/models.md $(MODELS)/bin/python -m pytest tests/models
 
 test-hosts: $(STAMP)  ## tests of moves and collectives on two hosts, as network namespaces with a link between them (Linux, root)
-	SHARDWISE_TEST_HOSTS=1 $(BIN)/python -m pytest tests/ranks/test_several_hosts.py tests/ranks/test_moves_ranks.py \
-	    tests/ranks/test_comm_ranks.py tests/ranks/test_nn_ranks.py tests/ranks/test_prefetch_ranks.py
+	SHARDWISE_TEST_HOSTS=1 $(BIN)/python -m pytest tests/comm/test_network_hosts.py tests/tensor/test_moves_ranks.py \
+	    tests/comm/test_process_group.py tests/nn/test_modules_ranks.py tests/nn/test_prefetch_ranks.py
 
 lint: $(STAMP)  ## check the style with ruff
 	$(BIN)/ruff check .
@@ -56,8 +58,8 @@ matrix: $(STAMP)  ## try the wheel with each supported torch and Python, 5 GB ea
 	$(BIN)/python tools/matrix.py $(PAIRS)
 
 fuzz: $(STAMP)  ## run random programs against whole tensors; others with SEED=5 PROGRAMS=1000
-	$(BIN)/python -m shardwise.testing.fuzz --seed $(SEED) --programs $(PROGRAMS)
-	$(BIN)/python -m shardwise.testing.fuzz --seed $(SEED) --programs 40 --processes
+	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs $(PROGRAMS)
+	$(BIN)/python -m tools.fuzz --seed $(SEED) --programs 40 --processes
 
 mutants: $(STAMP)  ## change the source a little, see which tests notice; one package with PACKAGE=ops
 	$(BIN)/python -m tools.mutants $(if $(PACKAGE),--package $(PACKAGE)) --sample $(SAMPLE) --seed $(SEED)

@@ -30,7 +30,7 @@ from bench.move_cases import Shape, expected_parts, local_parts, whole
 from bench.report import Cell, Figures
 from bench.timing import Contender, run_interleaved, seconds
 from shardwise.comm import Comm, LocalWorld, ProcessGroupComm, run_local, use_comm
-from shardwise.comm.kernels.box_copies import copy_boxes
+from shardwise.comm.transports.kernels import copy_boxes
 from shardwise.geometry import Layout, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.nn import ModelPlan, ShardedOptimizer, shard_module
 from shardwise.tensor import wrap

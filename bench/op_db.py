@@ -44,7 +44,7 @@ PRELOADED = ["bench.op_db_calls", "bench.op_db_dtensor", "sympy", "torch._dynamo
 HEAD = """# Torch's operator database
 
 How every operator of torch's own database for tests ends on sharded tensors over 2 ranks.
-`python -m bench.op_db docs/op_db.md` writes this page; `tests/local/test_opinfo.py` runs a part of it.
+`python -m bench.op_db docs/op_db.md` writes this page; `tests/ops/rules/test_op_db.py` runs a part of it.
 
 - Samples ({samples} for each dtype) in float32, complex64, int64, bool and bfloat16; forward with backward, in place,
   and with `out=`. All tensors of a call are in one layout: `S(0)`, `S(-1)`, `R`, `P` (a pending sum) or uneven (`S(0)`

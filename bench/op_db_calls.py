@@ -22,7 +22,7 @@ from bench.op_samples import AUXILIARY, _is_usable, _RandomOpDetector, _run_quie
 from bench.op_trials import CLEAR
 from shardwise import CommError, Mesh, MeshSpec, Partial, Replicate, Shard, ShardedTensor, from_local, shard
 from shardwise.comm import Comm
-from shardwise.testing.fuzz.compare import difference
+from tools.fuzz.values import difference
 
 RIGHT, REFUSED, UNCLEAR, WRONG = KINDS = ("right", "refused", "unclear", "wrong")
 RANKS = 2

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Cell, Figures
-from shardwise.checkpoint.formats.safetensors import header_bytes
-from shardwise.cli.checkpoints import open_checkpoint
-from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget
+from shardwise.checkpoint.formats.huggingface import header_bytes
+from shardwise.cli.inspect import open_checkpoint
+from shardwise.cli.view import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
 from shardwise.page.plan_facts import plan_facts

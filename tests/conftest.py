@@ -1,12 +1,21 @@
-"""Settings for every test: one thread per rank, and Hypothesis runs that repeat."""
+"""Settings for every test: one thread per rank, Hypothesis runs that repeat, worlds of processes that files share."""
+
+from __future__ import annotations
 
 import os
 
 # Ranks share few cores. Set before anything can load torch, which reads it once; spawned ranks inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from shardwise.comm import LocalWorld
 
 if os.environ.get("SHARDWISE_TEST_DEVICE", "cpu") != "cpu":
     from tests.device_hooks import (  # noqa: F401
@@ -30,3 +39,19 @@ def renorm_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.device import renorm_on_host
 
     monkeypatch.setattr(torch, "embedding_renorm_", renorm_on_host)
+
+
+@pytest.fixture(scope="session")
+def shared_worlds() -> Iterator[Callable[[int, float], LocalWorld]]:
+    """Worlds that several test files share; they end with the session."""
+    from tests.world import start_world
+
+    worlds: dict[tuple[int, float], LocalWorld] = {}
+    with ExitStack() as stack:
+
+        def find(nprocs: int, timeout: float) -> LocalWorld:
+            if (nprocs, timeout) not in worlds:
+                worlds[nprocs, timeout] = stack.enter_context(start_world(nprocs, timeout))
+            return worlds[nprocs, timeout]
+
+        yield find

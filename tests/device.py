@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 CPU_FILES = {
-    "test_device_choice.py": "host memory stands in for a device",
     "test_device_engine.py": "host memory stands in for a device",
     "test_device_trust.py": "host memory stands in for a device",
-    "test_device_leader.py": "host memory stands in for a device",
-    "test_run_sums.py": "host memory stands in for a device",
+    "test_device_moves.py": "host memory stands in for a device",
     "test_bench.py": "the benchmarks choose their devices themselves",
-    "test_opinfo.py": "samples of torch's tests are made for the CPU",
+    "test_op_db.py": "samples of torch's tests are made for the CPU",
     "test_op_db_page.py": "samples of torch's tests are made for the CPU",
-    "test_op_db_wrong.py": "samples of torch's tests are made for the CPU",
-    "test_compat_fidelity_*.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
-    "test_compat_torch_side_by_side.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
+    "test_op_db_values.py": "samples of torch's tests are made for the CPU",
+    "test_fidelity_*.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
+    "test_side_by_side.py": "torch's own sharded tensors beside ours, placed on the CPU of gloo's ranks",
 }
 """Test files (patterns) that are about the CPU alone, with the reason."""
 

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.transports.device_connect import DeviceEntry
-from shardwise.comm.transports.device_memory import DeviceSegment, OpenedSegments, SharedSegments
-from shardwise.comm.transports.device_peers import DevicePeers
+from shardwise.comm.transports.device_connect import DeviceEntry, SameHostDeviceEngine
+from shardwise.comm.transports.device_memory import DevicePeers, DeviceSegment, OpenedSegments, SharedSegments
 from shardwise.comm.transports.links import Listener, PeerSockets
-from shardwise.comm.transports.pipes import PeerPipes, PipePair, SharedPipe, are_pipes_supported, make_pipe
-from shardwise.comm.transports.same_host_device import SameHostDeviceEngine
 
 CPU = torch.device("cpu")
 
@@ -82,39 +79,23 @@ class NoEvents:
         """Nothing is left to wait for."""
 
 
-def make_pipes(world: int) -> list[dict[int, PipePair]]:
-    """The pipes between ranks that are threads, by rank and peer."""
-    descriptors = {(a, b): make_pipe() for a in range(world) for b in range(world) if a != b}
-    pipes = {edge: (SharedPipe(descriptor), SharedPipe(descriptor)) for edge, descriptor in descriptors.items()}
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-    return [{b: PipePair(pipes[a, b][0], pipes[b, a][1]) for b in range(world) if b != a} for a in range(world)]
-
-
-def join(sockets: dict[int, socket.socket], pipes: dict[int, PipePair] | None) -> PeerSockets:
-    """Links between ranks that are threads."""
-    pids = dict.fromkeys(sockets, os.getpid())
-    return PeerSockets(sockets, pids) if pipes is None else PeerPipes(sockets, pids, pipes)
-
-
 MakePeers = Callable[..., DevicePeers]
 
 
 @contextmanager
 def engines(
-    world: int, device: FakeDevice, timeout: float = 20.0, *, led: bool = False, make_peers: MakePeers = DevicePeers
+    world: int, device: FakeDevice, timeout: float = 20.0, *, make_peers: MakePeers = DevicePeers
 ) -> Iterator[list[SameHostDeviceEngine]]:
     pairs = {(a, b): socket.socketpair() for a in range(world) for b in range(a)}
     recorded: set[tuple[int, int, int]] = set()
-    pipes = make_pipes(world) if are_pipes_supported() else [None] * world
     made = []
     for rank in range(world):
         sockets = {b: pair[0] for (a, b), pair in pairs.items() if a == rank}
         sockets |= {a: pair[1] for (a, b), pair in pairs.items() if b == rank}
-        links = join(sockets, pipes[rank])
+        links = PeerSockets(sockets, dict.fromkeys(sockets, os.getpid()))
         owners = {r: f"process {r}" for r in range(world)}
         peers = make_peers(CPU, SharedSegments(device), OpenedSegments(device), NoEvents(rank, recorded), owners)
-        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout, has_leader=led))
+        made.append(SameHostDeviceEngine(rank, tuple(range(world)), links, peers, timeout))
     try:
         yield made
     finally:
@@ -177,6 +158,5 @@ def open_fake_entry(device: FakeDevice, events: Any, **fields: Any) -> tuple[Dev
     probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
     messages, _ = shared.describe({-1: [probe]})
     card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
-    card["pipes"] = are_pipes_supported()
     card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(os.getpid())}
     return DeviceEntry(CPU, listener, shared, events, probe), card | fields

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, LocalComm, Work
-from shardwise.comm.protocol import TakeLent
+from shardwise.comm.protocol import Capabilities, TakeLent
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -118,8 +118,16 @@ def _noise(whole: Tensor, addend: int) -> Tensor:
     return index.mul(5).add(3 * addend).remainder(5).sub(2)
 
 
+def _are_integers(whole: Tensor) -> bool:
+    real = torch.view_as_real(whole) if whole.is_complex() else whole
+    return torch.equal(real.to(torch.float64).round(), real.to(torch.float64))
+
+
 def addend_of(layout: Layout, whole: Tensor, addend: int) -> Tensor:
-    """One addend of a pending reduction: they are integers and reduce to `whole` exactly."""
+    """One addend of a pending reduction: they reduce to `whole` exactly.
+
+    Addends of integers differ in every element. Other values would be rounded: twice them, minus them, zeros.
+    """
     pending = layout.pending
     if pending is None:
         return whole
@@ -130,6 +138,8 @@ def addend_of(layout: Layout, whole: Tensor, addend: int) -> Tensor:
             return whole
         return whole & other if pending.op == "max" else whole | other
     wide = whole.to(torch.complex128 if whole.is_complex() else torch.float64)
+    if pending.op == "sum" and not _are_integers(whole):
+        return whole * ((2, -1, 0)[min(addend, 2)] * pending.divisor if count > 1 else 1)
     if pending.op == "sum":
         noise = sum((_noise(whole, a) for a in range(1, count)), torch.zeros(whole.shape, dtype=torch.int64))
         mine = wide - noise if addend == 0 else _noise(whole, addend)
@@ -204,7 +214,7 @@ class CountingComm(LocalComm):
     Moves are exchanges as between processes: no rank makes them for all.
     """
 
-    takes_offers = False
+    capabilities = Capabilities()  # type: ignore[assignment]  # of the class instead of an instance
 
     def __init__(self, comm: Comm) -> None:
         assert isinstance(comm, LocalComm)
@@ -250,7 +260,7 @@ class CountingComm(LocalComm):
 class LendingCountingComm(CountingComm):
     """The same where ranks read each other's tensors in place, as threads on a GPU do."""
 
-    lends_memory = True  # type: ignore[assignment]  # of the class instead of an instance
+    capabilities = Capabilities(reads_peers=True)  # type: ignore[assignment]  # of the class
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:

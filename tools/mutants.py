@@ -299,9 +299,7 @@ def run(package: str, count: int, seed: int, jobs: int, covered: Coverage) -> Co
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="note which tests run which lines (minutes)")
-    parser.add_argument(
-        "--tests", nargs="+", default=["src", "tests/pure", "tests/local", "tests/ranks"], help="what --record runs"
-    )
+    parser.add_argument("--tests", nargs="+", default=["src", "tests"], help="what --record runs")
     parser.add_argument("--package", choices=PACKAGES, action="append", help="all of them unless given")
     parser.add_argument("--sample", type=int, default=100, help="mutants of each package")
     parser.add_argument("--seed", type=int, default=1)

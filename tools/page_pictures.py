@@ -17,11 +17,11 @@ from torch import nn
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, run_local
-from shardwise.cli.checkpoints import open_checkpoint
-from shardwise.cli.view_targets import CheckpointTarget, LayoutTarget, MoveTarget, StepTarget
+from shardwise.cli.inspect import open_checkpoint
+from shardwise.cli.view import CheckpointTarget, LayoutTarget, MoveTarget, StepTarget
 from shardwise.nn import ModelPlan, plan_from_data, shard_module
 from shardwise.page.document import render_document
-from shardwise.page.plan_target import SETTINGS, PlanTarget
+from shardwise.page.plan_facts import SETTINGS, PlanTarget
 from shardwise.page.step_facts import read_trace
 from tests.browser import Browser
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from shardwise import Layout, parse_layout, plan_transfer
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
 
 WEIGHT = "bf16[6144,4096]"
 STAGES = (

@@ -25,11 +25,6 @@ from shardwise.compat.custom_ops import (
     custom_sharded_op_impl as custom_sharded_op_impl,
     custom_sharding_spec_op as custom_sharding_spec_op,
 )
-from shardwise.compat.dtensor.registration import (
-    register_sharding as register_sharding,
-    remove_sharding as remove_sharding,
-    sharding_rule as sharding_rule,
-)
 from shardwise.compat.from_shards import init_from_local_shards as init_from_local_shards
 from shardwise.compiler import compile as compile
 from shardwise.geometry import (
@@ -83,8 +78,13 @@ from shardwise.ops import (
     plain_as_replicated as plain_as_replicated,
     replicate as replicate,
 )
-from shardwise.ops.discovery.check import check_sharding as check_sharding
-from shardwise.ops.discovery.discover import discover_sharding as discover_sharding
+from shardwise.ops.check_rule import check_sharding as check_sharding
+from shardwise.ops.registration import (
+    discover_sharding as discover_sharding,
+    register_sharding as register_sharding,
+    remove_sharding as remove_sharding,
+    sharding_rule as sharding_rule,
+)
 from shardwise.tensor import (
     ShardedTensor as ShardedTensor,
     from_local as from_local,
@@ -106,7 +106,7 @@ from shardwise.tensor.creation import (
     zeros as zeros,
     zeros_like as zeros_like,
 )
-from shardwise.tensor.random.streams import manual_seed as manual_seed
+from shardwise.tensor.random import manual_seed as manual_seed
 from shardwise.tracing.trace import trace as trace
 from shardwise.transfer import (
     Link as Link,

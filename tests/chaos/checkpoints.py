@@ -26,10 +26,11 @@ import torch
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
-from shardwise.checkpoint import clean, folders, leftovers
+from shardwise.checkpoint import clean, leftovers
+from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.store import open_store
 from shardwise.checkpoint.verify import find_problems
-from tests.ranks.killing import die_before
+from tests.killing import die_before
 
 WRITES = ("open", "write", "pwrite", "pwritev", "fsync", "rename", "mkdir")
 OPERATIONS = (*WRITES, "unlink", "rmdir")

@@ -24,7 +24,8 @@ import torch
 
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
-from shardwise.checkpoint import folders, leftovers
+from shardwise.checkpoint import commit as folders
+from shardwise.checkpoint import leftovers
 from shardwise.comm import LocalWorld, default_comm
 from tests.chaos.checkpoints import WRITES, loaded_value, state
 

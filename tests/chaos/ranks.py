@@ -41,7 +41,7 @@ from shardwise.comm.current import use_comm
 from shardwise.comm.faults import report_exception
 from tests.device import DEVICE
 from tests.moving import local_parts, same_bytes
-from tests.ranks.world import set_up_comm
+from tests.world import set_up_comm
 
 GRACE = 5.0
 FEW_LINES = 40  # torch prints a trace of 17 when the store's host dies in the middle of a call

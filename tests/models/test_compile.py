@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from shardwise import Comm, Mesh, ShardedTensor, run_local, shard_module
 from shardwise.hf import plan
-from tests.local.dense import numbers
+from tests.dense import numbers
 from tests.models.environment import import_or_skip
 
 transformers = import_or_skip("transformers")

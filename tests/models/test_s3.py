@@ -12,7 +12,7 @@ import torch
 import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
 from shardwise.checkpoint import reshard
-from shardwise.checkpoint.storage.remote_path import RemotePath
+from shardwise.checkpoint.remote import RemotePath
 
 pytest.importorskip("s3fs", reason="s3fs is not installed; see the extra 'remote-tests'")
 server_module = pytest.importorskip("moto.server", reason="moto is not installed; see the extra 'remote-tests'")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import shardwise
-from tests.ranks.world import Ranks, world_fixture
+from tests.world import Ranks, world_fixture
 
 try:
     with warnings.catch_warnings(action="ignore"):

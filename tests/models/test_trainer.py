@@ -16,7 +16,7 @@ import shardwise.hf
 from shardwise import PlanError, ShardedTensor, shard_module
 from tests.models.environment import import_or_skip
 from tests.models.families import FAMILIES, LAYOUTS, LENGTH, VOCABULARY
-from tests.ranks.world import Ranks, world_fixture
+from tests.world import Ranks, world_fixture
 
 transformers = import_or_skip("transformers")
 import_or_skip("accelerate")

@@ -1,19 +1,19 @@
 # The public names, each listed once: type checkers read them here, and `_lazy.attach_stub` does at run time.
 
-from shardwise.checkpoint.background import Saving as Saving
+from shardwise.checkpoint.saving import Saving as Saving
 from shardwise.checkpoint.verify import (
     clean as clean,
     leftovers as leftovers,
 )
-from shardwise.checkpoint.converting.name_map import NameMap as NameMap
-from shardwise.checkpoint.errors import CheckpointError as CheckpointError
+from shardwise.checkpoint.convert import NameMap as NameMap
+from shardwise.checkpoint.files import CheckpointError as CheckpointError
 from shardwise.checkpoint.loading import load as load
 from shardwise.checkpoint.opening import (
     Checkpoint as Checkpoint,
     StoredTensor as StoredTensor,
     open as open,
 )
-from shardwise.checkpoint.resharding.run import (
+from shardwise.checkpoint.resharding import (
     ReshardReport as ReshardReport,
     reshard as reshard,
 )

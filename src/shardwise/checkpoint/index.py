@@ -5,6 +5,11 @@
 3. The name of a leaf of the tree is its path joined by dots: `{"model": {"w": x}, "steps": [1, 2]}` has the tensor
    `model.w` and the values `steps.0` and `steps.1`. In JSON, scalars and lists are unchanged; everything else is an
    object with one key that says what it is.
+
+Checksums of stored bytes: XXH3 (64 bits) of every block of 4 MiB, so that a slice is checked without the rest.
+
+XXH3 keeps up with memory (about 10 GB/s a core), where `zlib.crc32` gives 0.6 to 1 and would cost more than writing.
+It detects accidents; it does not protect against someone who forges the index as well.
 """
 
 from __future__ import annotations
@@ -16,12 +21,112 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import xxhash
 
-from shardwise.checkpoint.checksums import BLOCK_BYTES, SUM_DIGITS
-from shardwise.checkpoint.errors import CheckpointError, require
+from shardwise.checkpoint.files import CheckpointError, require
 from shardwise.geometry import Box, DType, EnumerableSpec, Layout, LayoutError, Piece
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.serialize import layout_from_json
+
+BLOCK_BYTES = 4 << 20
+SUM_DIGITS = 16
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """The checksum of some bytes as 16 hexadecimal digits.
+
+    >>> checksum(b"")
+    '2d06800538d394c2'
+    """
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def block_count(size: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """How many blocks this many bytes are.
+
+    >>> block_count(0), block_count(1), block_count(BLOCK_BYTES + 1)
+    (0, 1, 2)
+    """
+    return -(-size // block_bytes)
+
+
+def split_into_blocks(data: memoryview, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+    """Cut bytes into blocks."""
+    for start in range(0, len(data), block_bytes):
+        yield data[start : start + block_bytes]
+
+
+class BlockSums:
+    """The checksums of the blocks of bytes that come in parts of any length.
+
+    >>> sums = BlockSums()
+    >>> sums.update(memoryview(b"ab"))
+    >>> sums.update(memoryview(b"c"))
+    >>> sums.text() == checksum(b"abc")
+    True
+    """
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._open: xxhash.xxh3_64 | None = None
+        self._room = BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        if self._open is None and len(data) <= BLOCK_BYTES:
+            self._begin(data)
+            return
+        while len(data):
+            part, data = data[: self._room], data[self._room :]
+            self._begin(part)
+
+    def _begin(self, part: memoryview) -> None:
+        if self._open is None:
+            self._open = xxhash.xxh3_64()
+        self._open.update(part)
+        self._room -= len(part)
+        if self._room == 0:
+            self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._done.append(self._open.hexdigest())
+        self._open, self._room = None, BLOCK_BYTES
+
+    def text(self) -> str:
+        """The checksums of all blocks, one after another."""
+        self._close()
+        return "".join(self._done)
+
+
+def combine_crc(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after another, from theirs and the length of the second.
+
+    >>> import zlib
+    >>> combine_crc(zlib.crc32(b"shard"), zlib.crc32(b"wise"), 4) == zlib.crc32(b"shardwise")
+    True
+    """
+    odd = [0xEDB88320, *(1 << n for n in range(31))]  # the effect of one zero bit on the register
+    power = _square_matrix(_square_matrix(_square_matrix(odd)))  # of one zero byte
+    while length:
+        if length & 1:
+            first = _apply_matrix(power, first)
+        power, length = _square_matrix(power), length >> 1
+    return first ^ second
+
+
+def _apply_matrix(matrix: list[int], vector: int) -> int:
+    total, row = 0, 0
+    while vector:
+        if vector & 1:
+            total ^= matrix[row]
+        vector, row = vector >> 1, row + 1
+    return total
+
+
+def _square_matrix(matrix: list[int]) -> list[int]:
+    return [_apply_matrix(matrix, row) for row in matrix]
+
 
 Json: TypeAlias = Any
 Scalar: TypeAlias = bool | int | float | str | None
@@ -175,13 +280,11 @@ class TensorEntry:
             return self.views[number].run_bytes
         return self.cut.extents[number][1] * self.dtype.itemsize
 
-    def touched_blocks(
-        self, number: int, offsets: Sequence[int], sizes: Sequence[int], block_bytes: int
-    ) -> tuple[int, int]:
+    def touched_blocks(self, number: int, region: Box, block_bytes: int) -> tuple[int, int]:
         """The first block of the run of a box that a region of it touches, and the one after the last."""
         start, strides, _ = self.view_of(number)
-        first = start + sum(o * s for o, s in zip(offsets, strides, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        first = start + sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(region.sizes, strides, strict=True))
         itemsize = self.dtype.itemsize
         return first * itemsize // block_bytes, ((last + 1) * itemsize - 1) // block_bytes + 1
 

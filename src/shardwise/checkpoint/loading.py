@@ -23,24 +23,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._log import package_logger
-from shardwise.checkpoint.background import wait_for_running_save
-from shardwise.checkpoint.checksums import block_count, checksum
-from shardwise.checkpoint.converting.conversion import rename_index
-from shardwise.checkpoint.converting.name_map import NameMap
-from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
-from shardwise.checkpoint.index import Index, Scalar, StoredCut, TensorEntry, stored_names, stored_values
-from shardwise.checkpoint.reading import (
-    BoxRead,
-    copy_tensors,
-    plan_reads,
-    run_in_threads,
-    split_evenly,
-    threads_for,
-    touched_blocks,
+from shardwise._text import package_logger
+from shardwise.checkpoint.convert import NameMap, rename_index
+from shardwise.checkpoint.files import CheckpointError, run_or_describe_error
+from shardwise.checkpoint.index import (
+    Index,
+    Scalar,
+    StoredCut,
+    TensorEntry,
+    block_count,
+    checksum,
+    stored_names,
+    stored_values,
 )
+from shardwise.checkpoint.saving import wait_for_running_save
 from shardwise.checkpoint.state import (
     Leaf,
+    copy_target,
     describe_state,
     fill_state,
     flatten_state,
@@ -52,12 +51,12 @@ from shardwise.checkpoint.state import (
     reduced_layout,
     torch_dtype,
 )
-from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, copy_reads, open_store, plan_reads, run_in_threads
 from shardwise.comm import Comm
+from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
-from shardwise.tensor.comms import resolve_comm
-from shardwise.transfer.intersect import overlaps_with_boxes
+from shardwise.transfer.overlap import BoxOverlap, overlaps_with_boxes
 
 StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | NameMap | None
 _log = package_logger(__name__)
@@ -291,7 +290,7 @@ class TensorLoad:
 
     leaf: Leaf
     entry: TensorEntry
-    reads: Sequence[BoxRead]
+    reads: Sequence[BoxOverlap]
     targets: tuple[Tensor, ...]
 
 
@@ -300,20 +299,24 @@ class Loader:
 
     def __init__(self, store: Store, tensors: Sequence[tuple[Leaf, TensorEntry]], comm: Comm, shared: bool) -> None:
         self.store, self.comm, self.shared = store, comm, shared
-        self._reads: dict[tuple[int, Layout], Sequence[BoxRead]] = {}
+        self._reads: dict[tuple[int, Layout], Sequence[BoxOverlap]] = {}
         self._takers: dict[tuple[int, Layout], Sequence[Sequence[int]]] = {}
         self._shares: dict[tuple[int, Layout, int, int], list[BlockRange]] = {}
         self.work = [self._work(leaf, entry) for leaf, entry in tensors]
 
     def _work(self, leaf: Leaf, entry: TensorEntry) -> TensorLoad:
         layout = reduced_layout(leaf.layout)
-        reads = self._once(self._reads, entry.cut, layout, lambda: plan_reads(entry.cut, layout, self.comm.rank))
+        reads = self._once(self._reads, entry.cut, layout, lambda: self._plan(entry.cut, layout))
         if layout is leaf.layout:
             return TensorLoad(leaf, entry, reads, leaf.locals)
         shapes = layout.local_shapes(self.comm.rank)
         device = leaf.locals[0].device if leaf.locals else self.comm.device
         fresh = [torch.empty(shape, dtype=torch_dtype(leaf.dtype), device=device) for shape in shapes]
         return TensorLoad(leaf, entry, reads, tuple(fresh))
+
+    def _plan(self, cut: StoredCut, layout: Layout) -> list[BoxOverlap]:
+        own = layout.table.take(layout.rows_of(self.comm.rank))
+        return plan_reads(cut, own.offsets, own.sizes, own.slots, own.local_offsets)
 
     def _once(
         self, kept: dict[tuple[int, Layout], Any], cut: StoredCut, layout: Layout, make: Callable[[], Any]
@@ -335,7 +338,7 @@ class Loader:
 
     def check(self, verify: bool) -> None:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
-        needed = {work.entry.files[read.box] for work in self.work for read in work.reads}
+        needed = {work.entry.files[read.cell] for work in self.work for read in work.reads}
         for number in sorted(needed):
             self.store.reader(number)
             if verify:
@@ -350,7 +353,7 @@ class Loader:
             for block in range(first, last, _BLOCKS_PER_CHECK)
         ]
         sizes = [min((last - first) * step, entry.nbytes) for entry, _, first, last in blocks]
-        run_in_threads(self._check_blocks, split_evenly(blocks, sizes, threads_for(sum(sizes), len(self.comm.ranks))))
+        run_in_threads(self._check_blocks, blocks, sizes, len(self.comm.ranks))
         self.store.release_pages()
 
     def _check_blocks(self, blocks: Sequence[tuple[TensorEntry, int, int, int]]) -> None:
@@ -359,7 +362,7 @@ class Loader:
 
     def _own_blocks(self, work: TensorLoad) -> list[BlockRange]:
         step = self.store.index.block_bytes
-        return [(read.box, *touched_blocks(read, work.entry, step)) for read in work.reads]
+        return [(read.cell, *work.entry.touched_blocks(read.cell, read.there, step)) for read in work.reads]
 
     def _share(self, number: int, work: TensorLoad) -> list[BlockRange]:
         """The blocks of tensor `number` that this rank checks; small tensors that are cut alike go round the ranks."""
@@ -378,8 +381,8 @@ class Loader:
 
     def copy(self) -> None:
         """Fill the tensors."""
-        jobs = ((work.entry, work.reads, work.targets) for work in self.work)
-        copy_tensors(self.store, jobs, len(self.comm.ranks))
+        jobs = ((w.entry, w.reads, [copy_target(t, w.entry.dtype) for t in w.targets]) for w in self.work)
+        copy_reads(self.store, jobs, len(self.comm.ranks))
         torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
         self.store.release_pages()
 

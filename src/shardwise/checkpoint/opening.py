@@ -11,17 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._notebook import draw_html
-from shardwise.checkpoint.checksums import block_count
-from shardwise.checkpoint.converting.conversion import rename_index
-from shardwise.checkpoint.converting.name_map import NameMap
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Scalar, TensorEntry, build_state, stored_layout, stored_names, stored_values
-from shardwise.checkpoint.reading import copy_reads, plan_box_reads, verify_reads
-from shardwise.checkpoint.state import torch_dtype
-from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, open_store
+from shardwise._text import draw_html
+from shardwise.checkpoint.convert import NameMap, rename_index
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.index import (
+    Scalar,
+    TensorEntry,
+    block_count,
+    build_state,
+    stored_layout,
+    stored_names,
+    stored_values,
+)
+from shardwise.checkpoint.state import copy_target, torch_dtype
+from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, copy_reads, open_store, plan_reads
 from shardwise.geometry import Box, Layout, shorten_layout
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
 
 SHOWN_TENSORS = 40
 
@@ -77,11 +82,12 @@ class StoredTensor:
         target = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
         zeros = np.zeros((1, box.ndim), np.int64)
         offsets, sizes = (np.array([v], np.int64).reshape(1, box.ndim) for v in (box.offsets, box.sizes))
-        reads = plan_box_reads(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)
+        reads = plan_reads(self._entry.cut, offsets, sizes, np.zeros(1, np.int64), zeros)
         try:
-            if self._verify:
-                verify_reads(self._store, self._entry, reads)
-            copy_reads(self._store, self._entry, reads, (target,))
+            for read in reads if self._verify else ():
+                blocks = self._entry.touched_blocks(read.cell, read.there, self._store.index.block_bytes)
+                self._store.verify(self._entry, read.cell, *blocks)
+            copy_reads(self._store, [(self._entry, reads, [copy_target(target, self._entry.dtype)])])
             if self._store.pinned.has_changed_files():
                 raise CheckpointError(f"{self._store.folder}: its files have changed while they were read")
         except CheckpointError as error:

@@ -7,50 +7,226 @@
    limit allows.
 3. The checksums of all files make the index, which the first rank writes last; then it puts the folder in
    the checkpoint's place. If any rank fails before that, all raise and the previous checkpoint is as it was.
+
+Saving in the background: a thread writes what was copied, and the folder itself shows who is done.
+
+The comm belongs to the program, so the threads of the ranks do not talk through it. Each leaves a record of its share
+in the temporary folder; the first rank's thread waits for all of them, writes the index and commits; the others wait
+until the folder is gone. `wait()` is collective: until all threads have ended, the ranks tell each other how far they
+are, so that a failure on one, on a full disk say, stops the others at once and is raised on all.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from shardwise._log import package_logger
-from shardwise.checkpoint import folders
-from shardwise.checkpoint.assign import TensorToSave
-from shardwise.checkpoint.background import Saving, register_save, wait_for_running_save
-from shardwise.checkpoint.errors import CheckpointError, run_or_describe_error
-from shardwise.checkpoint.formats.base import FileItem, FilePlan, Format, ItemSums, PlannedFile, SaveRequest
+from shardwise._text import package_logger
+from shardwise.checkpoint import commit as folders
+from shardwise.checkpoint.commit import Place, find_place, new_save
+from shardwise.checkpoint.files import CheckpointError, PositionedFile, SaveFolder, run_or_describe_error
+from shardwise.checkpoint.formats.base import (
+    FileItem,
+    FilePlan,
+    Format,
+    ItemSums,
+    PlannedFile,
+    SaveRequest,
+    TensorToSave,
+    write_item,
+)
 from shardwise.checkpoint.formats.table import find_format
-from shardwise.checkpoint.index import Json
+from shardwise.checkpoint.index import BLOCK_BYTES, Json, split_into_blocks
 from shardwise.checkpoint.state import (
     Leaf,
     agree_on_state,
+    flat_bytes,
     flatten_state,
     gather_or_raise,
     make_leaf,
+    raise_problems,
     reduce_pending,
     reduced_layout,
     torch_dtype,
 )
-from shardwise.checkpoint.storage.base import SaveFolder
-from shardwise.checkpoint.storage.place import Place, find_place, new_save, prepare_target
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
-from shardwise.checkpoint.writing import FileWriter
-from shardwise.comm import Comm
+from shardwise.comm import Comm, gather_values
+from shardwise.comm.current import resolve_comm
 from shardwise.tensor import redistribute_many, wrap
-from shardwise.tensor.comms import resolve_comm
+from shardwise.tensor.execute import view_box
 from shardwise.tensor.move import single_rank_layout
-from shardwise.tensor.moving.execute import view_box
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
+
+_FIRST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.02, 0.5
+_LABEL = "save in the background"
+_STOPPED = "stopped: another rank failed"
+_running_saves: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
+_running_saves_lock = threading.Lock()
+
+
+class Saving:
+    """A save running in the background; all ranks `wait()` for it.
+
+    >>> import tempfile, torch, shardwise
+    >>> path = f"{tempfile.mkdtemp()}/ckpt"
+    >>> saving = shardwise.save({"w": torch.ones(4)}, path, async_op=True)
+    >>> saving.wait()
+    >>> saving.done()
+    True
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        folder: SaveFolder,
+        write: Callable[[Callable[[], None]], Json],
+        finish: Callable[[Sequence[Json]], None],
+    ) -> None:
+        self._comm, self._folder, self._write, self._finish = comm, folder, write, finish
+        self._problem: str | None = None
+        self._stop = threading.Event()
+        self._waited = False
+        self._thread = threading.Thread(target=self._run, name="shardwise save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank's part has ended, successfully or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is in place on disk; raise on every rank if that failed on any. Collective."""
+        if self._waited:
+            return
+        self._waited = True
+        unregister_save(self._comm, self)
+        seconds = _FIRST_ROUND_SECONDS
+        while True:
+            self._thread.join(seconds)
+            ended = self.done()
+            everyone = self._exchange([ended, self._problem if ended else None])
+            problems = [problem for _, problem in everyone]
+            if any(problem is not None for problem in problems):
+                self._give_up()
+                raise_problems(self._comm, [None if p == _STOPPED else p for p in problems])
+            if all(done for done, _ in everyone):
+                return
+            seconds = min(2 * seconds, _LONGEST_ROUND_SECONDS)
+
+    def _exchange(self, given: Json) -> list[Json]:
+        return list(gather_values(self._comm, given, label=_LABEL).values())
+
+    def _give_up(self) -> None:
+        """Stop this rank's thread; when all have stopped, nothing writes to the folder any more and it is removed."""
+        self._stop.set()
+        self._thread.join()
+        self._exchange(None)
+        if self._comm.rank == self._comm.ranks[0]:
+            self._folder.remove()
+        self._folder.close()
+        self._exchange(None)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise CheckpointError(_STOPPED)
+
+    def _run(self) -> None:
+        _, self._problem = run_or_describe_error(self._share)
+        self._write, self._finish = _write_nothing, _finish_nothing  # the copies of the tensors are free
+
+    def _share(self) -> None:
+        record, problem = run_or_describe_error(lambda: self._write(self._check))
+        try:
+            self._folder.write_note(self._record_of(self._comm.rank), json.dumps([problem, record]).encode())
+        except (OSError, CheckpointError):
+            if problem is None:
+                raise
+        if problem is not None:
+            raise CheckpointError(problem)
+        if self._comm.rank == self._comm.ranks[0]:
+            self._complete()
+        else:
+            self._wait_until(self._folder.is_gone, "rank 0 did not complete the save")
+            self._folder.close()
+
+    def _complete(self) -> None:
+        names = [self._record_of(rank) for rank in self._comm.ranks]
+        found: dict[str, bytes] = {}
+
+        def all_there() -> bool:
+            for name in names[len(found) :]:
+                note = self._folder.read_note(name)
+                if note is None:
+                    return False
+                found[name] = note
+            return True
+
+        self._wait_until(all_there, "not all ranks wrote their share")
+        shares = [json.loads(found[name]) for name in names]
+        failed = [
+            f"rank {rank}: {share[0]}"
+            for rank, share in zip(self._comm.ranks, shares, strict=True)
+            if share[0] is not None
+        ]
+        if failed:
+            raise CheckpointError("; ".join(failed[:4]))
+        for name in names:
+            self._folder.remove_note(name)
+        self._finish([record for _, record in shares])
+
+    def _record_of(self, rank: int) -> str:
+        return f"share{rank:05d}.json"
+
+    def _wait_until(self, ready: Callable[[], bool], problem: str) -> None:
+        deadline = time.monotonic() + self._comm.timeout
+        while not ready():
+            self._check()
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{self._folder.path}: {problem} within {self._comm.timeout} s")
+            time.sleep(self._folder.poll_seconds)
+
+
+def _write_nothing(check: Callable[[], None]) -> Json:
+    return None
+
+
+def _finish_nothing(records: Sequence[Json]) -> None:
+    return None
+
+
+def register_save(saving: Saving) -> Saving:
+    """Let the next save or load on its comm wait for it."""
+    with _running_saves_lock:
+        _running_saves[saving._comm] = saving
+    return saving
+
+
+def unregister_save(comm: Comm, saving: Saving) -> None:
+    """It has been waited for."""
+    with _running_saves_lock:
+        if _running_saves.get(comm) is saving:
+            del _running_saves[comm]
+
+
+def wait_for_running_save(comm: Comm) -> None:
+    """Wait for the save that is running on this comm, if there is one; collective as that save was."""
+    with _running_saves_lock:
+        saving = _running_saves.get(comm)
+    if saving is not None:
+        saving.wait()
+
 
 _log = package_logger(__name__)
 SAVE_LABEL = "save"
@@ -74,6 +250,67 @@ class SavePlan:
         if holder is None:
             raise CheckpointError(f"tensor {name!r}: rank {rank} does not have its box {self.files.box_of(item)}")
         return view_box(self.held[name][holder.slot], holder.here)
+
+
+STAGING_BYTES = 32 << 20
+
+
+class FileWriter:
+    """Writes the items of a planned file in order, straight from the tensors' memory, with checksums on the way.
+
+    `check` is called before each block, and may raise to stop.
+    """
+
+    def __init__(self, folder: Path, plan: FilePlan, file: PlannedFile, check: Callable[[], None]) -> None:
+        self._plan, self._file, self._check = plan, file, check
+        self._output = PositionedFile(folder / file.name, create=True)
+        self._sums: list[ItemSums] = []
+
+    def add(self, values: Tensor) -> None:
+        """Write the next item."""
+        begin, data = self._file.items[len(self._sums)].begin, flat_bytes(values)
+        self._check()
+        parts = data if data is not None and 0 < len(data) <= BLOCK_BYTES else self._parts(values)
+        self._sums.append(write_item(self._output, begin, parts, self._plan.crc, lasting=True))
+
+    def _parts(self, values: Tensor) -> Iterator[memoryview]:
+        for part in iterate_host_bytes(values):
+            self._check()
+            yield part
+
+    def finish(self) -> list[ItemSums]:
+        """Write what surrounds the items, and make all of it last."""
+        for position, data in self._plan.finish_file(self._file, self._sums):
+            self._output.write(position, data, lasting=True)
+        self._output.close()
+        return self._sums
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._output.close(sync=False)
+
+
+def iterate_host_bytes(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, in parts of at most a block where they are ready in memory."""
+    if values.numel() == 0:
+        return
+    data = flat_bytes(values)
+    if data is not None:
+        yield from split_into_blocks(data)
+        return
+    for part in _split_for_staging(values):
+        yield from iterate_host_bytes(part.resolve_conj().resolve_neg().to("cpu").contiguous())
+
+
+def _split_for_staging(values: Tensor) -> Iterator[Tensor]:
+    """A tensor in row-major parts of at most the staging size."""
+    if values.nbytes <= STAGING_BYTES:
+        yield values
+        return
+    dim = next(d for d, size in enumerate(values.shape) if size > 1)
+    half = values.shape[dim] // 2
+    yield from _split_for_staging(values.narrow(dim, 0, half))
+    yield from _split_for_staging(values.narrow(dim, half, values.shape[dim] - half))
 
 
 @overload
@@ -204,7 +441,6 @@ def _plan_save(
             )
         leaves = [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
         if comm.rank == comm.ranks[0]:
-            prepare_target(target)
             new_save(target, token).make()
         return target, flat.tree, leaves
 
@@ -364,11 +600,7 @@ def _commit_save(plan: SavePlan, records: Sequence[Json], in_background: bool) -
     """Write the index and put the folder in place; before it is there, a failure removes it."""
     try:
         written = [_parse_record(record) for of_rank in records for record in of_rank]
-        for file, _ in written:
-            size = plan.folder.size_of(file.name)
-            if size != file.bytes:
-                raise CheckpointError(f"{file.name}: {file.bytes} bytes were written, {size} are in the folder")
-        plan.folder.write_index(plan.files.make_index(written))
+        plan.folder.complete({file.name: file.bytes for file, _ in written}, plan.files.make_index(written))
     except BaseException:
         plan.folder.remove()
         raise

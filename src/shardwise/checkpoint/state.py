@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.assign import TensorToSave
-from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import MAX_DEPTH, Json, Scalar
-from shardwise.comm import Comm
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.base import TensorToSave
+from shardwise.checkpoint.index import MAX_DEPTH, Json, Scalar, checksum
+from shardwise.checkpoint.store import CARRIERS, CopyTarget
+from shardwise.comm import Comm, gather_raw
 from shardwise.geometry import ChunkSpec, DType, Layout, find_dtype, layout_from_json, layout_to_json
 from shardwise.tensor import ShardedTensor, redistribute_many, wrap
-from shardwise.tensor.dtensors import TENSOR_MODULE, spec_from_dtensor
+from shardwise.tensor.functions import TENSOR_MODULE, spec_from_dtensor
 from shardwise.tensor.move import replicated_layout, single_rank_layout
 
 
@@ -99,6 +101,62 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     found = getattr(torch, dtype.torch_name)
     assert isinstance(found, torch.dtype)
     return found
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64}
+_INTS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+_OF_NUMPY = _FLOATS | _INTS | {torch.bool}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor are in host memory as they are."""
+    return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """The memory of a plain tensor: unsigned numbers of its elements' width.
+
+    >>> as_array(torch.ones(2, 2, dtype=torch.bfloat16)).tolist()
+    [[16256, 16256], [16256, 16256]]
+    """
+    itemsize = tensor.dtype.itemsize
+    if tensor.dtype not in _OF_NUMPY:
+        tensor = tensor.view(_CARRIERS[itemsize])
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array.view(CARRIERS[itemsize])
+
+
+def flat_bytes(tensor: Tensor) -> memoryview | None:
+    """The bytes of a tensor, if they are contiguous in host memory.
+
+    >>> flat_bytes(torch.ones(2, dtype=torch.int16)).tolist(), flat_bytes(torch.ones(2, 2)[:, 0])
+    ([1, 0, 1, 0], None)
+    """
+    if not is_plain(tensor) or not tensor.is_contiguous():
+        return None
+    return as_array(tensor).reshape(-1).view(np.uint8).data
+
+
+class TensorTarget:
+    """A tensor that stored elements are copied into where they have to be moved to its device, or converted."""
+
+    def __init__(self, tensor: Tensor, stored: torch.dtype) -> None:
+        self._tensor, self._stored = tensor, stored
+
+    def __getitem__(self, place: Any) -> TensorTarget:
+        return TensorTarget(self._tensor[place], self._stored)
+
+    def __setitem__(self, place: Any, part: npt.NDArray[Any]) -> None:
+        buffer = torch.empty(part.shape, dtype=self._stored, device="cpu")
+        as_array(buffer)[...] = part
+        self._tensor[place].copy_(buffer)
+
+
+def copy_target(tensor: Tensor, stored: DType) -> CopyTarget:
+    """Where stored elements go: the memory of the tensor itself, where it can hold them as they are."""
+    dtype = torch_dtype(stored)
+    return as_array(tensor) if tensor.dtype == dtype and is_plain(tensor) else TensorTarget(tensor, dtype)
 
 
 _MAX_DIGITS = 1000
@@ -258,7 +316,7 @@ def gather_or_raise(comm: Comm, given: Json, problem: str | None, label: str, wa
     A rank that only wants to know of problems says so, and gets nothing else.
     """
     data = json.dumps(problem) if problem is not None else "null\n" + json.dumps(given, separators=(",", ":"))
-    everyone = [text.partition(b"\n") for text in comm.all_gather_bytes(data.encode(), label=label)]
+    everyone = [text.partition(b"\n") for text in gather_raw(comm, data.encode(), label=label).values()]
     problems = [json.loads(one[0]) for one in everyone]
     raise_problems(comm, problems)
     return [json.loads(one[2]) for one in everyone] if wanted else []
@@ -297,8 +355,7 @@ def agree_on_state(
     others = [one[1] for one in found]
     if len({one[0] for one in found}) == 1:
         return tree, [TensorToSave(e.name, e.dtype, e.layout) for e in leaves], others
-    texts = comm.all_gather_bytes(text.encode(), label=label)
-    everyone = dict(zip(comm.ranks, map(json.loads, texts), strict=True))
+    everyone = {rank: json.loads(each) for rank, each in gather_raw(comm, text.encode(), label=label).items()}
     return _merge_trees(everyone), _merge_tensors(everyone), others
 
 

@@ -1,8 +1,23 @@
-"""The files of a checkpoint, mapped into memory when they are first needed.
+"""The bytes of a checkpoint: files mapped when they are first needed, checked, and copied to where they belong.
 
 Bytes are only mapped, so reading a slice reads its pages and nothing else. A file is mapped after its length was
 compared with what the index says. Pages that have been read are released whenever they add up to the limit, and files
 beyond the first few hundred are unmapped again, so that a process may read a checkpoint of thousands of ranks.
+
+Stored elements become numbers that NumPy can compute with: floats of any width float64, complex numbers complex128,
+integers int64 or uint64. Floats of 8 bits are looked up in a table of their 256 values. Conversions round as torch's
+do: to the nearest, ties to even; what is too large becomes infinite, NaN stays NaN.
+
+Copying: `plan_reads` finds the regions of stored boxes that fill boxes of the target, whoever asks for them.
+
+1. Large reads are copied from mapped pages, prefetched in bulk: one copy, as fast as reading straight into place and
+   faster where that is not aligned. Pages that come one by one as they are touched cost twice as much. So are short
+   rows far apart (a narrow column of a wide tensor), and regions with strides of their own.
+2. Others are cut into steps, as much as one system call returns: rows with small gaps between them are read with the
+   gaps, rows far apart one by one. Steps near each other in a file, of whichever tensors, share a window of it, which
+   is read into one small buffer that stays in the processor's cache.
+
+Where a machine has more cores than ranks, several threads of a rank work on the bytes.
 """
 
 from __future__ import annotations
@@ -13,20 +28,26 @@ import os
 import resource
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from itertools import groupby, product
+from operator import itemgetter
+from types import EllipsisType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.commit import FolderVanished, Place, find_place, open_folder
+from shardwise.checkpoint.files import CheckpointError, FileReader, ReadableFolder
 from shardwise.checkpoint.formats.base import Format
 from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
-from shardwise.checkpoint.index import CRC, TensorEntry
-from shardwise.checkpoint.storage.base import FileReader, ReadableFolder
-from shardwise.checkpoint.storage.place import FolderVanished, Place, find_place, open_folder
+from shardwise.checkpoint.index import CRC, SUM_DIGITS, StoredCut, TensorEntry, checksum
+from shardwise.geometry import DType, LayoutError, find_dtype
+from shardwise.geometry.mesh import IntArray
+from shardwise.transfer.overlap import BoxOverlap, overlaps_with_boxes
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 _MAX_MAPPED = 256
@@ -38,6 +59,145 @@ CARRIERS: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u8"),
     16: np.dtype("<c16"),
 }
+
+
+CASTABLE = ("float64", "float32", "float16", "bfloat16")
+_NATIVE = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "u1",
+    "bool": "u1",
+    "complex128": "<c16",
+    "complex64": "<c8",
+}
+_WIDE = {"f": np.float64, "c": np.complex128, "i": np.int64, "u": np.uint64}
+_EXPONENT_BITS = {"float8_e4m3fn": 4, "float8_e4m3fnuz": 4, "float8_e5m2": 5, "float8_e5m2fnuz": 5}
+
+
+def decode_numbers(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """A row of stored elements, given as unsigned numbers of their width, as float64, complex128, int64 or uint64.
+
+    >>> from shardwise.geometry import find_dtype
+    >>> decode_numbers(np.array([0x3F80, 0xC000], np.uint16), find_dtype("bf16")).tolist()
+    [1.0, -2.0]
+    """
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
+        return _decode_bits(np.ascontiguousarray(bits), dtype)
+
+
+def _decode_bits(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    name = dtype.torch_name
+    if name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if name == "complex32":
+        parts = bits.view(np.float16).reshape(-1, 2).astype(np.float64)
+        return np.asarray(parts[:, 0] + 1j * parts[:, 1])
+    if name.startswith("float8"):
+        return np.asarray(decode_float8_codes(name)[bits])
+    if name not in _NATIVE:
+        raise CheckpointError(f"elements of type {dtype} are not single numbers; they are only compared bit by bit")
+    native = bits.view(_NATIVE[name])
+    return native.astype(_WIDE[native.dtype.kind])
+
+
+def has_numbers(dtype: DType) -> bool:
+    """Whether the elements of a type are single numbers: one of the pairs of 4-bit floats is not."""
+    return not dtype.torch_name.startswith("float4")
+
+
+@cache
+def decode_float8_codes(name: str) -> npt.NDArray[np.float64]:
+    """The values of all 256 codes of an 8-bit float.
+
+    >>> decode_float8_codes("float8_e5m2")[[0x3C, 0x7C, 0x7F]].tolist()
+    [1.0, inf, nan]
+    """
+    codes = np.arange(256)
+    if name == "float8_e8m0fnu":
+        return np.asarray(np.where(codes == 255, np.nan, 2.0 ** (codes - 127)), np.float64)
+    width = _EXPONENT_BITS[name]
+    fraction_bits, unsigned_zero = 7 - width, name.endswith("uz")
+    bias = 2 ** (width - 1) - (0 if unsigned_zero else 1)
+    sign = np.where(codes & 128, -1.0, 1.0)
+    exponent, fraction = (codes & 127) >> fraction_bits, codes & (2**fraction_bits - 1)
+    part = fraction / 2**fraction_bits
+    size = np.where(exponent == 0, part * 2.0 ** (1 - bias), (1 + part) * 2.0 ** (exponent - bias))
+    values: npt.NDArray[np.float64] = sign * size
+    if unsigned_zero:
+        values[128] = np.nan
+    elif name == "float8_e4m3fn":
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[exponent == 2**width - 1] = np.nan
+        values[[0x7C, 0xFC]] = [np.inf, -np.inf]
+    return values
+
+
+def find_cast_dtype(name: str) -> DType:
+    """The element type to convert to; an error for types that nothing is converted to.
+
+    >>> find_cast_dtype("bf16").torch_name
+    'bfloat16'
+    """
+    try:
+        found = find_dtype(name)
+    except LayoutError as error:
+        raise CheckpointError(str(error)) from error
+    if found.torch_name not in CASTABLE:
+        known = ", ".join(find_dtype(known).name for known in CASTABLE)
+        raise CheckpointError(f"elements are not converted to {found}; pass one of {known}")
+    return found
+
+
+def converted_dtype(stored: DType, wanted: DType | None) -> DType:
+    """The element type of a tensor after a conversion; only floats of 16 bits or more are converted.
+
+    >>> bf16 = find_dtype("bf16")
+    >>> [converted_dtype(find_dtype(name), bf16).name for name in ("f32", "i64", "f8e4m3fn", "c64")]
+    ['bf16', 'i64', 'f8e4m3fn', 'c64']
+    """
+    return wanted if wanted is not None and stored.torch_name in CASTABLE else stored
+
+
+def convert_elements(bits: npt.NDArray[Any], stored: DType, wanted: DType) -> npt.NDArray[Any]:
+    """A row of floats, given as unsigned numbers of their width, as floats of another type in the same form.
+
+    >>> stored = np.array([1.0, -2.5], np.float32).view(np.uint32)
+    >>> [hex(n) for n in convert_elements(stored, find_dtype("f32"), find_dtype("bf16")).tolist()]
+    ['0x3f80', '0xc020']
+    """
+    with np.errstate(all="ignore"):
+        if wanted.torch_name == "bfloat16":
+            return _round_to_bfloat16(_decode_float32(bits, stored))
+        kind = np.dtype(_NATIVE[wanted.torch_name])
+        if stored.torch_name == "bfloat16":
+            numbers: npt.NDArray[Any] = _decode_float32(bits, stored)
+        else:
+            numbers = bits.view(_NATIVE[stored.torch_name])
+        if stored.torch_name == "float64" and wanted.torch_name == "float16":
+            numbers = numbers.astype(np.float32)  # as torch: rounded twice
+        return numbers.astype(kind).view(f"<u{kind.itemsize}")
+
+
+def _decode_float32(bits: npt.NDArray[Any], stored: DType) -> npt.NDArray[np.float32]:
+    if stored.torch_name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(_NATIVE[stored.torch_name]).astype(np.float32)
+
+
+def _round_to_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = numbers.view(np.uint32)
+    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    rounded[np.isnan(numbers)] = 0x7FC0
+    return rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +465,211 @@ def find_index(pinned: ReadableFolder, file_name: str | None) -> tuple[Format, s
         what = pinned.path if file_name is None else pinned.path / file_name
         raise CheckpointError(f"{what}: not a checkpoint; expected {describe_expected()}")
     return found
+
+
+_WORTH_BYTES = 32 << 20  # of work for each thread
+MOST_THREADS = 4
+GAP_BYTES = 16 << 10
+LONG_ROW_BYTES = 64 << 10
+WINDOW_BYTES = 1 << 20
+LARGE_BYTES = 1 << 20
+_DENSE_RATIO = 8  # pages are prefetched where at least one in this many bytes is needed
+_ALIGNMENT = 64
+T = TypeVar("T")
+
+
+class CopyTarget(Protocol):
+    """What elements are copied into: an array of their width, or what takes such arrays and converts them."""
+
+    def __getitem__(self, place: Any, /) -> Any: ...
+
+    def __setitem__(self, place: Any, part: npt.NDArray[Any], /) -> None: ...
+
+
+TensorReads: TypeAlias = tuple[TensorEntry, Sequence[BoxOverlap], Sequence[CopyTarget]]
+PlacedStep: TypeAlias = tuple[int, int, "ReadStep", TensorEntry, CopyTarget]  # file, first byte in it, what goes where
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """`span` bytes from byte `start` of stored box `cell` on: an array of `sizes` and `strides`, to go to `here`."""
+
+    cell: int
+    start: int
+    span: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    slot: int
+    here: tuple[slice | EllipsisType, ...]
+
+
+def plan_reads(
+    cut: StoredCut, offsets: IntArray, sizes: IntArray, slots: IntArray, local: IntArray, cells: IntArray | None = None
+) -> list[BoxOverlap]:
+    """What is read to fill boxes of a tensor, each of which is at `local` in target number `slots`.
+
+    The cells are the stored boxes, or some of them; the boxes are the targets.
+    """
+    if not len(cut) or not len(offsets):
+        return []
+    stored, lengths = (cut.offsets, cut.sizes) if cells is None else (cut.offsets[cells], cut.sizes[cells])
+    met = overlaps_with_boxes(cut.shape, offsets, sizes, stored, lengths)
+    return met.regions(offsets - local, stored, slots, cells)
+
+
+def split_read(read: BoxOverlap, stored: Sequence[int], itemsize: int, window_bytes: int) -> list[ReadStep] | None:
+    """The steps of a read of a box of sizes `stored`, none longer than the window; None for short rows far apart.
+
+    >>> from shardwise.geometry import Box
+    >>> read = BoxOverlap(0, 0, Box((0, 0), (3, 2)), Box((0, 2), (3, 2)))
+    >>> [(step.start, step.span) for step in split_read(read, (3, 4), 4, 1 << 20)]
+    [(8, 40)]
+    >>> [(step.start, step.span, step.sizes) for step in split_read(read, (3, 4), 4, 30)]
+    [(8, 24, (2, 2)), (40, 8, (1, 2))]
+    >>> split_read(BoxOverlap(0, 0, Box((0, 0), (3, 2)), Box((0, 0), (3, 2))), (3, 1 << 20), 4, 1 << 20) is None
+    True
+    """
+    sizes, ndim = read.there.sizes, read.there.ndim
+    if 0 in sizes:
+        return []
+    strides, rows = [itemsize] * ndim, [itemsize] * (ndim + 1)  # `rows[d]` is the span of dims d on
+    for dim in range(ndim - 1, -1, -1):
+        strides[dim] = strides[dim + 1] * stored[dim + 1] if dim + 1 < ndim else itemsize
+        rows[dim] = (sizes[dim] - 1) * strides[dim] + rows[dim + 1]
+    far = [d for d in range(ndim) if sizes[d] > 1 and strides[d] - rows[d + 1] > GAP_BYTES]
+    if any(rows[d + 1] < LONG_ROW_BYTES for d in far):
+        return None
+    start = sum(o * s for o, s in zip(read.there.offsets, strides, strict=True))
+    if not ndim:
+        return [ReadStep(read.cell, start, rows[0], (), (), read.box, (...,))]
+    dim = max(far, default=0)  # steps are some indices of this dim, and single ones of the dims before it
+    while rows[dim + 1] > window_bytes and dim + 1 < ndim:
+        dim += 1
+    gap = strides[dim] - rows[dim + 1]
+    count = 1 if gap > GAP_BYTES else max(1, (window_bytes - rows[dim + 1]) // strides[dim] + 1)
+    steps = []
+    for outer in product(*map(range, sizes[:dim])):
+        for row in range(0, sizes[dim], count):
+            length = min(count, sizes[dim] - row)
+            first = (*outer, row, *(0 for _ in sizes[dim + 1 :]))
+            extent = (*(1 for _ in outer), length, *sizes[dim + 1 :])
+            here = [slice(o + f, o + f + e) for o, f, e in zip(read.here.offsets, first, extent, strict=True)]
+            at = start + sum(f * s for f, s in zip(first, strides, strict=True))
+            span = (length - 1) * strides[dim] + rows[dim + 1]
+            steps.append(ReadStep(read.cell, at, span, extent, tuple(strides), read.box, (*here, ...)))
+    return steps
+
+
+def copy_reads(store: Store, jobs: Iterable[TensorReads], ranks: int = 1) -> None:
+    """Fill the targets of many stored tensors, file by file; as many ranks do so at once."""
+    window = min(WINDOW_BYTES, store.step_bytes // MOST_THREADS)
+    mapped: list[tuple[TensorEntry, BoxOverlap, CopyTarget]] = []
+    parts = sorted(_place_steps(store, jobs, window, mapped), key=itemgetter(0, 1))
+
+    def copy_steps(some: Sequence[PlacedStep]) -> None:
+        memory = np.empty(window + 3 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
+        buffer = memory[-memory.ctypes.data % _ALIGNMENT :]  # lines of the cache: the system copies three times as fast
+        for number, of_file in groupby(some, key=itemgetter(0)):
+            _copy_file_steps(store.reader(number), list(of_file), buffer, window)
+
+    def copy_mapped(some: Sequence[tuple[TensorEntry, BoxOverlap, CopyTarget]]) -> None:
+        for tensor, read, target in some:
+            copy_region(store, tensor, read, target)
+
+    on_host = all(isinstance(part[4], np.ndarray) for part in parts)
+    run_in_threads(copy_steps, parts, [part[2].span for part in parts], ranks if on_host else None)
+    sizes = [read.there.numel * tensor.dtype.itemsize for tensor, read, _ in mapped]
+    on_host = all(isinstance(target, np.ndarray) for _, _, target in mapped)
+    run_in_threads(copy_mapped, mapped, sizes, ranks if on_host else None)
+
+
+def _place_steps(
+    store: Store, jobs: Iterable[TensorReads], window: int, mapped: list[tuple[TensorEntry, BoxOverlap, CopyTarget]]
+) -> Iterator[PlacedStep]:
+    """All steps, placed. Large reads, and rows far apart, are noted: they are copied from mapped pages.
+
+    Tensors that are split alike share their plans.
+    """
+    known: dict[tuple[int, int], tuple[list[ReadStep], list[BoxOverlap]]] = {}
+    for tensor, reads, targets in jobs:
+        itemsize = tensor.dtype.itemsize
+        if (id(reads), itemsize) not in known:
+            steps: list[ReadStep] = []
+            others: list[BoxOverlap] = []
+            for read in reads:
+                large = store.fetches and read.there.numel * itemsize >= LARGE_BYTES
+                stored = tensor.cut.extents[read.cell][0]
+                found = None if large or tensor.views is not None else split_read(read, stored, itemsize, window)
+                others += [read] if found is None else []
+                steps += found or []
+            known[id(reads), itemsize] = steps, others
+        steps, others = known[id(reads), itemsize]
+        files, begins = tensor.files, tensor.begins
+        for step in steps:
+            yield files[step.cell], begins[step.cell] + step.start, step, tensor, targets[step.slot]
+        mapped += [(tensor, read, targets[read.box]) for read in others]
+
+
+def _copy_file_steps(file: FileReader, parts: Sequence[PlacedStep], buffer: npt.NDArray[np.uint8], window: int) -> None:
+    """Read the parts of one file, which are in the order of their first bytes, and put them in their places."""
+    first = 0
+    while first < len(parts):
+        low = parts[first][1]
+        high = low + parts[first][2].span
+        after = first + 1
+        while after < len(parts) and parts[after][1] <= high + GAP_BYTES:
+            end = max(high, parts[after][1] + parts[after][2].span)
+            if end > low + window:
+                break
+            high, after = end, after + 1
+        low -= low % _ALIGNMENT
+        file.read_into(buffer.data[: high - low], low)
+        for _, begin, step, tensor, place in parts[first:after]:
+            carrier = CARRIERS[tensor.dtype.itemsize]
+            place[step.here] = np.ndarray(step.sizes, carrier, buffer, begin - low, step.strides)
+        first = after
+
+
+def copy_region(store: Store, tensor: TensorEntry, read: BoxOverlap, target: CopyTarget) -> None:
+    """Copy one read from mapped pages, in steps that touch a bounded part of the file each."""
+    source = store.region(tensor, read.cell).narrow(read.there.offsets, read.there.sizes)
+    place = target[(*read.here.slices, ...)]
+    for slices in source.split(store.step_bytes):
+        part = source.part(slices)
+        if part.nbytes * _DENSE_RATIO >= part.span:
+            store.fetch(part)
+        place[(*slices, ...)] = part.load()
+        store.touch(part.span)
+
+
+def split_evenly(items: Sequence[T], sizes: Sequence[int], count: int) -> list[Sequence[T]]:
+    """Cut a sequence into at most this many runs of about equal size, none of them empty.
+
+    >>> split_evenly("abcd", [1, 1, 1, 3], 2), split_evenly("ab", [5, 5], 3), split_evenly("", [], 2)
+    (['abc', 'd'], ['a', 'b'], [])
+    """
+    total, done, start = sum(sizes), 0, 0
+    found: list[Sequence[T]] = []
+    for number, size in enumerate(sizes):
+        done += size
+        if number + 1 == len(items) or done * count >= total * (len(found) + 1):
+            found.append(items[start : number + 1])
+            start = number + 1
+    return found
+
+
+def run_in_threads(
+    work: Callable[[Sequence[T]], None], items: Sequence[T], sizes: Sequence[int], ranks: int | None
+) -> None:
+    """Do the work on all items, in as many threads as their bytes are worth where so many ranks are on this machine.
+
+    With None for ranks, in this thread. Raises what the first that failed raised.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = 1 if ranks is None or sum(sizes) < _WORTH_BYTES else max(1, min(MOST_THREADS, cores // ranks))
+    parts = split_evenly(items, sizes, threads)
+    if len(parts) == 1:
+        work(parts[0])
+    elif parts:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(work, parts))

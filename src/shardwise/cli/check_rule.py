@@ -21,10 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json
+from shardwise.cli.output import NO, AsJson, print_json
 from shardwise.geometry import LayoutError, find_dtype
-from shardwise.geometry.notation.scan import Scanner
+from shardwise.geometry.notation import Scanner
 
 WORDS = {"true": True, "True": True, "false": False, "False": False, "none": None, "None": None}
 NUMBER = re.compile(r"[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d+)")
@@ -138,7 +137,7 @@ def check_rule(op: Operator, sample: SampleText, as_json: AsJson = False, comple
 
 def run_rule_check(target: Any, asked: Samples) -> Any:
     """The result of trying the rule of an operator on sample arguments."""
-    from shardwise.ops.discovery.check import check_sharding  # loads torch
+    from shardwise.ops.check_rule import check_sharding  # loads torch
 
     try:
         return check_sharding(
@@ -185,7 +184,7 @@ def _make_argument(value: Any) -> Any:
 
 def rule_check_to_json(checked: Any) -> dict[str, Any]:
     """A check's result as plain data."""
-    from shardwise.ops.discovery.auto_rule import format_strategy
+    from shardwise.ops.registration import format_strategy
 
     wrong = [
         {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -13,15 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.folders import find_checkpoint, list_leftovers, recover_commit
-from shardwise.checkpoint.storage.place import local_path
+from shardwise.checkpoint.commit import find_checkpoint, find_writer, list_leftovers, local_path, recover_commit
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.store import open_store
-from shardwise.checkpoint.verify import find_checkpoint_problem
-from shardwise.cli.checkpoints import detect_folder
-from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, format_count, print_json, table_lines, total_progress
-from shardwise.transfer.report import format_bytes
+from shardwise.checkpoint.verify import cleaning, find_checkpoint_problem, remove_leftover
+from shardwise.cli.inspect import detect_folder
+from shardwise.cli.output import NO, AsJson, format_count, print_json, table_lines, total_progress
+from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
 _NAME = re.compile(r"\.(?P<checkpoint>.+)\.(?P<kind>saving|replaced|resharding)-[^-]*")
@@ -51,7 +49,7 @@ def clean(path: PathText, yes: Yes = False, dry_run: DryRun = False, as_json: As
     """Remove what killed saves and reshards left next to a checkpoint; an interrupted commit is completed first.
 
     A complete checkpoint is removed only after the one that stays has been read and verified.
-    Do not use it while a save or a reshard to this path is running.
+    What a save or a reshard that is running writes is left alone.
     Exit status 0: done; 1: you said no; 2: there is nothing at PATH.
 
     \b
@@ -103,6 +101,9 @@ def is_unfinished(target: Path) -> bool:
 def find_leftovers(target: Path) -> list[Leftover]:
     """What was left of saves to a checkpoint; complete ones stay, unless the checkpoint was read whole and is right."""
     found = list_leftovers(target)
+    writer = find_writer(target) if found else None
+    if writer is not None:
+        return [_describe_leftover(folder, target, writer) for folder in found]
     loadable = [folder for folder in found if _is_loadable(folder)]
     reason = _reason_to_keep(target) if loadable else None
     return [_describe_leftover(folder, target, reason if folder in loadable else None) for folder in found]
@@ -127,16 +128,24 @@ def _is_loadable(path: Path) -> bool:
 
 
 def _describe_leftover(folder: Path, target: Path, kept: str | None) -> Leftover:
-    stats = [entry.lstat() for entry in (folder, *folder.rglob("*"))]
+    stats = [stat for entry in (folder, *folder.rglob("*")) if (stat := _stat_or_none(entry)) is not None]
     found = _NAME.fullmatch(folder.name)
     return Leftover(
         path=folder,
         checkpoint=target,
         kind=found["kind"] if found else "unknown",
         bytes=sum(s.st_size for s in stats[1:]),
-        age=max(0.0, time.time() - max(s.st_mtime for s in stats)),
+        age=max(0.0, time.time() - max((s.st_mtime for s in stats), default=0.0)),
         kept=kept,
     )
+
+
+def _stat_or_none(path: Path) -> os.stat_result | None:
+    """A file's state; None for one that a running save has just renamed."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def confirm_removal(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> bool:
@@ -149,11 +158,13 @@ def confirm_removal(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> b
 
 
 def remove_leftovers(doomed: Sequence[Leftover], unfinished: Sequence[Path]) -> None:
-    """Complete what was cut short, then remove."""
-    for target in unfinished:
-        recover_commit(target)
-    for left in doomed:
-        shutil.rmtree(left.path)
+    """Complete what was cut short, then remove; saves to these checkpoints wait meanwhile."""
+    for target in dict.fromkeys([*unfinished, *(left.checkpoint for left in doomed)]):
+        with cleaning(target):
+            recover_commit(target)
+            for left in doomed:
+                if left.checkpoint == target:
+                    remove_leftover(left.path)
 
 
 def _format_folders(found: Sequence[Leftover]) -> str:

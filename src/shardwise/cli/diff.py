@@ -10,14 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.checksums import block_count
-from shardwise.checkpoint.compare import ComparedTensor, Difference, Tolerance, compare_stored
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.index import Scalar, TensorEntry, stored_names, stored_values
-from shardwise.checkpoint.summary import StoredLayouts
-from shardwise.cli.checkpoints import NamePatterns, OpenedCheckpoint, filter_names, open_checkpoint
-from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.index import Scalar, TensorEntry, block_count, stored_names, stored_values
+from shardwise.checkpoint.verify import ComparedTensor, Difference, StoredLayouts, Tolerance, compare_stored
+from shardwise.cli.inspect import NamePatterns, OpenedCheckpoint, filter_names, open_checkpoint
+from shardwise.cli.output import NO, AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
 from shardwise.view import line, print_lines
 
 SHOWN = 50

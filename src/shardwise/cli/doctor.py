@@ -17,9 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from shardwise._version import SUPPORTED_TORCH, __version__
-from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, print_json
-from shardwise.transfer.report import format_bytes
+from shardwise.cli.output import NO, AsJson, print_json
+from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
 OK, SLOWER, ABSENT, FAILED = "ok", "slower", "absent", "failed"
@@ -154,7 +153,7 @@ def first_line(problem: object) -> str:
 
 def examine_transports(gpus: int) -> list[DoctorFinding]:
     """What two ranks of this host found out."""
-    from shardwise.comm.probes import ProbeResult, probe_transports, read_memory_limits
+    from shardwise.comm.launch import ProbeResult, probe_transports, read_memory_limits
 
     try:
         results = probe_transports(gpus)

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from shardwise._version import __version__
-from shardwise.cli.errors import Commands
+from shardwise.cli.output import Commands
 
 COMMANDS = {
-    "show": "shardwise.cli.show:show",
+    "show": "shardwise.cli.plan:show",
     "plan": "shardwise.cli.plan:plan",
     "view": "shardwise.cli.view:view",
     "model": "shardwise.cli.model:model",
-    "demo": "shardwise.cli.demo.command:demo",
+    "demo": "shardwise.cli.demo:demo",
     "doctor": "shardwise.cli.doctor:doctor",
     "check-rule": "shardwise.cli.check_rule:check_rule",
     "inspect": "shardwise.cli.inspect:inspect",

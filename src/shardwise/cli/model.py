@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.errors import NO
-from shardwise.cli.output import AsJson, parse_bytes
+from shardwise.cli.output import NO, AsJson, parse_bytes
 from shardwise.geometry import LayoutError
 from shardwise.transfer import Link, Topology
 from shardwise.transfer.topology import BETWEEN_HOSTS, WITHIN_HOST

@@ -13,9 +13,9 @@ from shardwise.cli.output import print_json, table_lines
 from shardwise.geometry import LayoutError
 from shardwise.hf.plans import plan as make_plan
 from shardwise.nn import ModelPlan, PlanError, load_plan
-from shardwise.nn.patterns import read_mesh
+from shardwise.nn.plan import read_mesh
 from shardwise.planner import Estimate, estimate
-from shardwise.planner.hardware import find_device
+from shardwise.planner.estimate import find_device
 from shardwise.planner.model_sources import ModelSource, load_model
 from shardwise.planner.report import (
     MOVE_HEAD,
@@ -25,7 +25,7 @@ from shardwise.planner.report import (
     resharding_bytes,
     summary_rows,
 )
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.table import FORMATS
-from shardwise.checkpoint.resharding.run import ReshardReport, reshard
-from shardwise.cli.errors import INTERRUPTED
+from shardwise.checkpoint.resharding import ReshardReport, reshard
 from shardwise.cli.output import (
+    INTERRUPTED,
     AsJson,
     escape_for_terminal,
     format_count,
@@ -24,7 +24,7 @@ from shardwise.cli.output import (
     total_progress,
 )
 from shardwise.geometry import LayoutError
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
 _LISTED = 5

@@ -1,13 +1,20 @@
 """How ranks talk: the `Comm` interface, over a torch process group or over the threads of one process."""
 
-from shardwise.comm.agree import agree, start_agreeing
-from shardwise.comm.current import advise_ranks, current_comm, default_comm, use_comm
+from shardwise.comm.agree import (
+    agree,
+    any_rank,
+    fold_texts,
+    fold_values,
+    gather_raw,
+    gather_values,
+    name_ranks,
+    start_agreeing,
+)
+from shardwise.comm.current import advise_ranks, current_comm, default_comm, run_local, use_comm
 from shardwise.comm.launch import LocalWorld, Outcome, launch
 from shardwise.comm.local import LocalComm
 from shardwise.comm.process_group import ProcessGroupComm, comm_from_device_mesh
 from shardwise.comm.protocol import Comm, CommError, DisagreementError, ReduceOp, Work
-from shardwise.comm.rank_text import fold_texts, fold_values, name_ranks
-from shardwise.comm.run_local import run_local
 
 __all__ = [
     "Comm",
@@ -21,11 +28,14 @@ __all__ = [
     "Work",
     "advise_ranks",
     "agree",
+    "any_rank",
     "comm_from_device_mesh",
     "current_comm",
     "default_comm",
     "fold_texts",
     "fold_values",
+    "gather_raw",
+    "gather_values",
     "launch",
     "name_ranks",
     "run_local",

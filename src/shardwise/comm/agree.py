@@ -1,8 +1,14 @@
-"""Do all ranks pass the same arguments? One small exchange of digests; full strings only when they differ.
+"""Do all ranks pass the same arguments, and what does each of them say? All small questions to all ranks are here.
+
+`agree` compares; it takes one small exchange of digests, and full strings only when they differ:
 
 1. The fields are written as one canonical text and hashed; the 16-byte digests are gathered.
 2. Equal digests: done. The number of fields does not matter, so ranks may even pass different ones.
 3. Otherwise the strings are gathered, and every rank raises the same error: which field, and who has which value.
+
+`gather_values` and `any_rank` return what the ranks say, so that all of them draw the same conclusion from it.
+
+How are many ranks described in a short message? Runs are folded, equal parts appear once, long lists are cut.
 """
 
 from __future__ import annotations
@@ -10,31 +16,119 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from shardwise._log import package_logger
-from shardwise.comm.protocol import Comm, DisagreementError, OfferingComm, OfferPlanner
-from shardwise.comm.rank_text import fold_texts, fold_values, name_ranks
+from shardwise._text import package_logger
+from shardwise.comm.protocol import Comm, DisagreementError, OfferPlanner
+
+_MOST_RUNS = 8
+_MOST_TEXTS = 6
+_SHORTEST_RUN = 3
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name some ranks, in words that stay short in a large world.
+
+    >>> name_ranks([3]), name_ranks([0, 1]), name_ranks([0, 1, 2, 3, 8])
+    ('rank 3', 'ranks 0, 1', 'ranks 0-3, 8')
+    >>> name_ranks(range(0, 4096, 2))
+    'ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (2048 in all)'
+    """
+    listed = list(ranks)
+    parts = [part for run in _fold_runs(listed) for part in _run_texts(run)]
+    shown = ", ".join(parts[:_MOST_RUNS]) + (f", ... ({len(listed)} in all)" if len(parts) > _MOST_RUNS else "")
+    return f"rank{'s' * (len(listed) != 1)} {shown or 'none'}"
+
+
+def _fold_runs(ranks: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return runs
+
+
+def _run_texts(run: list[int]) -> list[str]:
+    return [f"{run[0]}-{run[-1]}"] if len(run) >= _SHORTEST_RUN else [str(rank) for rank in run]
+
+
+def ranks_by_text(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that have each string, in order of first appearance."""
+    found: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def fold_texts(by_rank: Mapping[int, str]) -> str:
+    """Report what each rank says, equal strings once.
+
+    >>> fold_texts({0: "no tensor", 1: "no tensor", 2: "no tensor", 3: "shape (2,) for (3,)"})
+    'ranks 0-2: no tensor; rank 3: shape (2,) for (3,)'
+    """
+    found = ranks_by_text(by_rank)
+    shown = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(found.items())[:_MOST_TEXTS]]
+    left = [rank for ranks in list(found.values())[_MOST_TEXTS:] for rank in ranks]
+    return "; ".join([*shown, *([f"and others on {name_ranks(sorted(left))}"] if left else [])])
+
+
+def fold_values(by_rank: Mapping[int, str]) -> str:
+    """Tell which value each rank has, equal ones once.
+
+    >>> fold_values({0: "4", 1: "4", 2: "5"})
+    '4 on ranks 0, 1 and 5 on rank 2'
+    """
+    found = ranks_by_text(by_rank)
+    shown = [f"{text} on {name_ranks(ranks)}" for text, ranks in list(found.items())[:_MOST_TEXTS]]
+    left = [rank for ranks in list(found.values())[_MOST_TEXTS:] for rank in ranks]
+    return " and ".join([*shown, *([f"others on {name_ranks(sorted(left))}"] if left else [])])
+
 
 _log = package_logger(__name__)
 _ABSENT = "nothing"
 _PROBLEM = "problem"
 _LONGEST = 200
+_DIGEST_BYTES = 16
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ranks compare: the fields of a call as canonical text, and its digest. A problem is one of the fields."""
+
+    text: bytes
+    digest: bytes
+
+    @staticmethod
+    def of(fields: Mapping[str, object], problem: str | None = None) -> Request:
+        """The request of some fields; programs that go round in steps make the same again and again."""
+        if problem is None and all(type(value) in _PLAIN for value in fields.values()):
+            return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
+        return _write_request(fields, problem)
+
+
 def agree(
-    comm: Comm, fields: Mapping[str, object], *, label: str, what: str = "arguments", problem: str | None = None
-) -> None:
+    comm: Comm,
+    fields: Mapping[str, object],
+    *,
+    label: str,
+    what: str = "arguments",
+    problem: str | None = None,
+    payload: bytes = b"",
+) -> dict[int, bytes]:
     """Raise `DisagreementError` on every rank unless all ranks of the comm pass equal fields and have no problem.
 
     Values are compared by their text, so pass values whose `repr` is the same on every rank. `problem` is what this
-    rank alone found wrong with its arguments: it is raised on all ranks, with the number of the rank.
+    rank alone found wrong with its arguments: it is raised on all ranks, with the number of the rank. `payload` travels
+    along and is not compared; returns that of each rank.
 
     >>> from shardwise.comm import run_local
     >>> def body(comm):
@@ -45,29 +139,48 @@ def agree(
     ...     print(error)
     'shard': the ranks pass different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; pass the same on every rank
     """
-    text = _write_fields(fields, problem)
-    digests = comm.all_gather_bytes(_digest(text), label=label)
-    if len(set(digests)) > 1 or problem is not None:
-        _raise_difference(comm, text, label, what)
+    request = Request.of(fields, problem)
+    found = comm.all_gather_bytes(request.digest + payload, label=label)
+    if problem is not None or {data[:_DIGEST_BYTES] for data in found} != {request.digest}:
+        _raise_difference(comm, request.text, label, what)
     _log_agreement(comm, label)
+    return {rank: data[_DIGEST_BYTES:] for rank, data in zip(comm.ranks, found, strict=True)}
 
 
-def write_request(fields: Mapping[str, object]) -> tuple[bytes, bytes]:
-    """What ranks compare of fields: the text, and its digest."""
-    text = _write_fields(fields, None)
-    return text, _digest(text)
+def gather_values(comm: Comm, value: Any, *, label: str) -> dict[int, Any]:
+    """What each rank passes, as JSON.
+
+    >>> from shardwise.comm import run_local
+    >>> run_local(lambda comm: gather_values(comm, [comm.rank, None], label="values"), 2)[1]
+    {0: [0, None], 1: [1, None]}
+    """
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return {rank: json.loads(each) for rank, each in gather_raw(comm, data, label=label).items()}
 
 
-def agree_and_run(
-    comm: OfferingComm, request: tuple[bytes, bytes], offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
-) -> bool:
+def gather_raw(comm: Comm, data: bytes, *, label: str) -> dict[int, bytes]:
+    """The bytes that each rank passes, for what is not JSON or too long to be read by everyone."""
+    return dict(zip(comm.ranks, comm.all_gather_bytes(data, label=label), strict=True))
+
+
+def any_rank(comm: Comm, flag: bool, *, label: str) -> bool:
+    """Whether some rank says yes.
+
+    >>> from shardwise.comm import run_local
+    >>> run_local(lambda comm: any_rank(comm, comm.rank == 1, label="empty"), 2)
+    [True, True]
+    """
+    return b"1" in comm.all_gather_bytes(b"1" if flag else b"0", label=label)
+
+
+def agree_and_run(comm: Comm, request: Request, offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str) -> bool:
     """The same as `agree` for a written request, on a comm that does what the ranks offer once all of them agree.
 
     Returns whether it is done: not if a rank made no offer.
     """
-    digests, done = comm.agree_and_run(request[1], offer, plan, nbytes, label=label)
+    digests, done = comm.agree_and_run(request.digest, offer, plan, nbytes, label=label)
     if not done and len(set(digests)) > 1:
-        _raise_difference(comm, request[0], label, "arguments")
+        _raise_difference(comm, request.text, label, "arguments")
     _log_agreement(comm, label)
     return done
 
@@ -89,53 +202,39 @@ def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> C
     >>> run_local(body, 2)
     [None, None]
     """
-    start = getattr(comm, "start_agreeing", None)
-    text = _write_fields(fields, None)
-    wait = None if start is None else start(_digest(text), label=label)
-    if wait is None:
+    if not comm.capabilities.starts_early:
         agree(comm, fields, label=label)
         return lambda: None
+    request = Request.of(fields)
+    wait = comm.start_agreeing(request.digest, label=label)
 
     def finish() -> None:
         if len(set(wait())) > 1:
-            _raise_difference(comm, text, label, "arguments")
+            _raise_difference(comm, request.text, label, "arguments")
         _log_agreement(comm, label)
 
     return finish
-
-
-def _write_fields(fields: Mapping[str, object], problem: str | None) -> bytes:
-    """The fields as text; programs that go round in steps ask for the same again and again."""
-    if problem is None and all(type(value) in _PLAIN for value in fields.values()):
-        return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
-    return _write_texts(fields, problem)
 
 
 _PLAIN = (str, torch.dtype, NoneType, int, bool)  # values that are equal and of one type have the same text
 
 
 @lru_cache(maxsize=1024)
-def _write_plain(fields: tuple[tuple[str, type, object], ...]) -> bytes:
-    return _write_texts({name: value for name, _, value in fields}, None)
+def _write_plain(fields: tuple[tuple[str, type, object], ...]) -> Request:
+    return _write_request({name: value for name, _, value in fields}, None)
 
 
-def _write_texts(fields: Mapping[str, object], problem: str | None) -> bytes:
+def _write_request(fields: Mapping[str, object], problem: str | None) -> Request:
     texts = {name: _field_text(value) for name, value in fields.items()}
     if problem is not None:
         texts[_PROBLEM] = problem
-    return json.dumps(texts, sort_keys=True).encode()
-
-
-@lru_cache(maxsize=1024)
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).digest()
+    text = json.dumps(texts, sort_keys=True).encode()
+    return Request(text, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
 
 
 def _raise_difference(comm: Comm, text: bytes, label: str, what: str) -> NoReturn:
     """Gather the texts and say who has which; when this returns, no rank reads memory for a call that was withdrawn."""
-    withdraw = getattr(comm, "withdraw_next_call", None)
-    if withdraw is not None:
-        withdraw()
+    comm.withdraw_next_call()
     everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
     problems = {rank: given[_PROBLEM] for rank, given in by_rank.items() if _PROBLEM in given}

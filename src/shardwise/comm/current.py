@@ -1,17 +1,44 @@
-"""Which comm a call uses when none is passed."""
+"""Which comm does a call use? The one that is passed, as a comm, a torch group or a DeviceMesh; else the current one.
+
+1. `use_comm` makes a comm the current one of a block, `run_local` runs a function as every rank of a world of threads,
+   each with its own comm, and `load_with_process_group` says onto which group tensors are unpickled.
+2. `resolve_comm` finds the comm of what a caller passes, `group_of` what callers that speak torch are handed back.
+3. A DeviceMesh has process groups. It is made at most once for a mesh, by all ranks together, and kept as long as it is
+   used; one that a tensor came from is used again.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwise.comm.local import LocalComm
+from shardwise.comm.local import (
+    LocalComm,
+    RendezvousHub,
+    ThreadWorldState,
+    default_device,
+    find_default_device,
+    number_device,
+)
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import Comm, CommError
+from shardwise.comm.stand_in import traced_comm
+from shardwise.geometry import Mesh
+from shardwise.geometry.torch_interop import is_device_mesh, to_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 _current: ContextVar[Comm | None] = ContextVar("shardwise_comm", default=None)
 _alone = LocalComm.alone()
@@ -89,3 +116,261 @@ def given_world() -> tuple[int, int] | None:
     if not all(name in os.environ for name in _TORCHRUN):
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+_meshes: WeakValueDictionary[tuple[Mesh, str], Any] = WeakValueDictionary()
+
+
+def comm_of_device_mesh(device_mesh: DeviceMesh) -> Comm:
+    """The comm of all ranks of a DeviceMesh: the current one where it has these ranks, else the group of its axis."""
+    around, ranks = default_comm(), sorted(device_mesh.mesh.flatten().tolist())
+    if sorted(around.ranks) == ranks:
+        return around
+    if device_mesh.ndim == 1:
+        return ProcessGroupComm.of(device_mesh.get_group())
+    raise ValueError(
+        f"the mesh has {len(ranks)} of the {around.world_size} ranks of the world and {device_mesh.ndim} axes; pass "
+        "comm=, a comm of exactly the mesh's ranks"
+    )
+
+
+def remember_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """The Mesh of a DeviceMesh; `find_device_mesh` leads back to it."""
+    mesh = to_mesh(device_mesh)
+    _meshes[(mesh, device_mesh.device_type)] = device_mesh
+    return mesh
+
+
+def find_device_mesh(mesh: Mesh, device_type: str, comm: Comm) -> DeviceMesh:
+    """The DeviceMesh of a Mesh: one that is known, else a new one, which every rank of the world has to ask for."""
+    known = _meshes.get((mesh, device_type))
+    if known is None:
+        if comm.process_group is None:
+            raise ValueError(
+                f"DTensor needs a torch process group, and the comm of this tensor has none: {comm!r}; start the "
+                "ranks with shardwise.launch or torchrun, or use x.sharding.spec.mesh, which needs none"
+            )
+        made = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
+        known = made(device_type, torch.tensor(mesh.ranks.tolist(), device="cpu"), mesh_dim_names=mesh.axes)
+        _meshes[(mesh, device_type)] = known
+    found: DeviceMesh = known
+    return found
+
+
+T = TypeVar("T")
+
+
+def run_local(
+    fn: Callable[..., T],
+    world_size: int = 4,
+    *args: Any,
+    timeout: float = 60.0,
+    device: torch.device | str | None = None,
+) -> list[T]:
+    """Call `fn(comm, *args)` on one thread per rank and return the results in rank order.
+
+    `device` is where tensors normally live, by default torch's default device. On a GPU all ranks share it.
+
+    An exception on one rank ends the others at their next collective and is raised here, with a note that names its
+    rank. Each thread computes with one intra-op thread and runs its own backward pass. Torch's global random
+    generator is shared by all threads, so seed generators of your own.
+
+    >>> def total(comm, scale):
+    ...     x = torch.tensor([comm.rank * scale])
+    ...     comm.all_reduce(x, label="total").wait()
+    ...     return x.item()
+    >>> run_local(total, 3, 10)
+    [30, 30, 30]
+    """
+    if not isinstance(world_size, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
+        raise TypeError(
+            "run_local(fn, world_size, *args) calls fn(comm, *args) on each rank; got "
+            f"{type(fn).__name__} and {type(world_size).__name__}"
+        )
+    if world_size < 1:
+        raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
+    device = default_device() if device is None else number_device(device)
+    room = ThreadWorldState(device=device)
+    hub = RendezvousHub(tuple(range(world_size)), room)
+    results: dict[int, T] = {}
+    comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]
+    intra_op_threads = torch.get_num_threads()
+    try:
+        threads = [_start_rank(comm, fn, args, results, room) for comm in comms]
+        _join_ranks(threads, room, timeout)
+    finally:
+        torch.set_num_threads(intra_op_threads)
+    if room.failure is not None:
+        rank, error = room.failure
+        error.add_note(f"on rank {rank} of run_local (world of {world_size})")
+        raise error
+    return [results[rank] for rank in range(world_size)]
+
+
+def _start_rank(
+    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: ThreadWorldState
+) -> threading.Thread:
+    grad, device = torch.is_grad_enabled(), find_default_device()
+    gpu = _find_gpu(comm.device)
+    context = copy_context()
+
+    def body() -> None:
+        try:
+            if gpu is not None:
+                _enter_gpu(gpu)
+            results[comm.rank] = _run_as_rank(fn, comm, args, grad, device)
+            room.leave(comm.rank)
+        except BaseException as error:
+            room.fail(comm.rank, error)
+
+    thread = threading.Thread(target=context.run, args=(body,), name=f"rank {comm.rank}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _find_gpu(device: torch.device) -> int | None:
+    """The number of a GPU, of the caller's present one if it has none; None for another device."""
+    if device.type != "cuda":
+        return None
+    index: int | None = device.index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _enter_gpu(number: int) -> None:
+    """Make a GPU the present one of this thread, with its context, which a thread has after its first call only.
+
+    Memory comes from torch's pool without a call, and then cuBLAS warns that there is no context.
+    """
+    torch.cuda.set_device(number)
+    torch.cuda.current_stream(number).query()
+
+
+def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool, device: torch.device) -> T:
+    torch.set_num_threads(1)
+    made_there = nullcontext() if find_default_device() == device else device
+    with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad), made_there:
+        return fn(comm, *args)
+
+
+def _join_ranks(threads: list[threading.Thread], room: ThreadWorldState, timeout: float) -> None:
+    """Wait for the ranks; once one has failed, for the others no longer than the time-out."""
+    try:
+        for thread in threads:
+            while thread.is_alive() and room.failure is None:
+                thread.join(0.05)
+    except BaseException as error:
+        room.fail(-1, CommError(f"run_local was interrupted by {type(error).__name__}"))
+        raise
+    for thread in threads:
+        thread.join(timeout)
+
+
+GroupOrComm: TypeAlias = dist.ProcessGroup | Comm
+_loading_group: ContextVar[GroupOrComm | None] = ContextVar("shardwise_loading", default=None)
+
+
+def resolve_comm(process_group: GroupOrComm | None = None) -> Comm:
+    """Return the comm of a torch process group or of a comm; without one, that of the surrounding block or the world.
+
+    >>> resolve_comm().ranks
+    (0,)
+    >>> from shardwise.comm import LocalComm
+    >>> resolve_comm(alone := LocalComm.alone()) is alone
+    True
+    """
+    group: object = process_group if process_group is not None else _loading_group.get()
+    if group is None:
+        return default_comm()
+    if is_device_mesh(group):
+        return comm_of_device_mesh(cast(Any, group))
+    if isinstance(group, dist.ProcessGroup):
+        return traced_comm(ProcessGroupComm.of(group))
+    if isinstance(group, Comm):
+        return traced_comm(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the process group passed; call only on the group's members")
+    raise ValueError(
+        "process_group is a torch ProcessGroup or DeviceMesh, a shardwise Comm or None; got "
+        f"{type(group).__name__}: {group!r}"
+    )
+
+
+def group_of(comm: Comm) -> GroupOrComm:
+    """Return what functions written for torch are handed as `process_group`: the torch group, else the comm itself.
+
+    >>> group_of(resolve_comm())
+    LocalComm(rank=0, ranks=(0,), device='cpu')
+    """
+    return comm.process_group if comm.process_group is not None else comm
+
+
+def comm_of(value: object) -> Comm | None:
+    """Return the comm of a sharded tensor, None for anything else.
+
+    >>> comm_of(3) is None
+    True
+    """
+    comm = getattr(value, "comm", None) if isinstance(value, Tensor) else None
+    return comm if isinstance(comm, Comm) else None
+
+
+def same_group(one: Comm, other: Comm) -> bool:
+    """Whether two comms connect the same ranks by the same means.
+
+    >>> same_group(resolve_comm(), resolve_comm())
+    True
+    """
+    if one is other:
+        return True
+    if one.process_group is None or other.process_group is None:
+        return one.process_group is other.process_group and one.ranks == other.ranks
+    return one.process_group is other.process_group
+
+
+@contextmanager
+def load_with_process_group(process_group: GroupOrComm | None) -> Iterator[GroupOrComm | None]:
+    """Unpickle sharded tensors onto this group inside a `with` block, instead of onto the default one.
+
+    >>> from shardwise.comm import LocalComm
+    >>> with load_with_process_group(LocalComm.alone()) as group:
+    ...     get_current_process_group() is group
+    True
+    """
+    if _loading_group.get() is not None:
+        raise RuntimeError(
+            'ProcessGroup already set by previous "load_with_process_group" context manager; '
+            "leave that block before entering another"
+        )
+    token = _loading_group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _loading_group.reset(token)
+
+
+def get_current_process_group() -> GroupOrComm:
+    """Return the group of the surrounding `load_with_process_group` or `use_comm`, else torch's default group.
+
+    >>> get_current_process_group()
+    Traceback (most recent call last):
+    ...
+    ValueError: Default process group has not been initialized, please make sure to call init_process_group.
+    """
+    group = loading_group()
+    if group is None:
+        raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
+    return group
+
+
+def loading_group() -> GroupOrComm | None:
+    """Return the group that a tensor unpickled now belongs to, None where no world has been set up.
+
+    >>> loading_group() is None
+    True
+    """
+    if (group := _loading_group.get()) is not None:
+        return group
+    comm = current_comm()
+    if comm is not None:
+        return group_of(comm)
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

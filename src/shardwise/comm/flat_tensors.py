@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.comm.agree import name_ranks
 from shardwise.comm.background import is_in_background
 from shardwise.comm.protocol import ReduceOp
-from shardwise.comm.rank_text import name_ranks
 
 # Elements that are reduced at a time: they stay in cache, and torch uses one thread for so few. Its other threads would
 # wait for each other at the end of every block, which takes long where ranks share cores.

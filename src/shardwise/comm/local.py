@@ -11,8 +11,13 @@ How the threads complete a collective together (`Rendezvous`):
 
 On a GPU a job only queues work. So the last rank to post does all of them at once, on its stream, which waits for the
 streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place (`lend`).
-There ranks take turns (`TurnTaking`): Python runs one thread at a time, and each call of torch lets another one in,
-which costs more than the call. Jobs of few bytes are also done at once on the CPU: to share them takes longer.
+Jobs of few bytes are also done at once on the CPU: to share them takes longer.
+
+What ranks that are threads do in a collective, once all have called it: independent copies and reductions.
+
+The order of work on a GPU that ranks share as threads: streams wait for each other only where they differ.
+
+A stream is known here by its handle, a number that is read much faster than torch makes an object of it.
 """
 
 from __future__ import annotations
@@ -22,46 +27,211 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from shardwise._torch import current_raw_stream, foreach_copy
 from shardwise.comm import flat_tensors as tensors
+from shardwise.comm.agree import fold_texts, name_ranks
+from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import (
     BOXES,
     DEFAULT_TIMEOUT,
     LENT,
+    Capabilities,
+    Comm,
     CommError,
     OfferPlanner,
     PendingWork,
     ReduceOp,
     TakeLent,
+    TensorsByRank,
     Work,
 )
-from shardwise.comm.rank_text import fold_texts, name_ranks
-from shardwise.comm.threads.jobs import (
-    JobPlanner,
-    MoveOffer,
-    RendezvousJob,
-    plan_all_reduce,
-    plan_boxes,
-    plan_broadcast,
-    plan_exchange,
-    plan_gather,
-    plan_lending,
-    plan_nothing,
-    plan_offers,
-    plan_reduce_scatter,
-)
-from shardwise.comm.threads.streams import find_stream, follow_stream, wait_for_streams
-from shardwise.comm.threads.turns import TurnTaking
-from shardwise.transfer.device_cost import DeviceTraffic
+from shardwise.comm.transports.kernels import copy_boxes
+
+RendezvousJob = Callable[[], None]
+JobPlanner = Callable[[Mapping[int, Any]], list[RendezvousJob]]
+"""Makes jobs of what the ranks passed, by rank."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class MoveOffer(Generic[T]):
+    """What a rank offers for a move on which the ranks are agreeing by their bytes; accepted if all offer the same."""
+
+    data: bytes
+    offer: T
+    accepted: bool = False
+
+
+def plan_offers(payloads: Mapping[int, Any], *, plan: OfferPlanner[Any]) -> list[RendezvousJob]:
+    """The jobs of a move for which all ranks made an offer, else none."""
+    listed = list(payloads.values())
+    if not all(isinstance(each, MoveOffer) for each in listed) or len({each.data for each in listed}) > 1:
+        return []
+    for each in listed:
+        each.accepted = True
+    return plan([each.offer for each in listed])
+
+
+def plan_nothing(payloads: Mapping[int, Any]) -> list[RendezvousJob]:
+    """No jobs: the ranks only meet."""
+    return []
+
+
+def plan_exchange(payloads: Mapping[int, tuple[Edges, Edges]], *, label: str) -> list[RendezvousJob]:
+    """A copy for each tensor of each edge."""
+    jobs: list[RendezvousJob] = []
+    for src, (outgoing, _) in payloads.items():
+        for dst, (_, incoming) in payloads.items():
+            sent, wanted = outgoing.get(dst, []), incoming.get(src, [])
+            wrong = tensors.check_edge(src, dst, [len(t) for t in sent], [len(t) for t in wanted], label=label)
+            if wrong:
+                raise CommError(wrong, (src, dst))
+            jobs += [partial(_copy_run, target, source) for target, source in zip(wanted, sent, strict=True)]
+    return jobs
+
+
+def plan_boxes(
+    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]], *, label: str
+) -> list[RendezvousJob]:
+    """One job that copies the boxes of all ranks."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for src, (outgoing, _) in payloads.items():
+        for dst, (_, incoming) in payloads.items():
+            sent, wanted = outgoing.get(dst, ()), incoming.get(src, ())
+            if [t.shape for t in sent] != [t.shape for t in wanted]:
+                sizes = ([t.nbytes for t in sent], [t.nbytes for t in wanted])
+                raise CommError(tensors.check_edge(src, dst, *sizes, label=label) or f"{label!r}: shapes", (src, dst))
+            pairs += zip(wanted, sent, strict=True)
+    return [partial(_copy_pairs, pairs)]
+
+
+def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    copy_boxes(pairs)
+
+
+def plan_lending(
+    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], set[int], TakeLent]], *, label: str
+) -> list[RendezvousJob]:
+    """A job for each rank, which reads what the others lend to it."""
+    jobs: list[RendezvousJob] = []
+    for rank, (_, receives, take) in payloads.items():
+        senders = {peer for peer, (sends, _, _) in payloads.items() if rank in sends}
+        if senders != receives:
+            text = f"{label!r}: {name_ranks(senders)} lend to rank {rank}, which expects {sorted(receives)}"
+            raise CommError(text, (rank,))
+        jobs.append(partial(take, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
+    return jobs
+
+
+def plan_gather(payloads: Mapping[int, tuple[Tensor, Tensor]]) -> list[RendezvousJob]:
+    """A copy of each rank's tensor into each output."""
+    parts = [tensor for _, tensor in payloads.values()]
+    count = len(parts[0])
+    return [
+        partial(_copy_run, out[i * count : (i + 1) * count], part)
+        for out, _ in payloads.values()
+        for i, part in enumerate(parts)
+    ]
+
+
+def plan_reduce_scatter(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[RendezvousJob]:
+    """A reduction for each rank's output; where few elements are reduced, or on a GPU, one for all."""
+    outs, wholes = zip(*payloads.values(), strict=True)
+    return plan_reduction([[out] for out in outs], wholes, op)
+
+
+def plan_all_reduce(payloads: Mapping[int, tuple[Tensor, Tensor]], *, op: ReduceOp) -> list[RendezvousJob]:
+    """A reduction for each of as many pieces as there are ranks; where few elements are reduced, or on a GPU, one."""
+    outs, wholes = zip(*payloads.values(), strict=True)
+    if _is_one_job(wholes[0]):
+        return plan_reduction([outs], wholes, op)
+    cuts = (zip(*(run.tensor_split(len(runs)) for run in runs), strict=True) for runs in (outs, wholes))
+    return [partial(_reduce_run, into, terms, op) for into, terms in zip(*cuts, strict=True)]
+
+
+def _is_one_job(whole: Tensor) -> bool:
+    return whole.device.type != "cpu" or len(whole) <= tensors.REDUCE_BLOCK_ELEMENTS
+
+
+def plan_reduction(outs: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], op: ReduceOp) -> list[RendezvousJob]:
+    """Reduce flat tensors of one length, in the order given; each of their consecutive runs goes into some outputs."""
+    if _is_one_job(wholes[0]):
+        return [partial(_reduce_at_once, outs, wholes, op)]
+    lengths = [len(run[0]) for run in outs]
+    runs = zip(*(torch.split(whole, lengths) for whole in wholes), strict=True)
+    return [partial(_reduce_run, each, terms, op) for each, terms in zip(outs, runs, strict=True)]
+
+
+def _reduce_run(outs: Sequence[Tensor], terms: Sequence[Tensor], op: ReduceOp) -> None:
+    tensors.reduce_runs(outs[0], terms, op)
+    for other in outs[1:]:
+        other.copy_(outs[0])
+
+
+def _reduce_at_once(outs: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce whole tensors, then copy: few calls, each of which costs more than its elements."""
+    total = wholes[0].clone()
+    for other in wholes[1:]:
+        tensors.accumulate_run(total, other, op)
+    tensors.finish_average(total, op, len(wholes))
+    runs = torch.split(total, [len(run[0]) for run in outs]) if len(outs) > 1 else [total]
+    pairs = [(out, run) for each, run in zip(outs, runs, strict=True) for out in each]
+    foreach_copy([out for out, _ in pairs], [run for _, run in pairs])
+
+
+def plan_broadcast(payloads: Mapping[int, Tensor], *, src: int) -> list[RendezvousJob]:
+    """A copy for each rank but the source."""
+    return [partial(_copy_run, tensor, payloads[src]) for rank, tensor in payloads.items() if rank != src]
+
+
+def _copy_run(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+_DEFAULT = 0  # the handle of every device's default stream
+
+
+def find_stream(device: torch.device) -> int | None:
+    """The handle of this thread's stream of a device; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    index = cast("int | None", device.index)  # torch's types know no device without one
+    return current_raw_stream(torch.cuda.current_device() if index is None else index)
+
+
+def wait_for_streams(device: torch.device, stream: int, others: Iterable[int | None]) -> None:
+    """Have a stream wait for those of other ranks; if there are any, also for the default stream.
+
+    Ranks that use streams of their own still share tensors that were made on the default one.
+    """
+    different = {other for other in others if other is not None} - {stream}
+    for other in (different | {_DEFAULT}) - {stream} if different else ():
+        _open_stream(device, stream).wait_stream(_open_stream(device, other))
+
+
+def follow_stream(device: torch.device, stream: int, done: int | None) -> None:
+    """Have a stream follow the one on which work was done for it, and the default stream follow both."""
+    if done is not None and done != stream:
+        _open_stream(device, stream).wait_stream(_open_stream(device, done))
+    if stream != _DEFAULT:
+        _open_stream(device, _DEFAULT).wait_stream(_open_stream(device, stream))
+
+
+def _open_stream(device: torch.device, handle: int) -> Any:
+    if handle == _DEFAULT:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]  # untyped in torch
+
 
 _AGREEMENT = "all_gather_bytes"
 _MANY_BYTES = 1 << 62  # uncounted
+_ON_HOST, _ON_DEVICE = Capabilities(fuses_moves=True), Capabilities(fuses_moves=True, reads_peers=True)
 AT_ONCE_BYTES = 1 << 18  # that ranks on the CPU pass together in a call that its last rank completes for all of them
-T = TypeVar("T")
 
 
 def default_device() -> torch.device:
@@ -105,13 +275,12 @@ class CollectiveCall:
 
 @dataclass
 class ThreadWorldState:
-    """What all ranks of one world share: the lock, who failed, who has returned, their device, whose turn it is."""
+    """What all ranks of one world share: the lock, who failed, who has returned, their device."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Condition = field(init=False)
     failure: tuple[int, BaseException] | None = None
     left: set[int] = field(default_factory=set)
-    turns: TurnTaking | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -128,8 +297,6 @@ class ThreadWorldState:
         with self.changed:
             self.left.add(rank)
             self.changed.notify_all()
-        if self.turns is not None:
-            self.turns.pass_on()
 
 
 @dataclass(slots=True)
@@ -191,8 +358,7 @@ class RendezvousHub:
         elif sum(call.nbytes for call in meeting.calls.values()) <= AT_ONCE_BYTES:
             _run_at_once(meeting)
         meeting.complete = True
-        if self.room.turns is None:
-            self.room.changed.notify_all()
+        self.room.changed.notify_all()
 
     def _queue_jobs(self, meeting: Rendezvous, stream: int) -> None:
         """Do all jobs on one stream, after what the streams of all ranks have to do."""
@@ -209,8 +375,6 @@ class RendezvousHub:
 
     def _complete(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        if self.room.turns is not None:
-            self._wait_for_turn(rank, meeting, deadline, self.room.turns)
         if not meeting.complete:
             with self.room.lock:
                 while not meeting.complete:
@@ -225,14 +389,6 @@ class RendezvousHub:
             while meeting.running and meeting.error is None:
                 if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
                     self._give_up(meeting, CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s"))
-
-    def _wait_for_turn(self, rank: int, meeting: Rendezvous, deadline: float, turns: TurnTaking) -> None:
-        """Return when the meeting is complete or the time is over."""
-        while not meeting.complete and (left := deadline - time.monotonic()) > 0:
-            turns.wait(rank, meeting, left)
-            if not meeting.complete:
-                with self.room.lock:
-                    self._check(rank, meeting)
 
     def _give_up(self, meeting: Rendezvous, error: CommError) -> NoReturn:
         """End a meeting for all its ranks: a late one must not read what this rank's program writes from now on."""
@@ -301,16 +457,13 @@ def _mismatch_error(calls: Mapping[int, CollectiveCall]) -> CommError | None:
     return CommError(f"the ranks made different calls ({who}); every rank must make the same calls in the same order")
 
 
-class LocalComm:
+class LocalComm(Comm):
     """One rank's comm in a world of threads; see `Comm` for the methods and `run_local` to start such a world.
 
     >>> alone = LocalComm.alone()
     >>> alone.rank, alone.ranks, alone.process_group
     (0, (0,), None)
     """
-
-    process_group = None
-    takes_offers = True
 
     def __init__(
         self, rank: int, hub: RendezvousHub, *, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT
@@ -326,54 +479,26 @@ class LocalComm:
     def __repr__(self) -> str:
         return f"LocalComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
 
-    def __deepcopy__(self, memo: object) -> Self:
-        """The same: a comm is how this process reaches others, of which a copy has no more."""
-        return self
-
     @property
-    def world_size(self) -> int:
-        """How many ranks this comm has."""
-        return len(self.ranks)
+    def capabilities(self) -> Capabilities:
+        """On a GPU, where a copy only has to be queued, boxes are read where they are."""
+        return _ON_DEVICE if self.device.type == "cuda" else _ON_HOST
 
-    def find_topology(self) -> None:
-        """All ranks share a host: there is none."""
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
+    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
         """Copy each edge's k-th sent tensor into its k-th received one."""
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
         nbytes = sum(len(run) for edges in (outgoing, incoming) for runs in edges.values() for run in runs)
         return self._start("exchange", label, "", (outgoing, incoming), partial(plan_exchange, label=label), nbytes)
 
-    @property
-    def lends_memory(self) -> bool:
-        """Whether boxes are read where they are: on a GPU, where a copy only has to be queued."""
-        return self.device.type == "cuda"
-
-    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
-        """Threads have nothing faster."""
-        return True
-
-    def exchange_boxes(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
+    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
         """Copy tensors of any strides, all ranks' in one job."""
         return self._start("exchange", label, BOXES, (sends, receives), partial(plan_boxes, label=label), _MANY_BYTES)
 
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
-    ) -> Work:
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
         payload = sends, set(receives), take
         return self._start("exchange", label, LENT, payload, partial(plan_lending, label=label), _MANY_BYTES)
-
-    def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
-        """Return every rank's tensor, in the order of `ranks`."""
-        out = tensor.detach().new_empty((self.world_size, *tensor.shape))
-        self.all_gather_into(out, tensor.detach().contiguous(), label=label).wait()
-        return list(out.unbind(0))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""
@@ -395,12 +520,13 @@ class LocalComm:
             tensor.nbytes,
         )
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
-        """Reduce a tensor over all ranks, in place."""
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """Reduce a tensor over all ranks into `out`, which may be the tensor itself."""
         tensors.check_op(op, tensor.dtype, label=label)
         detail = f"{op} of {tensors.describe_run(tensor)}"
         whole = tensors.flatten_contiguous(tensor, label=label)
-        return self._start("all_reduce", label, detail, whole, partial(plan_all_reduce, op=op), tensor.nbytes)
+        payload = whole if out is tensor else tensors.flatten_contiguous(out, label=label), whole
+        return self._start("all_reduce", label, detail, payload, partial(plan_all_reduce, op=op), tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""

@@ -2,65 +2,128 @@
 
 Which engine moves the bytes is decided once, at the first operation, together by all ranks:
 
-1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device; between GPUs of one
-   host each transfer is read out of device memory instead where that is faster (`device_choice`);
-2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`same_host_device`);
-3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`same_host`);
-4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`several_hosts`);
+1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device, unless ranks of one
+   host share a GPU (`choose_device_engine`);
+2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`device_connect`);
+3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`host_memory`);
+4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`hosts`);
 5. gloo otherwise: point to point over its sockets.
 
 Where some ranks share a host and others do not, `find_topology` says so, and moves are planned for it.
 
 Tensors that live elsewhere than the engine's memory are copied there and back (through pinned host memory for a GPU).
+
+How do some ranks make a torch process group by themselves?
+
+1. torch asks its store, in a process that may hang: a thread waits for it, and the caller no longer than the time-out.
+2. The members find the same name for the group, whatever other groups each of them has made.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from typing import Self, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._log import package_logger
-from shardwise._torch import group_backends, group_name
+from shardwise._text import package_logger
+from shardwise._torch import Store, default_store, group_backends, group_name, name_new_groups
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.background import BackgroundQueue
-from shardwise.comm.faults import FaultLog, PendingCalls, TransportError
+from shardwise.comm.agree import name_ranks
+from shardwise.comm.background import BackgroundCall, BackgroundQueue
+from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.local import default_device, number_device
-from shardwise.comm.new_groups import make_group
-from shardwise.comm.protocol import BOXES, DEFAULT_TIMEOUT, LENT, CommError, PendingWork, ReduceOp, TakeLent, Work
-from shardwise.comm.rank_text import name_ranks
-from shardwise.comm.transports.device_choice import choose_device_engine, find_request
-from shardwise.comm.transports.device_connect import connect_devices
-from shardwise.comm.transports.engine import Engine, LendingEngine, Stage, find_agreeing
+from shardwise.comm.protocol import (
+    BOXES,
+    DEFAULT_TIMEOUT,
+    LENT,
+    Capabilities,
+    Comm,
+    CommError,
+    PendingWork,
+    ReduceOp,
+    TakeLent,
+    TensorsByRank,
+    Work,
+)
+from shardwise.comm.transports.device_connect import choose_device_engine, connect_devices, find_request
+from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.gloo import GlooEngine
-from shardwise.comm.transports.host_names import find_hosts
+from shardwise.comm.transports.host_memory import connect_same_host
+from shardwise.comm.transports.hosts import compose_engines
 from shardwise.comm.transports.nccl import NativeEngine
-from shardwise.comm.transports.same_host import connect_same_host
-from shardwise.comm.transports.several_hosts import compose_engines
-from shardwise.transfer.device_cost import DeviceTraffic
 from shardwise.transfer.topology import Topology
+
+_GRACE_SECONDS = 1.0
+_groups_made: tuple[Store | None, Counter[tuple[int, ...]]] = None, Counter()  # of the world with this store
+
+
+def make_group(
+    ranks: tuple[int, ...], rank: int, device: torch.device, timeout: float, backend: str | None
+) -> dist.ProcessGroup:
+    """Make the group of these ranks, which all call this; raises TransportError if they do not in time."""
+    made: Future[dist.ProcessGroup] = Future()
+    name = _find_name(ranks, backend)
+
+    def make() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a property of the thread
+            limit = timedelta(seconds=timeout)
+            with name_new_groups(name):
+                group = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+            made.set_result(group)
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="shardwise-new-group", daemon=True).start()
+    others = tuple(r for r in ranks if r != rank)
+    try:
+        return made.result(timeout + _GRACE_SECONDS)
+    except FutureTimeoutError as error:
+        raise TransportError(f"no answer within {timeout:g} s", others, timed_out=True) from error
+    except RuntimeError as error:
+        raise to_transport_error(error, others) from error
+
+
+def _find_name(ranks: tuple[int, ...], backend: str | None) -> str:
+    """A name that all members find: their ranks, and how many groups of just these ranks the world has had."""
+    global _groups_made
+    store = default_store()
+    if _groups_made[0] is not store:
+        _groups_made = store, Counter()
+    _groups_made[1][ranks] += 1
+    text = f"{ranks} {backend} {_groups_made[1][ranks]}"
+    return f"shardwise_{hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()}"
+
 
 _FAULT_GRACE_SECONDS = 1.0
 _log = package_logger(__name__)
+T = TypeVar("T")
 _comm_by_group: dict[str, ProcessGroupComm] = {}
 _comms_made: Counter[str] = Counter()
 
 
-class ProcessGroupComm:
+class ProcessGroupComm(Comm):
     """The comm of a torch process group, the default one if none is passed; see `Comm` for the methods.
 
     `device` is where tensors normally live: by default the current GPU for a group with nccl, else torch's default
     device. Ranks of one host whose comm has a GPU read each other's device memory where it is.
     `shared_memory=False` keeps to the group's own backend even for ranks that share a host. `device_transport` is for
-    groups with nccl: "auto", "measured", "ipc" or "nccl"; by default what SHARDWISE_DEVICE_TRANSPORT says, else "auto".
+    groups with nccl: "auto", "ipc" or "nccl"; by default what SHARDWISE_DEVICE_TRANSPORT says, else "auto".
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> ProcessGroupComm()
@@ -87,6 +150,7 @@ class ProcessGroupComm:
         self._calls = 0
         self._agreed_call = 0, 0  # numbers of the last call in which bytes were gathered: the comm's and the engine's
         self._engine: Engine | None = None
+        self._capabilities = Capabilities(background=self.device.type == "cpu")
         self._topology: Topology | None = None
         self._failure: CommError | None = None
         self._board = _new_fault_log(self.process_group, self.rank)
@@ -112,14 +176,10 @@ class ProcessGroupComm:
     def __repr__(self) -> str:
         return f"ProcessGroupComm(rank={self.rank}, ranks={self.ranks}, device={str(self.device)!r})"
 
-    def __deepcopy__(self, memo: object) -> Self:
-        """The same: a comm is how this process reaches others, of which a copy has no more."""
-        return self
-
     @property
-    def world_size(self) -> int:
-        """How many ranks this comm has."""
-        return len(self.ranks)
+    def capabilities(self) -> Capabilities:
+        """What its engine can do, once it is connected; devices have streams instead of a background."""
+        return self._capabilities
 
     def find_topology(self) -> Topology | None:
         """Return which ranks share a host, if some do and others do not."""
@@ -127,14 +187,11 @@ class ProcessGroupComm:
             self._gather_bytes("connect", b"", "connect")
         return self._topology
 
-    @property
-    def background(self) -> BackgroundQueue | None:
-        """The queue of calls that go on while this rank computes; None on devices, which have streams for that."""
-        return self._queue if self.device.type == "cpu" else None
+    def submit(self, run: Callable[[], T]) -> BackgroundCall[T]:
+        """Make calls while this rank computes."""
+        return self._queue.submit(run)
 
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
+    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
         """Move each edge's k-th sent tensor into its k-th received one."""
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
@@ -144,61 +201,26 @@ class ProcessGroupComm:
             label, call, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), call=call)
         )
 
-    @property
-    def lends_memory(self) -> bool:
-        """Whether ranks read each other's tensors where they are: device memory of one host does."""
-        return hasattr(self._engine, "lend")
-
-    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
-        """Whether memory that can be lent is to be lent: if there is another transport, it may be faster."""
-        chooser = getattr(self._engine, "prefers_lending", None)
-        return chooser is None or chooser(count())
-
-    def exchange_boxes(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
+    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
         """Copy tensors of any strides, those that this rank sends to itself included."""
         call = tensors.describe_call("exchange", label, BOXES)
 
         def start(engine: Engine, stage: Stage) -> Work:
             lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
             filled = {rank: [stage.write(t) for t in listed] for rank, listed in receives.items()}
-            return cast(LendingEngine, engine).exchange_boxes(lent, filled, call=call)
+            return engine.exchange_boxes(lent, filled, call=call)
 
         return self._start(label, call, start)
 
-    def exchange_cut(
-        self,
-        key: Hashable,
-        bases: Sequence[Tensor],
-        cut: Callable[[], tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]],
-        *,
-        label: str,
-    ) -> Work:
-        """The same with boxes that `cut` makes of the bases, equal ones for equal keys and places of the bases."""
-        engine = self._engine
-        if engine is None or any(t.device.type != engine.device.type for t in bases):
-            return self.exchange_boxes(*cut(), label=label)
-        call = tensors.describe_call("exchange", label, BOXES)
-        return self._start(label, call, lambda e, _: cast(LendingEngine, e).exchange_cut(key, bases, cut, call=call))
-
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
-    ) -> Work:
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
         """Lend tensors to other ranks, and read what they lend."""
         call = tensors.describe_call("exchange", label, LENT)
 
         def start(engine: Engine, stage: Stage) -> Work:
             lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
-            return cast(LendingEngine, engine).lend(lent, receives, take, call=call)
+            return engine.lend(lent, receives, take, call=call)
 
         return self._start(label, call, start)
-
-    def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
-        """Return every rank's tensor, in the order of `ranks`."""
-        out = tensor.detach().new_empty((self.world_size, *tensor.shape))
-        self.all_gather_into(out, tensor.detach().contiguous(), label=label).wait()
-        return list(out.unbind(0))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""
@@ -222,21 +244,14 @@ class ProcessGroupComm:
         call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")
         return self._start(label, call, lambda e, s: e.all_reduce(s.update(whole), op, call=call))
 
-    @property
-    def reduces_in_one_call(self) -> bool:
-        """Whether a reduction is one call, which can be taken back while ranks agree."""
-        return getattr(self._engine, "reduces_in_one_call", False)
-
     def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
-        """Reduce a tensor over all ranks into another one of its shape, where memory is lent."""
+        """Reduce a tensor over all ranks into another one, where others can read it without a copy."""
+        if out is tensor or not self._capabilities.reads_peers:
+            return self.all_reduce(out if out is tensor else out.copy_(tensor), op, label=label)
         tensors.check_op(op, tensor.dtype, label=label)
         part, whole = tensors.flatten_contiguous(out, label=label), tensors.flatten_contiguous(tensor, label=label)
         call = tensors.describe_call("all_reduce", label, f"{op} of {tensors.describe_run(tensor)}")
-
-        def start(engine: Engine, stage: Stage) -> Work:
-            return cast(LendingEngine, engine).all_reduce_into(stage.write(part), stage.read(whole), op, call=call)
-
-        return self._start(label, call, start)
+        return self._start(label, call, lambda e, s: e.all_reduce_into(s.write(part), s.read(whole), op, call=call))
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite the tensor of every rank with that of rank `src`."""
@@ -279,14 +294,9 @@ class ProcessGroupComm:
         """Return every rank's bytes."""
         return self._gather_bytes("all_gather_bytes", data, label)
 
-    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]] | None:
-        """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes.
-
-        None where the engine completes a call before it starts the next one.
-        """
-        engine = find_agreeing(self._engine)
-        if engine is None:
-            return None
+    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]]:
+        """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes."""
+        engine = self._ready_engine()
         call = tensors.describe_call("all_gather_bytes", label)
         number = self._begin(call)
         try:
@@ -310,8 +320,8 @@ class ProcessGroupComm:
 
     def withdraw_next_call(self) -> None:
         """After ranks disagreed: take the call back that some of them have started since and others have not."""
-        engine = find_agreeing(self._engine)
-        if engine is not None:
+        engine = self._engine
+        if engine is not None and engine.capabilities.starts_early:
             self._calls = self._agreed_call[0] + 1
             engine.withdraw_call(self._agreed_call[1] + 1)
 
@@ -321,8 +331,7 @@ class ProcessGroupComm:
         try:
             engine = self._ready_engine()
             found = engine.all_gather_bytes(data, call=call)
-            agreeing = find_agreeing(engine)
-            self._agreed_call = number, 0 if agreeing is None else agreeing.calls
+            self._agreed_call = number, engine.calls
             return found
         except TransportError as accident:
             raise self._explain(accident, number, label, call) from accident
@@ -353,7 +362,7 @@ class ProcessGroupComm:
 
     def _begin(self, call: str) -> int:
         """Number a call; after one that failed the ranks are out of step, and all further ones are refused."""
-        if self.device.type == "cuda" and not isinstance(self._engine, NativeEngine):
+        if self.device.type == "cuda" and not self.capabilities.captures_graphs:
             _refuse_capture(call)
         self._queue.drain()
         if self._failure is not None:
@@ -377,34 +386,41 @@ class ProcessGroupComm:
         for target, source in zip(wanted, sent, strict=True):
             target.copy_(source)
 
+    def _use_engine(self, engine: Engine) -> None:
+        self._engine = engine
+        self._capabilities = replace(engine.capabilities, background=self._capabilities.background)
+
     def _ready_engine(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._choose_engine()
+        engine = self._engine
+        if engine is None:
+            self._use_engine(engine := self._choose_engine())
             level = logging.INFO if self.rank == self.ranks[0] else logging.DEBUG
-            used, known = type(self._engine).__name__, self._backends
+            used, known = type(engine).__name__, self._backends
             _log.log(level, "%s use %s (device %s, backends %s)", name_ranks(self.ranks), used, self.device, known)
-        return self._engine
+        return engine
 
     def _choose_engine(self) -> Engine:
         backend = self._backends.get(self.device.type)
         if backend is not None and backend != "gloo":
             group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
-            host = GlooEngine(group, self.rank, self.ranks, self.timeout)
+            host, hosts = self._connect_hosts(GlooEngine(group, self.rank, self.ranks, self.timeout))
             native = NativeEngine(self.process_group, self.rank, self.ranks, self.device, host)
-            hosts = find_hosts(native, self.rank, self.ranks)
-            self._topology = _topology_of(self.ranks, hosts)
             if self.device.type != "cuda" or self.world_size == 1 or hosts is None or len(set(hosts)) > 1:
                 return native
-            return choose_device_engine(native, host, self.rank, self.ranks, self.timeout, self._device_transport)
+            return choose_device_engine(native, self.rank, self.ranks, self.timeout, self._device_transport)
         gloo = GlooEngine(self.process_group, self.rank, self.ranks, self.timeout)
-        wanted = self._shared_memory
         if self.device.type == "cuda":
+            wanted = self._shared_memory
             engine = connect_devices(gloo, self.rank, self.ranks, self.device, self.timeout, wanted=wanted)
             if engine is not None:
                 return engine
-        found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=wanted)
+        return self._connect_hosts(gloo)[0]
+
+    def _connect_hosts(self, gloo: GlooEngine) -> tuple[Engine, tuple[int, ...] | None]:
+        """The engine for host memory, and the host number of each rank, which becomes the comm's topology."""
+        found = connect_same_host(gloo, self.rank, self.ranks, self.timeout, wanted=self._shared_memory)
         self._topology = _topology_of(self.ranks, found.hosts)
-        return compose_engines(self.rank, self.ranks, found, gloo)
+        return compose_engines(self.rank, self.ranks, found, gloo), found.hosts
 
 
 def comm_from_device_mesh(mesh: DeviceMesh, axis: str | int | None = None) -> ProcessGroupComm:

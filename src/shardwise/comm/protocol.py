@@ -14,13 +14,14 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.transfer.device_cost import DeviceTraffic
+from shardwise.comm.background import BackgroundCall
 from shardwise.transfer.topology import Topology
 
 
@@ -51,6 +52,8 @@ class DisagreementError(ValueError):
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 DEFAULT_TIMEOUT = 300.0
+T = TypeVar("T")
+TensorsByRank = Mapping[int, Sequence[Tensor]]
 
 
 @runtime_checkable
@@ -72,9 +75,36 @@ class Work(Protocol):
         ...
 
 
-@runtime_checkable
-class Comm(Protocol):
-    """Moves bytes between the ranks of one group.
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a comm can do beyond what all of them can; fixed once it is connected, and the same on every rank."""
+
+    sends: bool = True
+    """Bytes leave the process; not those of a stand-in."""
+    background: bool = False
+    """`submit` runs calls in a thread, in order."""
+    reads_peers: bool = False
+    """Ranks read each other's tensors where they are, whatever their strides: `exchange_boxes` and `lend`."""
+    fuses_moves: bool = False
+    """One rank can do for all of them what they have agreed on: `agree_and_run`."""
+    starts_early: bool = False
+    """The next call may be started while ranks agree, and be withdrawn: `start_agreeing`."""
+    captures_graphs: bool = False
+    """Calls can be part of a CUDA graph."""
+
+
+TakeLent = Callable[[Mapping[int, Sequence[Tensor]]], None]
+"""What reads the tensors that other ranks lend, by rank."""
+
+OfferPlanner: TypeAlias = Callable[[Sequence[T]], list[Callable[[], None]]]
+"""Makes jobs of what the ranks offered, in their order."""
+
+BOXES, LENT = "boxes in place", "lent memory"
+"""How an exchange is made where nothing is packed: part of what ranks compare, so that all of them make the same."""
+
+
+class Comm:
+    """Moves bytes between the ranks of one group; what it can do in addition is in its `capabilities`.
 
     >>> from shardwise.comm import run_local
     >>> def swap(comm):
@@ -86,156 +116,117 @@ class Comm(Protocol):
     [[1, 1], [0, 0]]
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank, in the numbering that layouts use: the global rank of the world."""
-        ...
+    rank: int
+    """This rank, in the numbering that layouts use: the global rank of the world."""
+    ranks: tuple[int, ...]
+    """The ranks of this comm, in the order in which collectives list them."""
+    device: torch.device
+    """Where tensors handed to this comm normally live."""
+    timeout: float
+    """Seconds after which a collective that does not complete raises."""
+    process_group: dist.ProcessGroup | None = None
+    """The torch group underneath; None when all ranks are threads of one process."""
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this comm, in the order in which collectives list them."""
-        ...
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same: a comm is how this process reaches others, of which a copy has no more."""
+        return self
 
     @property
     def world_size(self) -> int:
         """How many ranks this comm has."""
-        ...
+        return len(self.ranks)
 
     @property
-    def device(self) -> torch.device:
-        """Where tensors handed to this comm normally live."""
-        ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds after which a collective that does not complete raises."""
-        ...
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The torch group underneath; None when all ranks are threads of one process."""
-        ...
+    def capabilities(self) -> Capabilities:
+        """What it can do in addition."""
+        return Capabilities()
 
     def find_topology(self) -> Topology | None:
         """Return which ranks share a host, the same on every rank; None if all do, or none of them.
 
         The first call may ask all ranks.
         """
-        ...
+        return None
 
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
+    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
         """Send contiguous tensors to any ranks and receive into contiguous tensors from any ranks.
 
         Keys are ranks. Values are moved as bytes, so every dtype works and the two sides may use different dtypes and
         shapes. On each edge the k-th tensor sent fills the k-th tensor received: their bytes must match, tensors
         without elements left out of the count. A rank may send to itself.
         """
-        ...
+        raise NotImplementedError
 
     def all_gather(self, tensor: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's tensor (all of one shape and dtype), in the order of `ranks`."""
-        ...
+        out = tensor.detach().new_empty((self.world_size, *tensor.shape))
+        self.all_gather_into(out, tensor.detach().contiguous(), label=label).wait()
+        return list(out.unbind(0))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill the contiguous `out` with every rank's contiguous tensor, one after another in the order of `ranks`."""
-        ...
+        raise NotImplementedError
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Cut the contiguous `tensor` in `world_size` equal runs; reduce all ranks' i-th run into rank i's `out`."""
-        ...
+        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
         """Reduce a contiguous tensor over all ranks, in place; every rank gets the same bits."""
-        ...
+        return self.all_reduce_into(tensor, tensor, op, label=label)
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum", *, label: str) -> Work:
+        """The same into another contiguous tensor of its size and dtype, or into itself."""
+        raise NotImplementedError
 
     def broadcast(self, tensor: Tensor, src: int, *, label: str) -> Work:
         """Overwrite a contiguous tensor on every rank with that of rank `src`, in place."""
-        ...
+        raise NotImplementedError
 
     def barrier(self, *, label: str) -> None:
         """Return when every rank has called it."""
-        ...
+        raise NotImplementedError
 
     def subset(self, ranks: Sequence[int]) -> Comm:
         """Return the comm of some of these ranks, ascending; cached; only the ranks named call it."""
-        ...
+        raise NotImplementedError
 
     def all_gather_bytes(self, data: bytes, *, label: str) -> list[bytes]:
         """Return every rank's bytes in the order of `ranks`; lengths may differ; meant for small objects."""
-        ...
+        raise NotImplementedError
 
+    def submit(self, run: Callable[[], T]) -> BackgroundCall[T]:
+        """Make calls of this comm while the rank computes, after those submitted before (`background`)."""
+        raise NotImplementedError
 
-TakeLent = Callable[[Mapping[int, Sequence[Tensor]]], None]
-"""What reads the tensors that other ranks lend, by rank."""
+    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
+        """As `exchange`, for tensors of any strides; on an edge both sides have one shape and dtype (`reads_peers`)."""
+        raise NotImplementedError
 
-
-BOXES, LENT = "boxes in place", "lent memory"
-"""How an exchange is made where nothing is packed: part of what ranks compare, so that all of them make the same."""
-
-
-class LendingComm(Comm, Protocol):
-    """A comm whose ranks can read each other's tensors where they are, whatever their strides: nothing is packed."""
-
-    @property
-    def lends_memory(self) -> bool:
-        """Whether `exchange_boxes` and `lend` can be called; the same on every rank."""
-        ...
-
-    def prefers_lending(self, count: Callable[[], DeviceTraffic | None]) -> bool:
-        """Whether a transfer is to be lent, where `count` says what it asks of the ranks; the same on every rank."""
-        ...
-
-    def exchange_boxes(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
-        """As `exchange`, for tensors of any strides; the k-th sent and received on an edge have one shape and dtype."""
-        ...
-
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
-    ) -> Work:
-        """Lend tensors to other ranks; call `take` once with what the ranks in `receives` lend to this one.
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
+        """Lend tensors; call `take` once with what the ranks in `receives` lend to this one (`reads_peers`).
 
         `take` gets tensors of other ranks' memory, on the comm's device, and only reads them. It may be called at once
         or in `wait()`, and its work on the device ends in the order of the stream.
         """
-        ...
-
-
-def find_lending(comm: Comm) -> LendingComm | None:
-    """Return the comm as one that lends memory, if it does."""
-    return cast(LendingComm, comm) if getattr(comm, "lends_memory", False) else None
-
-
-T = TypeVar("T")
-OfferPlanner: TypeAlias = Callable[[Sequence[T]], list[Callable[[], None]]]
-"""Makes jobs of what the ranks offered, in their order."""
-
-
-class OfferingComm(Comm, Protocol):
-    """A comm by which one rank can do for all of them what they have agreed on: they are threads of one process."""
-
-    @property
-    def takes_offers(self) -> bool:
-        """Whether `agree_and_run` can be called; ranks on which it cannot take part by `all_gather_bytes`."""
-        ...
+        raise NotImplementedError
 
     def agree_and_run(
         self, data: bytes, offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
     ) -> tuple[list[bytes], bool]:
-        """Gather bytes as `all_gather_bytes` does, and do what the ranks offer if all of them do and all bytes agree.
+        """Gather bytes, and do what the ranks offer if all of them do and all bytes agree (`fuses_moves`).
 
         `plan` makes jobs of the offers of all ranks, in their order; each rank passes `nbytes` of tensors. Returns the
         bytes, and whether the jobs are done. Ranks that call `all_gather_bytes` meanwhile have nothing to offer.
         """
-        ...
+        raise NotImplementedError
 
+    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]]:
+        """Send bytes to all ranks; returns what waits for theirs, before which a call may start (`starts_early`)."""
+        raise NotImplementedError
 
-def find_offering(comm: Comm) -> OfferingComm | None:
-    """Return the comm as one by which ranks make offers, if it is one."""
-    return cast(OfferingComm, comm) if getattr(comm, "takes_offers", False) else None
+    def withdraw_next_call(self) -> None:
+        """After ranks disagreed: take the call back that some of them have started since and others have not."""
 
 
 class CompletedWork:

@@ -1,9 +1,10 @@
 # The public names, each listed once: type checkers read them here, and `_lazy.attach_stub` does at run time.
 
 from shardwise.compat import _shard as _shard
-from shardwise.compat.dtensor.bridge import dtensor_fallback as dtensor_fallback, to_dtensor as to_dtensor
-from shardwise.compat.dtensor.registration import (
+from shardwise.compat.dtensor import (
+    dtensor_fallback as dtensor_fallback,
     register_torch_sharding as register_sharding,  # noqa: F401  # re-exported under torch's name
+    to_dtensor as to_dtensor,
 )
 from shardwise.compat.installing import Installation as Installation, install as install, uninstall as uninstall
-from shardwise.tensor.dtensors import from_dtensor as from_dtensor
+from shardwise.tensor.functions import from_dtensor as from_dtensor

@@ -2,22 +2,28 @@
 
 Random values are drawn for each local shard from this rank's default generator, as torch does; those of the native
 functions do not depend on the layout.
+
+Operators that programs define by what they do to this rank's shards, or to its only local tensor.
+
+The result has the layout of the first argument, unless the program's own function returns another one. What comes
+before the operator: a check that may raise, and a test that may end the call with the argument as its result.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from shardwise.comm import DisagreementError, agree
+from shardwise.comm import DisagreementError, agree, gather_values
+from shardwise.comm.current import GroupOrComm
+from shardwise.compat.custom_ops import Op, check_op_arguments, custom_sharding_spec_op, function_name, sharded_op_impl
 from shardwise.compat.sharded_tensor import TorchShardedTensor
-from shardwise.compat.specs import shard_tensor as _shard_tensor_as
+from shardwise.compat.specs import ChunkShardingSpec, PlacementShardingSpec, scatter
 from shardwise.geometry import ShardingSpec
-from shardwise.tensor.comms import GroupOrComm
 from shardwise.tensor.creation import takes_options_of
 from shardwise.tensor.shards import Shard
 
@@ -98,7 +104,9 @@ def shard_tensor(
             "call contiguous() on it first"
         )
     check_same_request(src_rank, sharding_spec, process_group)
-    return _shard_tensor_as(tensor, sharding_spec, src_rank, process_group, TorchShardedTensor)
+    if isinstance(sharding_spec, PlacementShardingSpec) and sharding_spec.shards_itself:
+        return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)
+    return scatter(tensor, sharding_spec, src_rank, process_group, TorchShardedTensor)
 
 
 def check_same_request(src_rank: int, spec: ShardingSpec, process_group: GroupOrComm | None) -> None:
@@ -108,9 +116,97 @@ def check_same_request(src_rank: int, spec: ShardingSpec, process_group: GroupOr
     try:
         agree(comm, own, label="_shard_tensor")
     except DisagreementError as error:
-        told = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(own).encode(), label="_shard_tensor")]
-        name, rank = next((n, r) for n in own for r, other in zip(comm.ranks, told, strict=True) if other[n] != own[n])
-        theirs = told[comm.ranks.index(rank)][name]
+        given = gather_values(comm, own, label="_shard_tensor")
+        name, rank = next((n, r) for n in own for r, other in given.items() if other[n] != own[n])
+        theirs = given[rank][name]
         raise ValueError(
             f"{name}={own[name]} on rank: {comm.rank} does not match with {name}={theirs} on rank: {rank}; {error}"
         ) from error
+
+
+Check: TypeAlias = Callable[..., Any]
+
+
+def check_before(op: Op, early_stop_func: Check | None, extra_check: Check | None) -> Callable[[Op], Op]:
+    """Decorate an implementation of an operator: its arguments are checked, then it may end early.
+
+    >>> check_before(abs, None, None)(lambda types, args, kwargs, pg: args)(())
+    Traceback (most recent call last):
+    ...
+    ValueError: No input for 'abs'! Pass at least one ShardedTensor
+    """
+
+    def decorate(implementation: Op) -> Op:
+        @functools.wraps(implementation)
+        def checked(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+            check_op_arguments(op, args, kwargs)
+            kwargs = kwargs or {}
+            if extra_check is not None:
+                extra_check(*args, **kwargs)
+            if early_stop_func is not None and early_stop_func(*args, **kwargs):
+                return args[0]
+            return implementation(types, args, kwargs, pg)
+
+        return checked
+
+    return decorate
+
+
+def register_on_local_shards(
+    op: Op,
+    early_stop_func: Check | None = None,
+    extra_check: Check | None = None,
+    customized_func: Check | None = None,
+) -> None:
+    """Compute an operator on each local shard; `customized_func(args, kwargs, pg)` returns shards and metadata."""
+
+    @sharded_op_impl(op)
+    @check_before(op, early_stop_func, extra_check)
+    def on_local_shards(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+        tensor, rest = args[0], args[1:]
+        if customized_func is not None:
+            shards, metadata = customized_func(args, kwargs, pg)
+        else:
+            shards = [Shard(op(s.tensor, *rest, **kwargs), s.metadata) for s in tensor.local_shards()]
+            metadata = tensor.metadata()
+        return TorchShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, process_group=pg, init_rrefs=tensor._init_rrefs, sharding_spec=tensor.sharding_spec()
+        )
+
+
+def register_on_local_tensor(
+    op: Op,
+    early_stop_func: Check | None = None,
+    extra_check: Check | None = None,
+    customized_func: Check | None = None,
+) -> None:
+    """Compute an operator on the only local tensor of a tensor in chunks.
+
+    `customized_func(args, kwargs, pg)` returns the local tensor, the spec and the size of the result.
+    """
+
+    @custom_sharding_spec_op(ChunkShardingSpec, op)
+    @check_before(op, early_stop_func, extra_check)
+    def on_local_tensor(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+        tensor, rest = args[0], args[1:]
+        if len(tensor.local_shards()) != 1:
+            raise TypeError(
+                f"torch function '{function_name(op)}' is only supported for single local tensor! This rank has "
+                f"{len(tensor.local_shards())} shards of {tensor.sharding_spec()}"
+            )
+        spec, size = tensor.sharding_spec(), tensor.size()
+        if customized_func is not None:
+            local, spec, size = customized_func(args, kwargs, pg)
+        else:
+            local = op(tensor.local_tensor(), *rest, **kwargs)
+        return TorchShardedTensor._init_from_local_tensor(
+            local.contiguous(), spec, size, process_group=pg, init_rrefs=tensor._init_rrefs
+        )
+
+
+def check_chunk_spec(spec: object, op: Op) -> None:
+    """Raise unless a spec is a ChunkShardingSpec."""
+    if not isinstance(spec, ChunkShardingSpec):
+        raise NotImplementedError(
+            f"Only ChunkShardingSpec supported for '{function_name(op)}', got {type(spec).__name__}"
+        )

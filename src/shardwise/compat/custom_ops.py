@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise._torch import pytree
-from shardwise.comm import Comm
-from shardwise.tensor.comms import GroupOrComm, comm_of, same_group
+from shardwise.comm.current import GroupOrComm, comm_of, same_group
 from shardwise.tensor.dispatch import DEFAULT, EVERY, Override, find_override, override_for, set_override
 from shardwise.tensor.dispatch import overrides_scope as custom_ops_scope
 
@@ -35,6 +34,7 @@ __all__ = [
     "Table",
     "ask_custom_ops",
     "check_op_arguments",
+    "check_signature",
     "custom_ops_scope",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
@@ -103,11 +103,6 @@ def sharded_op_impl(func: Op) -> Decorator:
     return functools.partial(_register_custom_op, DEFAULT, func)
 
 
-def find_user_op(func: Op, spec: object) -> Impl | None:
-    """Return the function of the user's that answers a torch function on a tensor of this spec, or None."""
-    return find_custom_op(func) or find_spec_op(spec, func) or find_default_op(func)
-
-
 def find_custom_op(func: Op) -> Impl | None:
     """Return the implementation registered by `custom_sharded_op_impl`, or None."""
     return find_override(func, EVERY)
@@ -123,19 +118,19 @@ def find_default_op(func: Op) -> Impl | None:
     return find_override(func, DEFAULT)
 
 
-def has_custom_op(spec: object, func: Op) -> bool:
+def has_custom_op(sharding_spec: object, op: Op) -> bool:
     """Whether a class of the spec has its own implementation of a torch function.
 
     >>> import torch
     >>> has_custom_op(None, torch.asin)
     False
     """
-    return find_spec_op(spec, func) is not None
+    return find_spec_op(sharding_spec, op) is not None
 
 
 def dispatch_custom_op(
-    spec: object,
-    func: Op,
+    sharding_spec: object,
+    op: Op,
     types: Iterable[type],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
@@ -149,10 +144,10 @@ def dispatch_custom_op(
     ...
     RuntimeError: Custom op: asin not registered for NoneType or its bases; register it with custom_sharding_spec_op
     """
-    impl = find_spec_op(spec, func)
+    impl = find_spec_op(sharding_spec, op)
     if impl is None:
         raise RuntimeError(
-            f"Custom op: {function_name(func)} not registered for {type(spec).__qualname__} or its bases; "
+            f"Custom op: {function_name(op)} not registered for {type(sharding_spec).__qualname__} or its bases; "
             "register it with custom_sharding_spec_op"
         )
     return impl(types, args, kwargs, process_group)
@@ -174,7 +169,7 @@ def _ask_first(own: Op, func: Op) -> Op:
     return method
 
 
-def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+def check_op_arguments(op: Op, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
     """Raise unless a call has a sharded tensor among its arguments and all of them use one process group.
 
     >>> import torch
@@ -185,24 +180,20 @@ def check_op_arguments(func: Op, args: Iterable[Any] = (), kwargs: Mapping[str, 
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     if not args and not kwargs:
-        raise ValueError(f"No input for '{function_name(func)}'! Pass at least one ShardedTensor")
+        raise ValueError(f"No input for '{function_name(op)}'! Pass at least one ShardedTensor")
     comms = [comm for leaf in pytree.tree_leaves((args, kwargs)) if (comm := comm_of(leaf)) is not None]
     if not comms:
         given = ", ".join(type(a).__name__ for a in args)
         named = ", ".join(f"{k}: {type(v).__name__}" for k, v in kwargs.items())
         raise TypeError(
-            f"torch function '{function_name(func)}', with args: ({given}) and kwargs: ({named}), "
+            f"torch function '{function_name(op)}', with args: ({given}) and kwargs: ({named}), "
             "called without any distributed tensor!"
         )
-    _check_one_group(func, comms)
-
-
-def _check_one_group(func: Op, comms: list[Comm]) -> None:
     for other in comms[1:]:
         if not same_group(comms[0], other):
             raise RuntimeError(
                 "All distributed tensors should use the same ProcessGroup if used together in an op; "
-                f"'{function_name(func)}' got tensors on {comms[0]!r} and {other!r}"
+                f"'{function_name(op)}' got tensors on {comms[0]!r} and {other!r}"
             )
 
 
@@ -216,18 +207,23 @@ def function_name(func: object) -> str:
     return str(getattr(func, "__name__", None) or func)
 
 
-def _register_custom_op(scope: object, func: Op, impl: Impl) -> Impl:
-    """Register an implementation, wrapped in the check of its arguments."""
+def check_signature(op: Op, impl: Impl) -> None:
+    """Raise unless an implementation takes the four arguments that it is called with."""
     if len(signature(impl).parameters) != 4:
         raise TypeError(
             "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
-            f"signature: {signature(impl)} for '{function_name(func)}'"
+            f"signature: {signature(impl)} for '{function_name(op)}'"
         )
+
+
+def _register_custom_op(scope: object, op: Op, impl: Impl) -> Impl:
+    """Register an implementation, wrapped in the check of its arguments."""
+    check_signature(op, impl)
 
     @functools.wraps(impl)
     def checked(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        check_op_arguments(func, args, kwargs)
+        check_op_arguments(op, args, kwargs)
         return impl(types, args, {} if kwargs is None else kwargs, process_group)
 
-    set_override(func, scope, checked)
+    set_override(op, scope, checked)
     return checked

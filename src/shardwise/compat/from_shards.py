@@ -5,20 +5,28 @@
 2. All ranks read what all said, so each one finds the same layout, or raises the same error.
 
 The functions at the end wrap the parts found as tensors of any class.
+
+Which comm does a process group mean on a rank that is not one of its members?
+
+`torch.distributed.new_group` gives such a rank a stand-in for the group. Tensors on it have no local shards there, only
+metadata, and nothing can be sent. The native functions refuse the stand-in; torch's ShardedTensor takes it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Comm, agree, fold_texts, name_ranks
+from shardwise.comm import Comm, agree, default_comm, fold_texts, gather_raw, name_ranks
+from shardwise.comm.current import GroupOrComm, resolve_comm
+from shardwise.comm.stand_in import StandInComm
 from shardwise.compat.metadata import (
     check_no_overlap,
     check_tiles,
@@ -29,7 +37,6 @@ from shardwise.compat.metadata import (
 )
 from shardwise.compat.specs import infer_sharding_spec
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.tensor.comms import GroupOrComm, resolve_comm
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -84,9 +91,11 @@ def unpack_metadata(data: bytes) -> ShardedTensorMetadata:
 def gather_parts_from_shards(local_shards: Sequence[Shard], global_size: Sequence[Any], comm: Comm) -> TensorParts:
     """Find the tensor that all ranks' shards make; a size of None is found from the shards, stacked along dim 0."""
     stacked = any(dim is None for dim in global_size)
-    told = comm.all_gather_bytes(_pack_own_shards(local_shards, global_size, comm), label="init_from_local_shards")
-    _raise_problems(told, comm)
-    whole = global_metadata([unpack_metadata(data) if data[0] == _SHARDS else None for data in told], stacked)
+    packed = gather_raw(comm, _pack_own_shards(local_shards, global_size, comm), label="init_from_local_shards")
+    _raise_problems(packed)
+    whole = global_metadata(
+        [unpack_metadata(data) if data[0] == _SHARDS else None for data in packed.values()], stacked
+    )
     if stacked:
         _check_one_each(whole, comm)
         local_shards[0].metadata = whole.shards_metadata[comm.ranks.index(comm.rank)]
@@ -127,9 +136,9 @@ def _check_ndim(shard: Shard, size: torch.Size) -> None:
         )
 
 
-def _raise_problems(told: Sequence[bytes], comm: Comm) -> None:
+def _raise_problems(packed: Mapping[int, bytes]) -> None:
     """Raise what the ranks found wrong, on all of them, as the first of them found it."""
-    wrong = [(rank, data[1:].decode()) for rank, data in zip(comm.ranks, told, strict=True) if data[0] == _PROBLEM]
+    wrong = [(rank, data[1:].decode()) for rank, data in packed.items() if data[0] == _PROBLEM]
     if not wrong:
         return
     kinds = {"TypeError": TypeError, "RuntimeError": RuntimeError}
@@ -332,3 +341,39 @@ def init_from_local_tensor(
 
 def _wrap_parts(parts: TensorParts, comm: Comm) -> ShardedTensor:
     return wrap(parts.layout, parts.locals, comm, dtype=parts.dtype)
+
+
+def outside_comm(
+    rank: int, device: torch.device, timeout: float, process_group: Any = dist.GroupMember.NON_GROUP_MEMBER
+) -> Comm:
+    """The comm of a rank in a group that it is not a member of, without ranks: whatever would communicate raises.
+
+    >>> outside_comm(3, torch.device("cpu"), 1.0).barrier(label="save")
+    Traceback (most recent call last):
+    ...
+    RuntimeError: 'save': rank 3 is not a member of the tensor's process group; call this only on its members
+    """
+
+    def refuse(label: str) -> Exception:
+        return RuntimeError(
+            f"'{label}': rank {rank} is not a member of the tensor's process group; call this only on its members"
+        )
+
+    return StandInComm(rank, (), device, refuse=refuse, timeout=timeout, process_group=process_group)
+
+
+def resolve_group(process_group: GroupOrComm | None = None) -> Comm:
+    """Return the comm of a group, also of one that this rank is not a member of; without one, the default comm.
+
+    `load_with_process_group` is for tensors that are unpickled: new ones inside its block are on the default group.
+
+    >>> resolve_group().ranks
+    (0,)
+    """
+    if process_group is None:
+        return default_comm()
+    group: object = process_group
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        return resolve_comm(process_group)
+    around = default_comm()
+    return outside_comm(around.rank, around.device, around.timeout)

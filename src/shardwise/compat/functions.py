@@ -6,6 +6,8 @@
 
 A user's own implementation (`custom_sharded_op_impl`) comes before these. In every function, all tensors belong to one
 process group.
+
+Results of native functions, as tensors of torch's class and of its specs, whose attributes programs read.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.comm import any_rank
 from shardwise.compat.custom_ops import check_op_arguments
-from shardwise.compat.groups import OutsideComm
-from shardwise.embedding.local_batch import plain_as_local_batch
+from shardwise.compat.specs import ChunkShardingSpec
+from shardwise.geometry import Layout, MeshSpec, Shard
+from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.tensor.dispatch import override_for, sharded_leaves
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -63,15 +67,14 @@ def _compare_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     one, other = (*args, *(kwargs.pop(name) for name in ("input", "other") if name in kwargs))[:2]
     if not (isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)):
         raise TypeError(f"Both arguments to torch.{func.__name__} need to be of type ShardedTensor")
-    if isinstance(one.comm, OutsideComm):
-        return isinstance(other.comm, OutsideComm)
+    if not one.comm.ranks:  # of a group of which this rank is not a member
+        return not other.comm.ranks
     same = one.metadata() == other.metadata() and len(one.local_parts) == len(other.local_parts)
     options = (*args[2:],)
     same = same and all(
         func(mine, theirs, *options, **kwargs) for mine, theirs in zip(one.local_parts, other.local_parts, strict=True)
     )
-    answers = one.comm.all_gather_bytes(bytes([same]), label=func.__name__)
-    return all(answer == b"\x01" for answer in answers)
+    return not any_rank(one.comm, not same, label=func.__name__)
 
 
 def _look_up_own_ids(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,3 +110,35 @@ _MEANINGS: dict[Callable[..., Any], Meaning] = {
     F.embedding: _look_up_own_ids,
     F.embedding_bag: _look_up_own_ids,
 }
+
+
+# By the identity of layouts, which equal ones of other specs do not share; each is kept alive beside its answer.
+_chunk_layouts: dict[tuple[int, torch.device], tuple[Layout, Layout]] = {}
+_MAX_CHUNK_LAYOUTS = 8192
+
+
+def set_tensor_type(value: Any, cls: type[ShardedTensor]) -> Any:
+    """Make a native ShardedTensor one of a class with torch's meaning, in place; anything else passes."""
+    if type(value) is ShardedTensor:
+        value.__class__ = cls
+        value.sharding = _layout_of_chunks(value.sharding, value.device)
+    return value
+
+
+def _layout_of_chunks(layout: Layout, device: torch.device) -> Layout:
+    """The same layout by a ChunkShardingSpec, whose `dim` and `placements` programs read; unchanged if it has none."""
+    known = _chunk_layouts.get((id(layout), device))
+    if known is None:
+        if len(_chunk_layouts) >= _MAX_CHUNK_LAYOUTS:
+            _chunk_layouts.clear()
+        known = _chunk_layouts[id(layout), device] = (layout, _find_chunks(layout, device))
+    return known[1]
+
+
+def _find_chunks(layout: Layout, device: torch.device) -> Layout:
+    spec = layout.spec
+    if not isinstance(spec, MeshSpec) or spec.mesh.ndim != 1 or not isinstance(spec.placements[0], Shard):
+        return layout
+    placements = [f"rank:{rank}/{device}" for rank in spec.mesh.ranks.tolist()]
+    same = ChunkShardingSpec(spec.placements[0].dim, list(placements)).layout(layout.shape)
+    return same if same == layout else layout

@@ -12,7 +12,6 @@ torch's package is looked up in `sys.modules`, never imported, except to restore
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -142,9 +141,7 @@ def uninstall() -> None:
 def mirror_modules() -> dict[str, ModuleType]:
     """Return our modules by the names of torch's modules that they replace."""
     root = importlib.import_module(OURS)
-    found = [info.name for info in pkgutil.walk_packages(root.__path__, OURS + ".")]
-    modules = {name: importlib.import_module(name) for name in (OURS, *found)}
-    return {TORCH + name.removeprefix(OURS): module for name, module in modules.items()}
+    return {TORCH: root, **{f"{TORCH}.{path}": module for path, module in root.MODULES.items()}}
 
 
 def _pairs(torchs: Mapping[str, ModuleType], mirrors: Mapping[str, ModuleType]) -> Iterator[tuple[object, object]]:

@@ -23,9 +23,9 @@ from torch.distributed import rpc
 
 from shardwise._torch import _remote_device
 from shardwise.comm import name_ranks
-from shardwise.geometry.coverage import first_miscovered_point
+from shardwise.comm.current import resolve_comm
+from shardwise.geometry.layout import first_miscovered_point
 from shardwise.geometry.mesh import IntArray
-from shardwise.tensor.comms import resolve_comm
 from shardwise.tensor.shards import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 Columns: TypeAlias = tuple[IntArray, IntArray]

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise import nn as native
+from shardwise.comm.current import GroupOrComm
 from shardwise.compat.creation import check_same_request
-from shardwise.compat.results import set_tensor_type
+from shardwise.compat.functions import set_tensor_type
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.geometry import ShardingSpec
-from shardwise.nn.model_plan import ShardingPlan
-from shardwise.nn.torch_state_dict import teach_state_dict_functions
-from shardwise.tensor.comms import GroupOrComm
+from shardwise.nn.plan import ShardingPlan
+from shardwise.nn.state_dict import teach_state_dict_functions
 
 
 def shard_parameter(

@@ -7,19 +7,40 @@
 3. A tensor may belong to a group that this rank is not a member of, or to none.
 
 All that is *torch's meaning* is in this package: the native class knows nothing of it.
+
+Remote references to the shards that other ranks hold (`init_rrefs=True`), over torch.distributed.rpc.
+
+1. A tensor gets a number, and a weak reference to it is kept under that number.
+2. All ranks of the world exchange their RPC rank and the tensor's number. Every rank sees what every
+   other said, so a mistake on one is raised on all of them, before anything is sent by RPC.
+3. Each rank sends references to its local shards to the others, which find their tensor by its number.
+4. All wait until all are done.
+
+Sharded tensors in state dicts: those that are plain attributes of a module, and torch's state of one tensor.
+
+Parameters and buffers need no hook. For other attributes:
+
+    module._register_state_dict_hook(state_dict_hook)
+    module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)
+
+Registered on a root module or on any module below it, a hook covers that module and all below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import rpc
 
 from shardwise._torch import _remote_device, pytree
-from shardwise.comm import Comm
-from shardwise.compat import rrefs, state_dict
+from shardwise.comm import Comm, default_comm, gather_values, name_ranks
+from shardwise.comm.current import GroupOrComm, group_of
 from shardwise.compat.custom_ops import ask_custom_ops
 from shardwise.compat.from_shards import (
     TensorParts,
@@ -28,16 +49,17 @@ from shardwise.compat.from_shards import (
     build_parts_of_any_rank,
     find_shard_order,
     gather_parts_from_shards,
+    outside_comm,
+    resolve_group,
 )
-from shardwise.compat.functions import call_torch_meaning
-from shardwise.compat.groups import OutsideComm, resolve_group
+from shardwise.compat.functions import call_torch_meaning, set_tensor_type
 from shardwise.compat.metadata import check_gather_output, flatten_size, rank_of
-from shardwise.compat.results import set_tensor_type
 from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
-from shardwise.geometry import Layout, ShardingSpec
+from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.geometry.layout import rebuild_layout
 from shardwise.tensor import pickling
-from shardwise.tensor.comms import GroupOrComm, group_of
+from shardwise.tensor.execute import view_box
+from shardwise.tensor.pickling import ProcessGroupState, comm_to_load_on
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.shards import (
     MEM_FORMAT_ENCODING,
@@ -48,6 +70,216 @@ from shardwise.tensor.shards import (
     describe_layout,
     make_local_shards,
 )
+
+_NO_RPC = -1
+_numbers = itertools.count()
+_sharded_tensor_map: dict[int, weakref.ref[TorchShardedTensor]] = {}
+
+
+def register_rrefs(tensor: TorchShardedTensor) -> None:
+    """Give every rank of a tensor references to the others' shards.
+
+    All ranks of the world call it together, after `torch.distributed.rpc.init_rpc`; those outside of the tensor's
+    process group get references too.
+    """
+    number = next(_numbers)
+    tensor._sharded_tensor_id = number
+    _sharded_tensor_map[number] = weakref.ref(tensor, partial(_forget_number, number))
+    try:
+        exchange_rrefs(tensor)
+    except BaseException:
+        _forget_number(number)
+        raise
+
+
+def forget_rrefs(tensor: TorchShardedTensor) -> None:
+    """Let references to a tensor's number go; a tensor that is collected is forgotten without this."""
+    if tensor._sharded_tensor_id is not None:
+        _forget_number(tensor._sharded_tensor_id)
+
+
+def exchange_rrefs(tensor: TorchShardedTensor) -> None:
+    """Send references to this rank's shards to the other ranks of the world and receive theirs."""
+    assert tensor._sharded_tensor_id is not None, "a tensor is numbered before its references are sent"
+    comm = default_comm()  # also ranks outside of the tensor's group hold references
+    tensor._remote_shards.clear()
+    outside = not tensor.comm.ranks
+    numbers = _exchange_numbers(comm, tensor._sharded_tensor_id, tensor.comm.ranks, outside)
+    shards = tensor.local_shards()
+    sent = []
+    for rank, number in numbers.items():
+        if rank != comm.rank and shards:
+            references = [rpc.RRef(shard) for shard in shards]
+            sent.append(rpc.rpc_async(rank, register_remote_shards, args=(number, references, comm.rank)))
+    torch.futures.wait_all(sent)
+    comm.barrier(label="init_rrefs: all references have arrived")
+
+
+def register_remote_shards(sharded_tensor_id: int, rrefs: list[Any], rpc_rank: int) -> None:
+    """Keep the references that another rank sent; RPC calls this on the rank that receives them."""
+    reference = _sharded_tensor_map.get(sharded_tensor_id)
+    if reference is None:
+        raise RuntimeError(
+            f"Could not find sharded_tensor_id: {sharded_tensor_id} in map: {sorted(_sharded_tensor_map)}; "
+            "the tensor no longer exists on the rank that was sent references"
+        )
+    tensor = reference()
+    if tensor is None:
+        raise RuntimeError(f"ShardedTensor weakref has been deallocated: number {sharded_tensor_id}")
+    tensor._remote_shards[rpc_rank] = rrefs
+
+
+def remote_shards(tensor: TorchShardedTensor) -> dict[int, list[Any]]:
+    """Return the references to the shards of the other ranks, by RPC rank."""
+    if not tensor._init_rrefs:
+        raise RuntimeError(
+            "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available; "
+            "create it with init_rrefs=True after torch.distributed.rpc.init_rpc"
+        )
+    return tensor._remote_shards
+
+
+def _forget_number(number: int, reference: object = None) -> None:
+    _sharded_tensor_map.pop(number, None)
+
+
+def _exchange_numbers(comm: Comm, number: int, members: tuple[int, ...], outside: bool) -> dict[int, int]:
+    """Return the number for the tensor of each rank in its group or outside of every group, or raise on all ranks."""
+    said = gather_values(comm, [_rpc_rank(), number, outside], label="init_rrefs: numbers of the tensor")
+    without = [rank for rank, (rpc_rank, _, _) in said.items() if rpc_rank == _NO_RPC]
+    if without:
+        raise RuntimeError(
+            "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True; "
+            f"it is not on {name_ranks(without)}"
+        )
+    if comm.process_group is None and comm.world_size > 1:
+        raise RuntimeError("init_rrefs=True needs ranks that are processes; those of run_local are threads of one")
+    for rank, (rpc_rank, _, _) in said.items():
+        if rank != rpc_rank:
+            raise ValueError(
+                "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
+                f"{rank} and RPC rank: {rpc_rank}; pass init_rpc the rank of init_process_group"
+            )
+    return {rank: theirs for rank, (_, theirs, is_outside) in said.items() if rank in members or is_outside}
+
+
+def _rpc_rank() -> int:
+    try:
+        return int(rpc.get_worker_info().id)
+    except RuntimeError:
+        return _NO_RPC
+
+
+TorchState: TypeAlias = tuple[list[Shard], ShardedTensorMetadata, ProcessGroupState, ShardingSpec, bool]
+
+
+def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Add the attributes that are sharded tensors, of a module and all below it, to its state dict.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> module = nn.Module()
+    >>> module.table = ShardedTensor(ChunkSpec(0, ranks=1), 4, 2)
+    >>> handle = module._register_state_dict_hook(state_dict_hook)
+    >>> list(module.state_dict())
+    ['table']
+    """
+    for owner, name, key in _plain_attributes(module, prefix):
+        value = owner.__dict__[name]
+        if isinstance(value, ShardedTensor):
+            destination[key] = value
+
+
+def pre_load_state_dict_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Set attributes of a module and all below it to the sharded tensors that a state dict holds for them.
+
+    What was set is taken out of `state_dict` (`load_state_dict` hands over a copy), since a strict load would find it
+    unexpected: it is neither parameter nor buffer.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> module = nn.Module()
+    >>> module.table = None
+    >>> handle = module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)
+    >>> table = ShardedTensor(ChunkSpec(0, ranks=1), 4, 2)
+    >>> module.load_state_dict({"table": table})
+    <All keys matched successfully>
+    >>> module.table is table
+    True
+    """
+    for owner, name, key in list(_plain_attributes(module, prefix)):
+        if isinstance(value := state_dict.get(key), ShardedTensor):
+            setattr(owner, name, value)
+            if name in owner.__dict__:
+                del state_dict[key]
+
+
+def _plain_attributes(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
+    """Every plain attribute of a module and those below it: its owner, its name, and its key in a state dict.
+
+    A module that is registered in several places has a key for each, as its parameters have.
+    """
+    for path, owner in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}{path}." if path else prefix
+        for name in owner.__dict__:
+            yield owner, name, start + name
+
+
+def get_state(tensor: TorchShardedTensor) -> TorchState:
+    """Return torch's state of a tensor: shards, metadata, group, spec, and whether it has remote references."""
+    group = ProcessGroupState.of(tensor.comm)
+    return tensor.local_shards(), tensor.metadata(), group, tensor.sharding_spec(), tensor._init_rrefs
+
+
+def set_state(tensor: TorchShardedTensor, state: TorchState) -> None:
+    """Give a tensor of the same size and dtype torch's state, on the process group of the moment.
+
+    A file that torch's own class wrote is read in this way: pickle makes a tensor that has nothing yet.
+    """
+    shards, metadata, group, spec, init_rrefs = state
+    comm = comm_to_load_on(type(tensor), group)
+    if hasattr(tensor, "sharding"):
+        _check_same_kind(tensor, metadata)
+    layout = spec.layout(metadata.size)
+    for name in ("_shards", "_shard_order"):
+        tensor.__dict__.pop(name, None)
+    tensor.sharding, tensor.comm, tensor._anchor, tensor._fingerprint = layout, comm, None, None
+    tensor.local_parts = _locals_of(shards, layout, comm.rank)
+    tensor._metadata, tensor._sharding_spec = metadata, spec
+    if len(shards) == len(tensor.local_parts):
+        tensor._local_shards = shards
+    tensor.requires_grad_(metadata.tensor_properties.requires_grad)
+    tensor._with_rrefs(init_rrefs)
+
+
+def _check_same_kind(tensor: TorchShardedTensor, metadata: ShardedTensorMetadata) -> None:
+    have, given = (tuple(tensor.shape), tensor.dtype), (tuple(metadata.size), metadata.tensor_properties.dtype)
+    if have != given:
+        raise ValueError(
+            f"a ShardedTensor of shape {have[0]} and {have[1]} cannot take a state of shape {given[0]} and {given[1]}; "
+            "make a tensor of the state's shape and dtype, or use pickle, which does"
+        )
+
+
+def _locals_of(shards: list[Shard], layout: Layout, rank: int) -> tuple[Tensor, ...]:
+    """The local tensors that shards, one for each piece, are parts of."""
+    shapes, table = layout.local_shapes(rank), layout.table.take(layout.rows_of(rank))
+    if len(table) != len(shards):
+        raise ValueError(f"rank {rank} holds {len(table)} pieces of {layout}; the state has {len(shards)} shards")
+    if len(shapes) == len(shards):
+        return tuple(shard.tensor for shard in shards)
+    whole = [shards[0].tensor.detach().new_empty(shape) for shape in shapes]
+    for shard, slot, start in zip(shards, table.slots.tolist(), table.local_offsets.tolist(), strict=True):
+        view_box(whole[slot], Box(tuple(start), tuple(shard.tensor.shape))).copy_(shard.tensor.detach())
+    return tuple(whole)
+
 
 _PARTS: Any = ShardedTensor.__dict__["local_parts"]  # the slot, which the property below covers
 
@@ -278,7 +510,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     @staticmethod
     def _check_ranks(layout: Layout, comm: Comm) -> None:
-        if not isinstance(comm, OutsideComm):  # it does not know which ranks are members
+        if comm.ranks:  # a rank outside of the group does not know which ranks are members
             ShardedTensor._check_ranks(layout, comm)
 
     @property
@@ -307,7 +539,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     def _post_init(self) -> None:
         if self._init_rrefs:
-            rrefs.register_rrefs(self)
+            register_rrefs(self)
 
     def _with_rrefs(self, init_rrefs: bool) -> Self:
         self._init_rrefs = init_rrefs
@@ -316,7 +548,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
 
     def remote_shards(self) -> dict[int, list[Any]]:
         """RRefs to the shards of other ranks, by RPC rank; needs `init_rrefs=True`."""
-        return rrefs.remote_shards(self)
+        return remote_shards(self)
 
     @classmethod
     def _init_from_local_shards(
@@ -437,10 +669,10 @@ class TorchShardedTensor(TorchShardedTensorBase):
         return function, (kind, saved)
 
     def __getstate__(self) -> Any:
-        return state_dict.get_state(self)
+        return get_state(self)
 
     def __setstate__(self, state: Any) -> None:
-        state_dict.set_state(self, state)
+        set_state(self, state)
 
 
 PlacementShardingSpec.tensor_type = TorchShardedTensor
@@ -471,6 +703,6 @@ def _check_memory_format(memory_format: torch.memory_format) -> None:
         )
 
 
-def _no_comm() -> OutsideComm:
+def _no_comm() -> Comm:
     """The comm of a tensor that has no process group."""
-    return OutsideComm(-1, torch.device("cpu"), 0.0, process_group=None)
+    return outside_comm(-1, torch.device("cpu"), 0.0, process_group=None)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardwise._torch import _remote_device
-from shardwise.comm import agree
+from shardwise.comm.current import GroupOrComm
 from shardwise.compat.metadata import (
     check_no_overlap,
     check_same_ndim,
@@ -26,12 +26,10 @@ from shardwise.compat.metadata import (
     with_device,
 )
 from shardwise.geometry import ChunkSpec, Layout, LayoutError, Piece, ShardingSpec
-from shardwise.geometry.cells import Cells, PieceTable, table_from_boxes
-from shardwise.geometry.layout import check_piece_table, check_shape
+from shardwise.geometry.layout import Cells, PieceTable, check_piece_table, check_shape, table_from_boxes
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.tensor.comms import GroupOrComm
-from shardwise.tensor.redistribute import shard
+from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.shards import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
@@ -62,6 +60,11 @@ class PlacementShardingSpec(ShardingSpec):
     """
 
     tensor_type: ClassVar[type[ShardedTensor]] = ShardedTensor
+
+    @property
+    def shards_itself(self) -> bool:
+        """Whether this is a user's own spec with a `shard` method of its own."""
+        return type(self).shard not in (ChunkShardingSpec.shard, EnumerableShardingSpec.shard)
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
@@ -117,6 +120,10 @@ class ChunkShardingSpec(PlacementShardingSpec):
         if not isinstance(dim, int):
             raise ValueError(f"Sharding dim needs to be an integer, found: {dim}")
         return dim
+
+    @property
+    def dropped_dim(self) -> int | None:
+        return self.dim if isinstance(self.dim, int) else None
 
     @property
     def remote_devices(self) -> list[_remote_device]:
@@ -290,34 +297,3 @@ def scatter(
     made.__class__ = tensor_type
     made.__dict__["_given_spec"] = spec  # torch's class answers with the very object
     return made.requires_grad_(tensor.requires_grad)
-
-
-def has_own_sharding(spec: ShardingSpec) -> bool:
-    """Whether a spec is a user's own with a `shard` method of its own."""
-    known = (ChunkShardingSpec.shard, EnumerableShardingSpec.shard)
-    return isinstance(spec, PlacementShardingSpec) and type(spec).shard not in known
-
-
-def shard_tensor(
-    tensor: torch.Tensor,
-    sharding_spec: ShardingSpec,
-    src_rank: int = 0,
-    process_group: GroupOrComm | None = None,
-    tensor_type: type[ShardedTensor] = ShardedTensor,
-) -> Any:
-    """Return the tensor of `src_rank`, counted in the group, laid out by a spec, which a user's `shard` may implement.
-
-    >>> shard_tensor(torch.arange(4), ChunkShardingSpec(0, ["rank:0/cpu"])).full()
-    tensor([0, 1, 2, 3])
-    """
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"input tensor is not a contiguous Tensor: shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
-            "call contiguous() on it first"
-        )
-    if not has_own_sharding(sharding_spec):
-        return scatter(tensor, sharding_spec, src_rank, process_group, tensor_type)
-    fields = {"src_rank": src_rank, "sharding_spec": sharding_spec}
-    agree(tensor_type._resolve_comm(process_group), fields, label="_shard_tensor")
-    assert isinstance(sharding_spec, PlacementShardingSpec)
-    return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)

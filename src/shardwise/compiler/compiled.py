@@ -4,10 +4,20 @@
    operators' rules runs, and ranks ask each other nothing, unless plain inputs are parts of a batch.
 2. The first call of a kind traces. Then the ranks compare what they traced, in one exchange, and all use their graphs,
    or none does: a program that cannot be traced runs as it is, with one warning that says why.
+
+Did all ranks trace the same program? One exchange after a trace, before any graph runs.
+
+`torch.compile` of a sharded module is `shardwise.compile` of it.
+
+1. `torch.compile(model)` returns torch's own wrapper of the model, a module with its parameters and methods. Where the
+   model has sharded parameters, the wrapper's forward is what `shardwise.compile` returns; dynamo sees none of it.
+2. `model.compile()` passes the module's own call, which is compiled in the same way.
+3. Everything else goes to torch as before.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import time
@@ -16,7 +26,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +34,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._log import package_logger
+from shardwise._text import package_logger
 from shardwise._torch import is_dispatch_mode_on, is_dual_level
-from shardwise.comm import Comm
-from shardwise.comm.traced import CommTrace, NotTraceableError, is_tracing
-from shardwise.compiler.agreement import Answers, TraceReport, compare_traces
-from shardwise.compiler.backends import Backend, check_backend, compile_lock
-from shardwise.compiler.kinds import (
+from shardwise.comm import Comm, fold_texts, gather_raw, gather_values
+from shardwise.comm.current import resolve_comm
+from shardwise.comm.stand_in import CommTrace, NotTraceableError, is_tracing
+from shardwise.compiler.guards import (
+    FIRST_STATE,
     KindGuard,
+    SideEffects,
     argument_key,
     describe_call,
     describe_unfit,
@@ -42,21 +53,106 @@ from shardwise.compiler.kinds import (
 from shardwise.compiler.schedule import Schedule, schedule_moves
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, check_traceable, collect_state
 from shardwise.compiler.tracing import (
+    Backend,
     BackwardInside,
     FlatProgram,
     TracedArguments,
     TracedResult,
+    check_backend,
+    compile_lock,
     describe_leaf,
     locals_of,
     trace_program,
 )
-from shardwise.compiler.watch import FIRST_STATE, SideEffects
-from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.random.streams import keep_streams
-from shardwise.tensor.random.traced_draws import take_streams
-from shardwise.tensor.recorder import find_recorder, recorders
+from shardwise.tensor.random import keep_streams, take_streams
+from shardwise.tensor.recorder import find_recorder, recorders, user_line
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.user_line import user_line
+
+Answers = Sequence[tuple[str, Sequence[bytes]]]
+LABEL = "compile"
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """What a rank says about its trace: why it failed, or what it asked and which moves its graphs have, in order."""
+
+    problem: str | None
+    calls_backward: bool
+    asked: Sequence[tuple[str, bytes]]
+    moves: Sequence[str]
+
+    def to_json(self) -> list[Any]:
+        """The report for the other ranks."""
+        asked = [[label, base64.b64encode(data).decode()] for label, data in self.asked]
+        return [self.problem, self.calls_backward, asked, list(self.moves)]
+
+    @staticmethod
+    def from_json(value: list[Any]) -> TraceReport:
+        """The report that another rank has sent."""
+        problem, calls_backward, asked, moves = value
+        return TraceReport(problem, calls_backward, [(n, base64.b64decode(text)) for n, text in asked], moves)
+
+
+@dataclass(frozen=True)
+class TraceVerdict:
+    """What all ranks do now: use their graphs, trace again (as a step, or with these answers), or run without."""
+
+    problem: str | None = None
+    as_step: bool = False
+    answers: Answers | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no rank traces again."""
+        return self.problem is not None or (not self.as_step and self.answers is None)
+
+
+def compare_traces(comm: Comm, own: TraceReport, answers: Answers) -> TraceVerdict:
+    """Compare the traces of all ranks, where this one was made with some answers; the same verdict on every rank."""
+    by_rank = {r: TraceReport.from_json(v) for r, v in gather_values(comm, own.to_json(), label=LABEL).items()}
+    told = list(by_rank.values())
+    known = _common_answers(told)
+    if not all(_was_used(answers, i, entry, told) for i, entry in enumerate(known)):
+        return TraceVerdict(answers=known)  # what else is different may follow from what was assumed
+    if any(report.calls_backward for report in told):
+        return TraceVerdict(as_step=True)
+    problems = {rank: report.problem for rank, report in by_rank.items() if report.problem is not None}
+    if problems:
+        return TraceVerdict(problem=fold_texts(problems))
+    labels = [[label for label, _ in report.asked] for report in told]
+    if any(found != labels[0] for found in labels):
+        return TraceVerdict(problem=f"the ranks ask each other different things: {_first_difference(labels)}")
+    moves = [report.moves for report in told]
+    if any(list(found) != list(moves[0]) for found in moves):
+        return TraceVerdict(problem=f"the ranks make different moves: {_first_difference(moves)}")
+    return TraceVerdict()
+
+
+def _common_answers(told: Sequence[TraceReport]) -> list[tuple[str, Sequence[bytes]]]:
+    """The answers of all ranks, up to the first question that not all of them asked."""
+    found: list[tuple[str, Sequence[bytes]]] = []
+    for entries in zip(*(report.asked for report in told), strict=False):
+        if len({label for label, _ in entries}) > 1:
+            break
+        found.append((entries[0][0], [data for _, data in entries]))
+    return found
+
+
+def _was_used(answers: Answers, index: int, entry: tuple[str, Sequence[bytes]], told: Sequence[TraceReport]) -> bool:
+    """Whether all ranks went by the true answers to a question: those that were passed, or the same on all."""
+    if index < len(answers):
+        return list(answers[index][1]) == list(entry[1])
+    return len({report.asked[index][1] for report in told}) == 1
+
+
+def _first_difference(by_rank: Sequence[Sequence[Any]]) -> str:
+    longest = max(map(len, by_rank))
+    for i in range(longest):
+        found = [row[i] if i < len(row) else "nothing" for row in by_rank]
+        if len(set(found)) > 1:
+            return " and ".join(repr(text) for text in dict.fromkeys(found))
+    return "their order"
+
 
 MAX_KINDS, MAX_ATTEMPTS = 16, 8
 _log = package_logger(__name__)
@@ -176,8 +272,8 @@ class CompiledProgram:
         ]
         if not plain:
             return key
-        told = comm.all_gather_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=8).digest(), label="compile")
-        return *key, tuple(told)
+        digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
+        return *key, tuple(gather_raw(comm, digest, label="compile").values())
 
     def _has_gradients(self, state: ProgramState) -> tuple[bool, ...]:
         return tuple(t.grad is not None for t in state.local_tensors())
@@ -368,3 +464,42 @@ def compile(
         raise TypeError(f"compile takes a module or a function, got {type(program).__name__}")
     check_backend(backend)
     return CompiledProgram(program, backend, uses, memory_limit)
+
+
+def route_torch_compile() -> None:
+    """Let `torch.compile` hand sharded modules over, from now on."""
+    original: Any = torch.compile
+    if hasattr(original, "_routes_sharded_modules"):
+        return
+
+    @wraps(original)
+    def torch_compile(model: Any = None, **options: Any) -> Any:
+        module = model if isinstance(model, nn.Module) else _module_of_call(model)
+        if module is None or options.get("disable", False) or not _is_sharded(module):
+            return original(model, **options)
+        program = _compile_sharded(model, **options)
+        if module is not model:
+            return program
+        wrapper = original(model, **options)
+        wrapper.forward = program
+        wrapper.__dict__["__deepcopy__"] = lambda memo: torch_compile(copy.deepcopy(model, memo), **options)
+        return wrapper
+
+    torch_compile._routes_sharded_modules = True  # type: ignore[attr-defined]  # a mark of this function
+    torch.compile = torch_compile
+
+
+def _module_of_call(function: Any) -> nn.Module | None:
+    """The module whose own call this is, as `nn.Module.compile` passes it."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) and function.__name__ == "_call_impl" else None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
+
+
+def _compile_sharded(
+    program: Callable[..., Any], *, backend: Any = "inductor", **without_meaning_here: Any
+) -> CompiledProgram:
+    return compile(program, backend=backend)

@@ -23,9 +23,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardwise._torch import aten, present_ops
-from shardwise.comm.traced import BEFORE_BACKWARD
-from shardwise.tensor.moving.move_operator import AGAIN, MoveRecord, find_record
-from shardwise.tensor.moving.parts import plan_for_rank
+from shardwise.comm.stand_in import BEFORE_BACKWARD
+from shardwise.tensor.move import AGAIN, Move, find_numbered
 
 SMALL_BYTES = 256 << 10
 BUCKET_BYTES = 1 << 20
@@ -51,7 +50,7 @@ class GraphMove:
     """One move of a graph: where it may start at the earliest, and where its result is used first."""
 
     node: Node
-    record: MoveRecord
+    move: Move
     ready: int
     use: int
     needs: list[GraphMove] = field(default_factory=list)
@@ -60,7 +59,7 @@ class GraphMove:
     @property
     def size(self) -> int:
         """The bytes of its result on the rank that gets most."""
-        return max(self.record.dst.elements_per_rank().values(), default=0) * self.record.dtype.itemsize
+        return max(self.move.dst.elements_per_rank().values(), default=0) * self.move.dtype.itemsize
 
     def may_start(self, index: int) -> bool:
         """Whether its inputs are computed before the node of this index."""
@@ -93,7 +92,7 @@ def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
         first = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
         for index in range(first, len(nodes)):
             for kind, group in timeline.events_before(index, at_start=index == first):
-                schedule.events.append(f"{kind} " + " + ".join(m.record.text() for m in group))
+                schedule.events.append(f"{kind} " + " + ".join(m.move.text() for m in group))
                 writer.write(kind, group, nodes[index])
                 schedule.lines.append(_describe_event(kind, group, nodes[index], index))
         writer.erase(moves)
@@ -106,7 +105,7 @@ def find_gathers_made_again(module: GraphModule) -> list[Node]:
     found: list[Node] = []
     for node in module.graph.nodes:
         if node.target is torch.ops.shardwise.move.default:
-            again = _record_of(node).label.endswith(AGAIN)
+            again = _move_of(node).label.endswith(AGAIN)
         else:
             again = (node.target in VIEWS or node.target is getitem) and node.args[0] in found
         if again:
@@ -118,7 +117,7 @@ def _repeat_gathers(graph: Graph) -> None:
     """In the graph of a whole step, gather again after the start of the backward pass what is not kept for it."""
     last = 1 + max((node.meta.get(BEFORE_BACKWARD, 0) for node in graph.nodes), default=0)
     for move in [n for n in graph.nodes if n.target is torch.ops.shardwise.move.default]:
-        if not _record_of(move).label.endswith(AGAIN):
+        if not _move_of(move).label.endswith(AGAIN):
             continue
         views = {move: move}
         for node in graph.nodes:
@@ -161,10 +160,10 @@ def _find_moves(nodes: Sequence[Node]) -> list[GraphMove]:
     number = {node: i for i, node in enumerate(nodes)}
     found: dict[Node, GraphMove] = {}
     for node in nodes:
-        if node.target is not torch.ops.shardwise.move.default or _sends_nothing(record := _record_of(node)):
+        if node.target is not torch.ops.shardwise.move.default or _sends_nothing(layout_move := _move_of(node)):
             continue
         uses = [number[user] for part in node.users for user in part.users]
-        move = GraphMove(node, record, -1, min(uses, default=len(nodes) - 1))
+        move = GraphMove(node, layout_move, -1, min(uses, default=len(nodes) - 1))
         for value in _leave_free_nodes(node.args[0]):
             made = found.get(value.args[0]) if value.target is getitem else None  # type: ignore[arg-type]  # a node
             if made is None:
@@ -175,15 +174,14 @@ def _find_moves(nodes: Sequence[Node]) -> list[GraphMove]:
     return sorted(found.values(), key=lambda m: (m.use, m.ready, number[m.node]))
 
 
-def _record_of(node: Node) -> MoveRecord:
+def _move_of(node: Node) -> Move:
     number = node.args[1]
     assert isinstance(number, int)
-    return find_record(number)
+    return find_numbered(number)
 
 
-def _sends_nothing(record: MoveRecord) -> bool:
-    plan = plan_for_rank(record.src, record.dst, record.dtype.itemsize, record.max_buffer_bytes, record.comm)
-    return plan.rank is None and all(step.rounds == 0 for step in plan.steps)
+def _sends_nothing(move: Move) -> bool:
+    return move.transfer.rank is None and all(step.rounds == 0 for step in move.transfer.steps)
 
 
 def _leave_free_nodes(inputs: Any) -> Iterator[Node]:
@@ -241,7 +239,7 @@ def _take_bucket(small: Sequence[GraphMove], room: int) -> list[GraphMove]:
     taken: list[GraphMove] = []
     size = 0
     for move in small:
-        if size + move.size > min(BUCKET_BYTES, room) or (taken and move.record.comm is not taken[0].record.comm):
+        if size + move.size > min(BUCKET_BYTES, room) or (taken and move.move.comm is not taken[0].move.comm):
             break
         taken.append(move)
         size += move.size
@@ -289,7 +287,7 @@ class _Writer:
     def _replace_results(self, group: Sequence[GraphMove], waited: Node) -> None:
         position = 0
         for move in group:
-            made = [self._take(waited, position + i) for i in range(len(move.record.out_shapes))]
+            made = [self._take(waited, position + i) for i in range(len(move.move.out_shapes))]
             position += len(made)
             for part in list(move.node.users):
                 part.replace_all_uses_with(made[part.args[1]])  # type: ignore[index]  # the number of a result
@@ -325,7 +323,7 @@ def _values_of(arguments: Any) -> Any:
 
 
 def _describe_event(kind: str, group: Sequence[GraphMove], before: Node, index: int) -> str:
-    names = ", ".join(f"{m.record.label} {list(m.record.dst.shape)}" for m in group[:4])
+    names = ", ".join(f"{m.move.label} {list(m.move.dst.shape)}" for m in group[:4])
     more = f" and {len(group) - 4} more" if len(group) > 4 else ""
     size = sum(m.size for m in group)
     return f"before node {index} ({before.name}): {kind} {names}{more}, {size} bytes"

@@ -7,39 +7,103 @@
 3. A function that calls backward itself, as a training step does, is traced without a tape outside: its parameters
    require grad inside the graph only, and the gradients that it leaves are results.
 4. What the program returned is described, to be wrapped again around the results of each call.
+
+Who compiles the graphs: inductor, another backend of torch by name, or a function of the user's.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import is_
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._nests import flatten_nest, unflatten_nest
-from shardwise._torch_graphs import (
+from shardwise._torch import (
     calling_before_backward,
     compiling_flag,
+    inductor_compiler,
+    inductor_decompositions,
+    named_backend,
     no_record_function,
     saved_tensors_hooks_in_traces,
     trace_joint_graph,
 )
+from shardwise._tree import flatten_nest, unflatten_nest
 from shardwise.comm import Comm, use_comm
-from shardwise.comm.traced import CommTrace, NotTraceableError, note_backward, trace_comms
-from shardwise.compiler.backends import Backend, LazyGraph, decompositions_for
+from shardwise.comm.stand_in import CommTrace, NotTraceableError, note_backward, trace_comms
 from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
-from shardwise.ops.engine.mixed import copy_mesh_note
-from shardwise.tensor.random.traced_draws import DrawTrace, trace_draws
+from shardwise.ops.implicit_replication import copy_mesh_note
+from shardwise.tensor.random import DrawTrace, trace_draws
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+
+Backend: TypeAlias = str | Callable[..., Any]
+AS_TRACED = ("eager", "aot_eager")
+compile_lock = threading.RLock()  # torch's tracers and compilers are not made for several threads at once
+
+
+class LazyGraph:
+    """A graph that is compiled when it is first called: all ranks have agreed on it by then."""
+
+    _boxed_call = True
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any], backend: Backend, *, backward: bool) -> None:
+        self._graph, self._inputs, self._backend, self._backward = graph, list(inputs), backend, backward
+        self._run: Callable[[list[Any]], Any] | None = None
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._run is None:
+            with compile_lock:
+                self._run = _compile_graph(self._graph, self._inputs, self._backend, self._backward)
+            self._inputs = []
+        return self._run(args)
+
+
+def _compile_graph(graph: GraphModule, inputs: list[Any], backend: Backend, backward: bool) -> Callable[..., Any]:
+    """The compiled graph as a function of one list, which it may empty."""
+    if backend in AS_TRACED:
+        return _take_list(graph.forward)
+    if backend == "inductor":
+        return inductor_compiler()(graph, inputs, is_backward=backward)  # type: ignore[no-any-return]  # untyped in torch
+    compiler = named_backend(backend) if isinstance(backend, str) else backend
+    return _take_list(compiler(graph, inputs))
+
+
+def _take_list(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    if getattr(function, "_boxed_call", False):
+        return function
+
+    def run(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()
+        return function(*given)
+
+    return run
+
+
+def decompositions_for(backend: Backend) -> dict[Any, Any]:
+    """The operators that are broken down before a backend sees the graph."""
+    return dict(inductor_decompositions()) if backend == "inductor" else {}
+
+
+def check_backend(backend: Backend) -> None:
+    """Raise unless this is a backend."""
+    if callable(backend) or backend in AS_TRACED or backend == "inductor":
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"backend is a name or a function of a graph and inputs, got {type(backend).__name__}")
+    known = torch.compiler.list_backends()
+    if backend not in known:
+        raise ValueError(f"there is no backend {backend!r}; torch has {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, slots=True)

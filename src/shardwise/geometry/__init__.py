@@ -1,15 +1,22 @@
 """L0: what is where. Boxes, meshes, placements, specs and layouts; never imports torch."""
 
-from shardwise.geometry.box import Box, Piece
+from shardwise.geometry.box import Box, LayoutError, NotationError, Piece
 from shardwise.geometry.dtypes import DTYPES, DType, find_dtype
-from shardwise.geometry.errors import LayoutError, NotationError
-from shardwise.geometry.infer import infer_spec
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
-from shardwise.geometry.notation.read import TensorType, parse_layout, parse_placements, parse_ranks, parse_spec
-from shardwise.geometry.notation.write import format_layout, format_placement, format_rule, shorten_layout
+from shardwise.geometry.notation import (
+    TensorType,
+    format_layout,
+    format_placement,
+    format_rule,
+    parse_layout,
+    parse_placements,
+    parse_ranks,
+    parse_spec,
+    shorten_layout,
+)
 from shardwise.geometry.placements import Partial, Placement, Reduction, Replicate, RowOwners, Shard
-from shardwise.geometry.serialize import layout_from_json, layout_to_json
+from shardwise.geometry.serialize import infer_spec, layout_from_json, layout_to_json
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
 __all__ = [

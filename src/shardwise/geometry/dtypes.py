@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.box import LayoutError
 
 
 @dataclass(frozen=True, slots=True)

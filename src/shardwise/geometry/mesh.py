@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.box import LayoutError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.geometry.errors import LayoutError, to_int_tuple
+from shardwise.geometry.box import LayoutError, to_int_tuple
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]

@@ -11,10 +11,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.geometry.box import Piece
-from shardwise.geometry.cells import MAX_ARRAY_DIMS, Cells, PieceTable, grid_cells, mesh_cells, table_from_boxes
-from shardwise.geometry.errors import LayoutError, to_int_tuple
-from shardwise.geometry.layout import ShardingSpec, check_piece_table
+from shardwise.geometry.box import LayoutError, Piece, to_int_tuple
+from shardwise.geometry.layout import (
+    MAX_ARRAY_DIMS,
+    Cells,
+    PieceTable,
+    ShardingSpec,
+    check_piece_table,
+    grid_cells,
+    mesh_cells,
+    table_from_boxes,
+)
 from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array
 from shardwise.geometry.placements import (
     Partial,
@@ -26,7 +33,7 @@ from shardwise.geometry.placements import (
     pending_reduction,
     resolve_dim,
 )
-from shardwise.geometry.torch_words import read_order, to_mesh, to_placement
+from shardwise.geometry.torch_interop import read_order, to_mesh, to_placement
 
 Devices: TypeAlias = tuple[str | None, ...] | None
 

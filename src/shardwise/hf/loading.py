@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from shardwise.checkpoint import load as load_checkpoint
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Comm
+from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Mesh
 from shardwise.hf.plans import plan as make_plan
-from shardwise.nn.model_plan import ModelPlan
-from shardwise.nn.plan_files import load_plan
+from shardwise.nn.plan import ModelPlan, load_plan
 from shardwise.nn.shard_module import shard_module
-from shardwise.tensor.comms import resolve_comm
-from shardwise.tensor.redistribute import shard
+from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

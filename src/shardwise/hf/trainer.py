@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from shardwise._torch import pytree
 from shardwise.geometry import Shard
-from shardwise.nn.inputs import place_inputs
-from shardwise.nn.model_methods import ShardedBy, gather_state
-from shardwise.nn.patterns import PlanError
-from shardwise.tensor.redistribute import shard
+from shardwise.nn.inputs import ShardedBy, gather_state, place_inputs
+from shardwise.nn.plan import PlanError
+from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 

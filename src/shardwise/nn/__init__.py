@@ -1,16 +1,23 @@
 """Modules: plans that shard a model, lookups in sharded tables, and optimizers over sharded parameters."""
 
-from shardwise.embedding import lookup as _lookup  # noqa: F401  # registers embeddings of local batches
-from shardwise.embedding.local_batch import plain_as_local_batch
 from shardwise.nn import local_linear as _local_linear  # noqa: F401  # registers linear of local batches
+from shardwise.nn import lookup as _lookup  # noqa: F401  # registers embeddings of local batches
 from shardwise.nn.balanced import Balance, BalancedPlanner
-from shardwise.nn.experts import GroupedExperts
-from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan, ShardingPlanner
+from shardwise.nn.experts import GroupedExperts, RowSwap, TokenRoute, route_tokens, swap_rows
+from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
-from shardwise.nn.patterns import PlanError
-from shardwise.nn.plan_files import load_plan, plan_from_data, plan_to_data, save_plan
+from shardwise.nn.plan import (
+    ModelPlan,
+    PlanError,
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
+    load_plan,
+    plan_from_data,
+    plan_to_data,
+    save_plan,
+)
 from shardwise.nn.plan_table import PlanTable, describe_plan
-from shardwise.nn.routing import RowSwap, TokenRoute, route_tokens, swap_rows
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from shardwise.geometry import Box, EnumerableSpec, Piece
-from shardwise.nn.model_plan import ShardingPlan, ShardingPlanner, owners_of
-from shardwise.transfer.report import format_bytes
+from shardwise.nn.plan import ShardingPlan, ShardingPlanner, owners_of
+from shardwise.transfer.transfer import format_bytes
 
 IsTable: TypeAlias = Callable[[str, nn.Module], bool]
 Heap: TypeAlias = list[tuple[int, int]]  # the bytes of a rank and its place among the ranks, the emptiest first

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import Comm, DisagreementError
-from shardwise.embedding.local_batch import as_matrix, default_implementation, is_local_batch
 from shardwise.geometry import Mesh, MeshSpec, Shard
-from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.vary import vary_along
+from shardwise.nn.lookup import as_matrix, default_implementation, is_local_batch
+from shardwise.ops.placement_cost import mesh_view
+from shardwise.ops.unshard import vary_along
 from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

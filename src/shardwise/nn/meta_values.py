@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardwise.embedding.slabs import owned_rows
-from shardwise.nn.plan_checks import PlanFields
+from shardwise.nn.lookup_routes import owned_rows
+from shardwise.nn.plan import PlanFields
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 Initialiser: TypeAlias = Callable[[nn.Module], object]

@@ -6,13 +6,13 @@ checkpointed and redistributed like the parameter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.comm import gather_values
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 OptimizerState: TypeAlias = dict[str, Any]
@@ -259,9 +259,9 @@ def _gather_missing_state(parameter: ShardedTensor, found: Mapping[str, Any]) ->
     if set(comm.ranks) <= set(parameter.sharding.ranks):
         return {}
     mine = {key: _describe_state_value(value) for key, value in found.items()}
-    everyone = comm.all_gather_bytes(json.dumps(mine).encode(), label="optimizer state")
-    told: OptimizerState = {key: value for data in everyone for key, value in json.loads(data).items()}
-    return {key: _make_state_value(value, parameter) for key, value in told.items() if key not in found}
+    everyone = gather_values(comm, mine, label="optimizer state").values()
+    states: OptimizerState = {key: value for given in everyone for key, value in given.items()}
+    return {key: _make_state_value(value, parameter) for key, value in states.items() if key not in found}
 
 
 def _describe_state_value(value: Any) -> OptimizerState:

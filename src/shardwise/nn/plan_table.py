@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shardwise._notebook import draw_html
+from shardwise._text import draw_html
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
-from shardwise.geometry.notation.write import format_placement
-from shardwise.nn.model_plan import ModelPlan, owners_of
-from shardwise.transfer.report import format_bytes
+from shardwise.geometry.notation import format_placement
+from shardwise.nn.plan import ModelPlan, owners_of
+from shardwise.transfer.transfer import format_bytes
 
 HEAD = ("parameter", "count", "shape", "layout", "memory", "gradient traffic", "traffic per row")
 _NUMBER = re.compile(r"\b\d+\b")

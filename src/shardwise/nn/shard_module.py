@@ -7,47 +7,99 @@
 3. Forward hooks say how plain inputs are read, redistribute outputs and return local tensors.
 4. Values of what had none come from the user's `init(model)` (a checkpoint, say), from `reset_parameters` of the
    modules that own it, or from their constructors (see `meta_values`). What has none then is an error.
+
+Mixed precision as fully sharded training has it: parameters are gathered and used in a dtype of fewer bytes.
+
+1. While a module's forward runs, its parameters are seen in the `gather_dtype` of the plan, and its floating-point
+   inputs are cast to it. Outside of it they are what they are: optimizers and checkpoints see the full precision.
+2. A parameter is cast before it is gathered, so that fewer bytes travel; also where it is gathered again or ahead.
+3. Terms of a gradient travel in the smaller dtype, are added up in float32, and reach the parameter unrounded.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._log import package_logger
-from shardwise.comm import Comm, DisagreementError, name_ranks
-from shardwise.compat.specs import ChunkShardingSpec, shard_tensor
-from shardwise.compiler.torch_compile import route_torch_compile
-from shardwise.embedding.local_batch import register_local_batch_hooks
+from shardwise._text import package_logger
+from shardwise._torch import count_running_calls
+from shardwise._tree import map_nest
+from shardwise.comm import Comm, DisagreementError, agree, name_ranks
+from shardwise.comm.current import GroupOrComm, resolve_comm
+from shardwise.compiler.compiled import route_torch_compile
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.nn.inputs import register_input_hooks
+from shardwise.nn.inputs import adapt_functions, adapt_methods, register_input_hooks
+from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.meta_values import Initialiser, MissingValues, mark_without_values
-from shardwise.nn.mixed_precision import register_casts
-from shardwise.nn.model_methods import adapt_functions, adapt_methods
-from shardwise.nn.model_plan import ModelPlan, Sharder, ShardingPlan
-from shardwise.nn.patterns import PlanError
-from shardwise.nn.plan_checks import (
+from shardwise.nn.plan import (
+    ModelPlan,
+    PlanError,
     PlanFields,
+    Sharder,
+    ShardingPlan,
     check_mesh,
     check_on_all_ranks,
     check_ranks,
     check_source,
     lay_out_specs,
     layout_texts,
+    load_plan,
 )
-from shardwise.nn.plan_files import load_plan
-from shardwise.nn.torch_state_dict import teach_state_dict_functions
-from shardwise.ops.engine.gathers.gather_again import ALWAYS, AUTOMATIC, mark_for_resharding
-from shardwise.ops.engine.gathers.prefetch import register_prefetch
-from shardwise.tensor.comms import GroupOrComm, resolve_comm
-from shardwise.tensor.creation import empty
+from shardwise.nn.state_dict import teach_state_dict_functions
+from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, register_prefetch
+from shardwise.tensor.creation import empty, shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
+
+_CAST_NAMES = "_cast_names"  # of a module: the names that hide parameters, for each call that runs
+
+
+def register_casts(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Let the modules of a model see parameters in other dtypes: by the names of parameters."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {n: dtypes[prefix + n] for n, _ in module.named_parameters(recurse=False) if prefix + n in dtypes}
+        if own:
+            module.__dict__[_CAST_NAMES] = []
+            module.register_forward_pre_hook(partial(_hide_parameters, dtypes=own), with_kwargs=True)
+            module.register_forward_hook(_show_parameters, always_call=True)
+
+
+def _hide_parameters(
+    module: nn.Module, args: Any, kwargs: Any, dtypes: Mapping[str, torch.dtype]
+) -> tuple[Any, dict[str, Any]]:
+    """Put cast parameters in front of a module's own: attributes of an object are found before its parameters."""
+    calls: list[list[str]] = module.__dict__[_CAST_NAMES]
+    while calls and count_running_calls(module) <= len(calls):  # one was interrupted, as by Ctrl-C
+        _show_parameters(module, args, None)
+    hidden: list[str] = []
+    for name, dtype in dtypes.items():
+        parameter: object = module._parameters.get(name)
+        if isinstance(parameter, ShardedTensor) and parameter.dtype != dtype and name not in module.__dict__:
+            cast = parameter.to(dtype)
+            copy_mark(parameter, cast)
+            module.__dict__[name] = cast
+            hidden.append(name)
+    calls.append(hidden)
+    cast_input = partial(_cast_floating, dtype=next(iter(dtypes.values())))
+    return map_nest(cast_input, args), map_nest(cast_input, kwargs)
+
+
+def _show_parameters(module: nn.Module, _args: Any, _output: Any) -> None:
+    calls = module.__dict__[_CAST_NAMES]
+    for name in calls.pop() if calls else ():
+        del module.__dict__[name]
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
 
 _log = package_logger(__name__)
 OutputSpecs: TypeAlias = dict[str, ShardingSpec]
@@ -61,8 +113,13 @@ def shard_or_allocate(
         made = empty(spec, *tensor.shape, dtype=tensor.dtype, process_group=process_group)
         mark_without_values(made)
         return made
-    sharded: ShardedTensor = shard_tensor(tensor, spec, src_rank, process_group)
-    return sharded
+    comm = resolve_comm(process_group)
+    if spec.shards_itself:
+        agree(comm, {"src_rank": src_rank, "sharding_spec": spec}, label="_shard_tensor")
+        made = cast(Any, spec).shard(tensor, src_rank=src_rank, process_group=process_group)
+        return cast(ShardedTensor, made)
+    check_source(src_rank, comm)
+    return shard(tensor.detach(), spec, comm.ranks[src_rank], comm=comm)
 
 
 def shard_parameter(
@@ -387,14 +444,10 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     """
 
     def hook(_module: nn.Module, _input: Any, output: Any) -> Any:
-        return _take_local_output(output) if isinstance(output, ShardedTensor) else output
+        if not isinstance(output, ShardedTensor):
+            return output
+        local, dim = output.local_tensor(), output.sharding_spec().dropped_dim
+        return local.squeeze(dim) if dim is not None and local.size(dim) == 1 else local
 
     module.register_forward_hook(hook)
     return module
-
-
-def _take_local_output(output: ShardedTensor) -> torch.Tensor:
-    local, spec = output.local_tensor(), output.sharding_spec()
-    if isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and local.size(spec.dim) == 1:
-        return local.squeeze(spec.dim)
-    return local

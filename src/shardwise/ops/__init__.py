@@ -1,39 +1,30 @@
 """L3: computing on ShardedTensors: rules, their choice, and the built-in ones."""
 
-from shardwise.ops.engine.dispatcher import call_op
-from shardwise.ops.engine.explain import HiddenCommunicationError, explain, no_communication
-from shardwise.ops.engine.known_calls.fast_path import call_fast_path
-from shardwise.ops.engine.mixed import MixedTensorsError, plain_as_replicated, replicate
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
-from shardwise.ops.engine.rules import register_sharding, remove_sharding, sharding_rule
+from shardwise.ops.dispatch_cache import call_fast_path
+from shardwise.ops.engine import call_operator
+from shardwise.ops.explain import HiddenCommunicationError, explain, no_communication
+from shardwise.ops.implicit_replication import MixedTensorsError, plain_as_replicated, replicate
+from shardwise.ops.registration import register_sharding, remove_sharding, sharding_rule
+from shardwise.ops.rule import Steps, Strategy, TensorMeta
 from shardwise.ops.rules import (  # noqa: F401  # each registers its rules
     attention,
-    batch_norm,
-    cat,
-    conv,
     embedding,
-    factory,
+    experts,
     foreach,
-    grouped,
     index,
-    linalg_fft,
+    layers,
     loss,
     matmul,
-    minmax,
-    norm,
+    pointwise,
+    random,
     recurrent,
     reduction,
-    sampling,
-    scan,
-    slice,
-    strided,
-    torch_distributions,
-    variance,
     view,
 )
-from shardwise.tensor.dispatch import set_engine
+from shardwise.tensor.dispatch import bind_dispatch
+from shardwise.tensor.sharded_tensor import ShardedTensor
 
-set_engine(function=call_fast_path, operator=call_op)
+bind_dispatch(ShardedTensor, function=call_fast_path, operator=call_operator)
 
 __all__ = [
     "HiddenCommunicationError",

@@ -14,8 +14,8 @@ import torch
 
 import shardwise.ops  # registers the rules
 from shardwise._torch import OpOverload, operator_names
-from shardwise.ops.engine.registry import Steps, find_rule, registered_ops
-from shardwise.ops.engine.schema import is_pointwise
+from shardwise.ops.call import is_pointwise
+from shardwise.ops.rule import Steps, find_rule, registered_ops
 from shardwise.tensor.dispatch import find_function, registered_functions
 
 HEAD = """# Operators on sharded tensors

@@ -6,6 +6,12 @@
    no activations, and the traffic is that of gradients.
 3. A move is priced by the links of a topology, as `shardwise plan` prices it; operations by the device. Moves and
    operations are taken one after the other: what overlaps makes a step faster than the estimate.
+
+The figures of an estimate: values that can be printed, compared, and written as JSON.
+
+What do the moves of a step cost one rank? Bytes by mesh axis and by parameter, and seconds by a topology.
+
+What does a device have, and what does an optimizer keep? Two small tables, and values of your own.
 """
 
 from __future__ import annotations
@@ -13,24 +19,345 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from shardwise.geometry import Layout, MeshSpec, Shard, shorten_layout
+from shardwise.geometry import Layout, Mesh, MeshSpec, Shard, shorten_layout
 from shardwise.geometry.dtypes import DType, find_dtype
-from shardwise.nn.model_plan import ModelPlan
-from shardwise.nn.patterns import PlanError
+from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.plan_table import gradient_bytes_by_axis
-from shardwise.planner.example_inputs import count_tokens, make_inputs
-from shardwise.planner.figures import Estimate, ParameterRow
-from shardwise.planner.hardware import Device, OptimizerState, find_device, find_optimizer
-from shardwise.planner.pricing import PricedMoves
-from shardwise.planner.rehearsal import Inputs, Loss, Rehearsal, rehearse
-from shardwise.tensor.move import DEFAULT_BUFFER_BYTES
-from shardwise.transfer import Topology
+from shardwise.planner.rehearsal import Inputs, Loss, MeteredMove, Rehearsal, count_tokens, make_inputs, rehearse
+from shardwise.tensor.move import DEFAULT_BUFFER_BYTES, Move
+from shardwise.transfer import Topology, Transfer, plan_transfer
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory in bytes, and dense operations per second in bf16; `efficiency` is the share that products reach.
+
+    >>> find_device("h100").memory_bytes
+    80000000000
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float
+    efficiency: float = 0.5
+
+    def seconds(self, flops: int, dtype: DType) -> float:
+        """The time that matrix products of this many operations take in a dtype: 32 bits take twice as long as 16."""
+        return flops / (self.flops * self.efficiency) * max(1, dtype.itemsize / 2)
+
+
+GB, TERA = 10**9, 1e12
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100-40gb", 40 * GB, 312 * TERA),
+        Device("a100", 80 * GB, 312 * TERA),
+        Device("h100", 80 * GB, 989 * TERA),
+        Device("h200", 141 * GB, 989 * TERA),
+        Device("b200", 180 * GB, 2250 * TERA),
+        Device("mi300x", 192 * GB, 1307 * TERA),
+    )
+}
+
+
+def find_device(device: str | Device) -> Device:
+    """A device by name, or the one that is passed."""
+    if isinstance(device, Device):
+        return device
+    if device.lower() not in DEVICES:
+        raise PlanError(
+            f"the device {device!r} is not known; known are {', '.join(DEVICES)}; pass Device(name, memory_bytes, "
+            "flops) for another one"
+        )
+    return DEVICES[device.lower()]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps for each element: tensors of the parameter's dtype, and further bytes.
+
+    >>> from shardwise.geometry.dtypes import find_dtype
+    >>> OptimizerState(tensors=2).bytes_for(10, find_dtype("f32"))
+    80
+    """
+
+    tensors: int
+    more_bytes: int = 0
+
+    def bytes_for(self, elements: int, dtype: DType) -> int:
+        return elements * (self.tensors * dtype.itemsize + self.more_bytes)
+
+
+OPTIMIZERS = {
+    "none": OptimizerState(0),
+    "sgd": OptimizerState(0),
+    "momentum": OptimizerState(1),
+    "adagrad": OptimizerState(1),
+    "rmsprop": OptimizerState(1),
+    "lion": OptimizerState(1),
+    "muon": OptimizerState(1),
+    "adam": OptimizerState(2),
+    "adamw": OptimizerState(2),
+    "adamw8bit": OptimizerState(0, 2),
+    "adamw-fp32": OptimizerState(0, 12),  # both moments and a copy of the parameters in 32 bits
+}
+
+
+def find_optimizer(name: str | OptimizerState) -> OptimizerState:
+    """What an optimizer keeps, by its name.
+
+    >>> from shardwise.geometry.dtypes import find_dtype
+    >>> find_optimizer("adamw").bytes_for(10, find_dtype("bf16"))
+    40
+    """
+    if isinstance(name, OptimizerState):
+        return name
+    if name.lower() not in OPTIMIZERS:
+        raise PlanError(
+            f"the optimizer {name!r} is not known; known are {', '.join(OPTIMIZERS)}; pass OptimizerState(tensors, "
+            "more_bytes) for another one"
+        )
+    return OPTIMIZERS[name.lower()]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter: what a rank holds of it, and what it receives for it in a step.
+
+    - `module`: the path of the module that owns it; `layout`: in the notation, with dtype and shape.
+    - `rank_bytes`, `gradient_bytes`, `optimizer_bytes`: memory on the fullest rank.
+    - `traffic_bytes`: received by that rank to gather the parameter and to reduce its gradient, in one step.
+
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> found = estimate({"w": (8, 4)}, ModelPlan(Mesh.of(tp=2), {"w": "S(0)"}), dtype="f32")
+    >>> found.rows[0].layout, found.rows[0].rank_bytes
+    ('f32[8,4] on tp=2: S(0)', 64)
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    rank_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    traffic_bytes: int
+
+
+@dataclass(frozen=True)
+class StepMove:
+    """A move between two layouts that a step makes `count` times; the figures are those of one time, on one rank.
+
+    `label` is the operator that asks for it, `src` and `dst` are in the notation, `axes` the mesh axes along which it
+    communicates ("tp", or "dp,tp" for bytes between ranks that differ in both), `parameters` whether it gathers
+    parameters or reduces their gradients.
+
+    >>> from torch import nn
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    >>> found = estimate(model, ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)"), batch=2, sequence=4)
+    >>> {move.axes for move in found.moves}
+    {('dp',)}
+    """
+
+    label: str
+    backward: bool
+    parameters: bool
+    src: str
+    dst: str
+    count: int
+    received_bytes: int
+    sent_bytes: int
+    seconds: float
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one training step needs on the fullest rank; made by `estimate`.
+
+    - `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`, `buffer_bytes`: memory that is held.
+    - `activation_bytes`: held for the backward pass when the forward pass ends, or None if it is not known.
+    - `peak_bytes`: the most that is held at once, with the state of the optimizer and the buffers of moves.
+    - `traffic`: bytes that the rank receives in a step, by mesh axis; "dp,tp" are bytes between ranks that differ in
+      both coordinates.
+    - `compute_seconds`, `communication_seconds`: of a step, one after the other in `step_seconds`.
+    - `rows`: one for each parameter; `moves`: what is moved, most bytes first.
+    - `tokens`: of all ranks' batches together.
+
+    >>> from shardwise import Mesh, ModelPlan
+    >>> from shardwise.planner import estimate
+    >>> found = estimate({"w": (8, 4)}, ModelPlan(Mesh.of(tp=2), {"w": "S(0)"}), dtype="f32")
+    >>> found.parameter_bytes, found.optimizer_bytes, found.fits
+    (64, 128, True)
+    """
+
+    plan: Mapping[str, Any]
+    ranks: int
+    rank: int
+    batch: int
+    sequence: int
+    optimizer: str
+    device: Device
+    ranks_per_host: int | None
+    rows: tuple[ParameterRow, ...]
+    moves: tuple[StepMove, ...]
+    traffic: Mapping[str, int]
+    buffer_bytes: int
+    activation_bytes: int | None
+    peak_bytes: int
+    tokens: int
+    flops: int
+    compute_seconds: float
+    communication_seconds: float
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in the notation."""
+        return str(self.plan["mesh"])
+
+    @property
+    def elements(self) -> int:
+        """The parameters of the whole model."""
+        total = 0
+        for row in self.rows:
+            count = 1
+            for length in row.shape:
+                count *= length
+            total += count
+        return total
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(row.rank_bytes for row in self.rows)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(row.gradient_bytes for row in self.rows)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return sum(row.optimizer_bytes for row in self.rows)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """The bytes that the rank receives in a step."""
+        return sum(self.traffic.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of the device."""
+        return self.peak_bytes <= self.device.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: every field and every figure of this class."""
+        names = ("mesh", "elements", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "traffic_bytes")
+        figures = {name: getattr(self, name) for name in (*names, "step_seconds", "fits")}
+        return {**asdict(self), **figures}
+
+
+@dataclass(frozen=True)
+class MovePrice:
+    """One move on one rank."""
+
+    received_bytes: int
+    sent_bytes: int
+    by_axis: Mapping[str, int]
+    seconds: float
+
+
+class PricedMoves:
+    """The moves of a step, priced for one rank of a mesh; a move that is made again is planned once."""
+
+    def __init__(self, moves: Sequence[MeteredMove], mesh: Mesh, rank: int, topology: Topology) -> None:
+        self._moves, self._mesh, self._rank, self._topology = moves, mesh, rank, topology
+        records = {id(move.record): move.record for move in moves}
+        self._prices = {key: self._price(record) for key, record in records.items()}
+
+    def _price(self, record: Move) -> MovePrice:
+        itemsize = record.dtype.itemsize
+        transfer = plan_transfer(record.src, record.dst, itemsize=itemsize, topology=self._topology, rank=self._rank)
+        received, sent = (t.get(self._rank, 0) for t in (transfer.received_bytes, transfer.sent_bytes))
+        by_axis = received_by_axis(transfer, self._mesh, self._rank)
+        return MovePrice(received, sent, by_axis, transfer.estimate(self._topology))
+
+    @cached_property
+    def listed(self) -> tuple[StepMove, ...]:
+        """Each kind of move that sends or receives something, most bytes in a step first."""
+        kinds = Counter((id(m.record), m.backward, m.parameter is not None) for m in self._moves)
+        records = {id(m.record): m.record for m in self._moves}
+        made = [self._describe(records[key], backward, own, n) for (key, backward, own), n in kinds.items()]
+        moved = [m for m in made if m.received_bytes or m.sent_bytes]
+        return tuple(sorted(moved, key=lambda m: -m.received_bytes * m.count))
+
+    def _describe(self, record: Move, backward: bool, own: bool, count: int) -> StepMove:
+        price = self._prices[id(record)]
+        src, dst = (shorten_layout(layout, str(record.dtype)) for layout in (record.src, record.dst))
+        figures = (count, price.received_bytes, price.sent_bytes, price.seconds, tuple(price.by_axis))
+        return StepMove(record.label, backward, own, src, dst, *figures)
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The bytes received in a step, by axis of the mesh."""
+        total: Counter[str] = Counter()
+        for move in self._moves:
+            total.update(self._prices[id(move.record)].by_axis)
+        order = {axis: i for i, axis in enumerate(self._mesh.axes)}
+        return dict(sorted(total.items(), key=lambda item: (item[0].count(","), order.get(item[0], 0))))
+
+    @property
+    def by_parameter(self) -> Counter[str]:
+        """The bytes received in a step to gather each parameter and to reduce its gradient."""
+        total: Counter[str] = Counter()
+        for move in self._moves:
+            if move.parameter is not None:
+                total[move.parameter] += self._prices[id(move.record)].received_bytes
+        return total
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._prices[id(move.record)].seconds for move in self._moves)
+
+    @property
+    def largest_bytes(self) -> int:
+        """What the largest move receives: moves are made one at a time, through buffers of at most this size."""
+        return max((price.received_bytes for price in self._prices.values()), default=0)
+
+
+def received_by_axis(transfer: Transfer, mesh: Mesh, rank: int) -> dict[str, int]:
+    """The bytes that a rank receives, by the axes along which the sender has another coordinate.
+
+    >>> from shardwise.geometry import MeshSpec, Replicate, Shard
+    >>> mesh = Mesh.of(dp=2, tp=2)
+    >>> src, dst = (MeshSpec(mesh, p).layout((4, 4)) for p in ((Shard(0), Shard(1)), (Replicate(), Replicate())))
+    >>> received_by_axis(plan_transfer(src, dst, itemsize=4, rank=0), mesh, 0)
+    {'tp': 16, 'dp': 16, 'dp,tp': 16}
+    """
+    edges = [(s, n) for (s, d), n in transfer.bytes_by_edge.items() if d == rank]
+    found: Counter[str] = Counter()
+    if edges:
+        place = {int(r): i for i, r in enumerate(mesh.ranks.reshape(-1))}
+        own = np.array(np.unravel_index(place[rank], mesh.shape))
+        theirs = np.array(np.unravel_index([place[s] for s, _ in edges], mesh.shape)).T
+        for differs, (_, nbytes) in zip(theirs != own, edges, strict=True):
+            found[",".join(a for a, other in zip(mesh.axes, differs, strict=True) if other)] += nbytes
+    return dict(found)
+
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 

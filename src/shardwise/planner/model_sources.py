@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.nn.patterns import PlanError
+from shardwise.nn.plan import PlanError
 from shardwise.planner.rehearsal import Inputs
 
 

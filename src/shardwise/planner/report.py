@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.geometry import LayoutError, parse_layout
-from shardwise.planner.figures import Estimate, ParameterRow
+from shardwise.planner.estimate import Estimate, ParameterRow
 from shardwise.transfer import plan_transfer
-from shardwise.transfer.report import format_bytes
+from shardwise.transfer.transfer import format_bytes
 
 BAR, SHOWN_MOVES = 24, 8
 _NUMBER = re.compile(r"\b\d+\b")

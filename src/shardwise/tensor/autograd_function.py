@@ -6,26 +6,49 @@
 2. Torch calls `Function.apply` without asking the types of its arguments. So `register_autograd_function` gives a class
    an `apply` that asks. Torch's own Functions for hooks of modules and for activation checkpointing are registered too.
 3. Checkpointed code that is computed again gets its arguments from saved tensors: also from local ones.
+
+Forward-mode differentiation: the tangents of a ShardedTensor are those of its local tensors.
+
+1. `make_dual` gives each local tensor its part of the tangent, which is moved to the layout of the value first.
+2. While dual numbers are in use, functions take no shortcut, rules choose as they do for tensors that are
+   differentiated, and moves carry tangents (`autograd.py`).
+3. `unpack_dual` puts the tangents together. Ranks agree on whether there are any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import BackwardHookFunction, CheckpointFunction, replace_checkpoint_generator
+from shardwise._cache import cached
+from shardwise._torch import (
+    BackwardHookFunction,
+    CheckpointFunction,
+    forward_ad,
+    is_batched_tensor,
+    is_tracing,
+    make_dual_function,
+    replace_checkpoint_generator,
+    unpack_dual_function,
+)
 from shardwise.comm import Comm
-from shardwise.comm.traced import compute_region_again, splits_backward
+from shardwise.comm.stand_in import compute_region_again, splits_backward
 from shardwise.geometry import Layout
-from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import replicated_layout
-from shardwise.tensor.moving.autograd import dual_layout, gradient_of_addends, gradient_of_whole
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function
+from shardwise.tensor.move import (
+    any_rank_has_tangents,
+    dual_layout,
+    gradient_of_addends,
+    gradient_of_whole,
+    move_to,
+    replicated_layout,
+)
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
@@ -235,7 +258,7 @@ class _LocalNode(torch.autograd.Function):
         return None, *call.inputs.split_gradients(listed)
 
 
-@cache
+@cached()
 def _local_node_of(function: Any) -> Any:
     """The class of the node, under the Function's name: torch asks nodes for it."""
     return type(function.__name__, (_LocalNode,), {})
@@ -353,3 +376,36 @@ def _flatten_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 replace_checkpoint_generator(_flatten_checkpoint)
+
+
+@register_function(make_dual_function)
+def _make_dual(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    value, tangent = args
+    if is_tracing() or is_batched_tensor(value) or is_batched_tensor(tangent):
+        raise UnsupportedOpError(
+            "torch.func.jacfwd, hessian, linearize and vmap of forward mode are not supported for ShardedTensors; call "
+            "torch.func.jvp for one tangent after the other"
+        )
+    if not isinstance(value, ShardedTensor):
+        raise UnsupportedOpError("the tangent of a plain tensor cannot be a ShardedTensor; pass tangent.full()")
+    if tuple(value.shape) != tuple(tangent.shape):
+        raise ValueError(
+            f"a tangent has the shape of its value: {tuple(value.shape)}, got {tuple(tangent.shape)}; expand it first"
+        )
+    dual_layout(value.sharding)  # raises for a pending maximum, which has no tangent
+    if not isinstance(tangent, ShardedTensor):
+        tangent = wrap(replicated_layout(tuple(tangent.shape), comm.ranks), (tangent,), comm)
+    parts = [forward_ad.unpack_dual(t).primal for t in move_to(tangent, value.sharding, "tangent")[0]]
+    duals = tuple(map(forward_ad.make_dual, value.local_parts, parts))
+    return value._like(value.sharding, duals, value._anchor)
+
+
+@register_function(unpack_dual_function)
+def _unpack_dual(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any], comm: Comm) -> Any:
+    (tensor,) = args
+    pairs = [forward_ad.unpack_dual(t) for t in tensor.local_parts]
+    value = tensor._like(tensor.sharding, tuple(primal for primal, _ in pairs), tensor._anchor)
+    if not any_rank_has_tangents(tensor.local_parts, comm, "unpack_dual"):
+        return value, None
+    parts = tuple(torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs)
+    return value, tensor._like(tensor.sharding, parts)

@@ -1,25 +1,422 @@
-"""Making ShardedTensors: filled with one value, with random values, or from what each rank already holds.
+"""Making ShardedTensors: from a whole tensor, from local tensors, filled with one value or random ones; and many moves.
 
 Every rank calls these functions alike. Random values are the same whatever the spec and the number of ranks; see
-`shardwise.tensor.random.fill`.
+`shardwise.tensor.random`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from inspect import signature
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
+from torch import Tensor
 
-from shardwise.comm import Comm
-from shardwise.geometry import LayoutError, ShardingSpec
-from shardwise.tensor.comms import GroupOrComm
+from shardwise._torch import is_dual_level
+from shardwise.comm import (
+    Comm,
+    DisagreementError,
+    advise_ranks,
+    agree,
+    fold_texts,
+    fold_values,
+    gather_values,
+    name_ranks,
+)
+from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
+from shardwise.comm.local import number_device
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
+from shardwise.geometry.notation import read_spec
+from shardwise.geometry.serialize import infer_from_parts
+from shardwise.geometry.torch_interop import is_device_mesh
+from shardwise.tensor import random_init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.dispatch import register_function, sharded_leaves
-from shardwise.tensor.inplace import draw_into, fill_with
-from shardwise.tensor.random import init as _init  # noqa: F401  # registers the in-place functions of random values
-from shardwise.tensor.random.distributions import Distribution, normal, uniform
+from shardwise.tensor.execute import Handle
+from shardwise.tensor.functions import from_dtensor, is_dtensor
+from shardwise.tensor.move import (
+    describe_tensor,
+    find_move,
+    format_layout_text,
+    is_move_recorded,
+    mesh_spec_of,
+    move_to,
+    replicated_layout,
+    single_rank_layout,
+    start_moving,
+    start_while_agreeing,
+    target_layout,
+    travels_early,
+)
+from shardwise.tensor.pickling import PLAIN_SPECS
+from shardwise.tensor.random import Distribution, normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor, allocate_locals, wrap
+from shardwise.tensor.writes import draw_into, fill_with
+
+
+def shard(
+    tensor: Tensor | None,
+    spec: Any,
+    src_rank: Any = 0,
+    *,
+    placements: Any = None,
+    comm: Any = None,
+) -> ShardedTensor:
+    """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
+
+    `spec` is a spec, a Layout, a text in notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)"), or a mesh, with its placements
+    next or by name: `shard(x, mesh, [Shard(0)])`. The mesh and the placements may be torch's; the ranks are then those
+    of the DeviceMesh. A DTensor, which is laid out already, is redistributed.
+
+    The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.) It is
+    on the kind of device that the source's tensor is on: of a host tensor, every rank's part is in host memory.
+    Other ranks than the source may pass None. Differentiable: gradients go back to the source, and only to it. A tensor
+    that every rank has computed through other moves is therefore laid out with `src_rank=None`.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import GridSpec
+    >>> def body(comm):
+    ...     x = shard(torch.arange(4) if comm.rank == 1 else None, GridSpec([(1, 3)], [0, 1]), src_rank=1)
+    ...     return x.local_tensor().tolist()
+    >>> run_local(body, 2)
+    [[0], [1, 2, 3]]
+    """
+    if src_rank is not None and not isinstance(src_rank, int) and (isinstance(spec, Mesh) or is_device_mesh(spec)):
+        placements, src_rank = src_rank, 0
+    comm = _comm_for(spec, comm)
+    if is_device_mesh(spec) and src_rank == 0 and 0 not in comm.ranks:  # of a submesh: its first rank, as in torch
+        src_rank = comm.ranks[0]
+    if is_dtensor(tensor):
+        return _shard_dtensor(tensor, spec, placements, comm)
+    spec, unread = _read_spec(spec, placements, comm)
+    given = _agree_on_source(tensor, spec, src_rank, comm, unread)
+    shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
+    dst = spec if isinstance(spec, Layout) else spec.layout(shape)
+    held = (tensor,) if tensor is not None and src_rank in (None, comm.rank) else ()
+    unheld, device = given["requires_grad"] and not held, _device_of_kind(given["device"], comm)
+    anchor = torch.empty(0, dtype=dtype, device=device, requires_grad=True) if unheld else None
+    src = replicated_layout(shape, comm.ranks) if src_rank is None else single_rank_layout(shape, src_rank)
+    locals_, anchor = move_to(wrap(src, held, comm, dtype=dtype, device=device, anchor=anchor), dst, "shard")
+    if src == dst:  # nothing moved; the result owns its memory in every layout
+        locals_ = tuple(local.clone(memory_format=torch.contiguous_format) for local in locals_)
+    return wrap(dst, locals_, comm, dtype=dtype, device=device, anchor=anchor)
+
+
+def _device_of_kind(kind: str, comm: Comm) -> torch.device:
+    """Where this rank has its part of a tensor that other ranks have on a device of this kind."""
+    return comm.device if comm.device.type == kind else number_device(kind)
+
+
+def _comm_for(spec: Any, comm: Any) -> Comm:
+    """The comm that is passed, else that of a DeviceMesh, else the current one."""
+    return comm_of_device_mesh(spec) if comm is None and is_device_mesh(spec) else resolve_comm(comm)
+
+
+def _read_spec(spec: Any, placements: Any, comm: Comm) -> tuple[Any, str | None]:
+    """A mesh and placements, or a text, as a spec, and why that is not possible; anything else as it is."""
+    try:
+        if isinstance(spec, Mesh) or is_device_mesh(spec):
+            return mesh_spec_of(spec, placements), None
+        if isinstance(spec, str) and placements is None:
+            return read_spec(spec, None, comm.ranks), None
+    except ValueError as error:
+        return spec, str(error)
+    if placements is not None:
+        return spec, f"placements go with a mesh, and {spec!r} is not one; pass a mesh and placements, or a spec"
+    return spec, None
+
+
+def _shard_dtensor(tensor: Any, spec: Any, placements: Any, comm: Comm) -> ShardedTensor:
+    """A DTensor in another layout, if it is on ranks of the comm."""
+    held, problem = None, None
+    try:
+        held = from_dtensor(tensor, comm)
+        problem = _outside_problem(held.sharding, comm)
+    except ValueError as error:
+        problem = str(error)
+    agree(comm, {}, label="shard", problem=problem)
+    assert held is not None
+    mesh_and_placements = (spec, placements) if placements is not None else (spec,)
+    moved: ShardedTensor = held.redistribute(*mesh_and_placements, label="shard")
+    return moved
+
+
+def _agree_on_source(
+    tensor: Any, spec: Any, src_rank: int | None, comm: Comm, unread: str | None = None
+) -> dict[str, Any]:
+    """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
+    if unread is None and src_rank is not None and (isinstance(src_rank, bool) or not isinstance(src_rank, int)):
+        got = f"{type(src_rank).__name__}: {src_rank!r}"
+        unread = f"src_rank is a rank, or None where every rank has the data; got {got}"
+    own: dict[str, Any] = {"src_rank": str(src_rank), "problem": unread, "has": tensor is not None}
+    if isinstance(spec, Layout):
+        own["rule"] = (digest := _digest_spec(spec.spec)) and f"{digest} {spec.shape}"
+    else:
+        own["rule"] = _digest_spec(spec) if isinstance(spec, ShardingSpec) else None
+    if unread is not None:
+        pass
+    elif tensor is not None and not _is_plain_tensor(tensor):
+        own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}"
+    elif tensor is not None:
+        own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
+        own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
+        own |= _check_layout_of(spec, tuple(tensor.shape), comm)
+    if own["problem"] is None and src_rank is not None and src_rank not in comm.ranks:
+        own["problem"] = f"src_rank {src_rank} is not in the comm ({name_ranks(comm.ranks)})"
+    elif tensor is None and src_rank in (None, comm.rank):
+        own["problem"] = f"this rank has the data (src_rank={src_rank}) but passes no tensor"
+    everyone = gather_values(comm, own, label="shard")
+    _check_sources(everyone, src_rank)
+    source: dict[str, Any] = everyone[comm.ranks[0] if src_rank is None else src_rank]
+    rules = {given["rule"] for given in everyone.values()}
+    if not all(given["has"] for given in everyone.values()) and (None in rules or len(rules) > 1):
+        laid_out = _check_layout_of(spec, tuple(source["shape"]), comm)
+        agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
+    return source
+
+
+@lru_cache(maxsize=1024)
+def _digest_spec(spec: ShardingSpec) -> str | None:
+    """A digest of all that a spec says, the same on every rank; None for specs that cannot be written down.
+
+    Ranks whose specs have the same one lay out a shape in the same way, or none of them can.
+    """
+    if type(spec) not in PLAIN_SPECS:
+        return None
+    return hashlib.blake2b(json.dumps(spec.to_json()).encode(), digest_size=16).hexdigest()
+
+
+def _is_plain_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and not is_dtensor(value)
+
+
+def _advice_for(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "; make a tensor of it first: torch.as_tensor(x)"
+    if isinstance(value, ShardedTensor):
+        return "; use its redistribute()"
+    return "; it is laid out already: shard(x, spec) or compat.from_dtensor(x) converts it" if is_dtensor(value) else ""
+
+
+def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
+    """The layout as text, or why the spec does not lay out this shape."""
+    if not isinstance(spec, Layout | ShardingSpec):
+        return {
+            "problem": "shard takes a spec such as ChunkSpec(0, 4), a Layout, or a mesh and placements, got "
+            f"{type(spec).__name__}: {spec!r}{_advice_for_spec(spec)}"
+        }
+    try:
+        layout = spec if isinstance(spec, Layout) else spec.layout(shape)
+    except ValueError as error:
+        return {"problem": str(error)}
+    if layout.shape != shape:
+        return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
+    outside = _outside_problem(layout, comm)
+    return {"spec": format_layout_text(layout)} if outside is None else {"problem": outside}
+
+
+def _advice_for_spec(spec: Any) -> str:
+    listed = spec if isinstance(spec, list | tuple) else [spec]
+    if listed and all(hasattr(p, "is_shard") for p in listed):
+        return "; placements need a mesh: shard(x, Mesh.of(tp=4), (Shard(0),))"
+    return ""
+
+
+def _outside_problem(layout: Layout, comm: Comm) -> str | None:
+    """Why a layout does not fit the ranks of a comm, or None."""
+    outside = sorted(set(layout.ranks) - set(comm.ranks))
+    if not outside:
+        return None
+    by = f"the mesh {layout.spec.mesh}" if isinstance(layout.spec, MeshSpec) else "the layout"
+    return f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)}); {advise_ranks(comm)}"
+
+
+def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
+    problems = {rank: given["problem"] for rank, given in everyone.items() if given["problem"]}
+    if problems:
+        raise DisagreementError(f"'shard': {fold_texts(problems)}")
+    for field in ("src_rank", "shape", "dtype", "spec", *(["requires_grad"] if src_rank is None else [])):
+        values = {rank: str(given[field]) for rank, given in everyone.items() if field in given}
+        if len(set(values.values())) > 1:
+            found = fold_values(values)
+            raise DisagreementError(f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank")
+
+
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: Any,
+    *given: Any,
+    shape: Sequence[int] | None = None,
+    placements: Any = None,
+    comm: Any = None,
+) -> ShardedTensor:
+    """A ShardedTensor over existing local tensors, without a copy; they stay on the tape.
+
+    - `from_local(locals, layout)`, or with a spec and the global shape: `from_local(locals, spec, shape)`.
+    - `from_local(local, mesh, placements)`, as DTensor has it: the mesh and the placements may be torch's. Without
+      `shape`, the global shape follows from the parts of all ranks, which along one axis may have different lengths.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from_local(torch.ones(2, 3), ChunkSpec(0, 1), (2, 3)).full().sum().item()
+    6.0
+    """
+    comm = _comm_for(layout, comm)
+    held, problem = _list_local_tensors(local_tensors)
+    if isinstance(layout, Mesh) or is_device_mesh(layout):
+        layout, shape, unread = _read_parts(held, layout, given[0] if given else placements, shape, comm)
+        problem = problem or unread
+    elif given:
+        shape = given[0]
+    layout, unread = _read_spec(layout, None, comm) if isinstance(layout, str) else (layout, None)
+    where, unfit = _resolve_local_layout(layout, shape)
+    problem = problem or unread or unfit or _local_problem(held, where, comm)
+    asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
+    agree(comm, asked, label="from_local", problem=problem)
+    dtype, grad, device = _agree_on_kind(held, comm)
+    anchor = None if held or not grad else torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+    return wrap(where, held, comm, dtype=dtype, device=device, anchor=anchor)
+
+
+def _read_parts(
+    held: Sequence[Tensor], mesh: Any, placements: Any, shape: Sequence[int] | None, comm: Comm
+) -> tuple[Any, Sequence[int] | None, str | None]:
+    """The spec and the global shape of parts on a mesh, and why there are none; the parts' shapes are gathered."""
+    spec, problem = _read_spec(mesh, placements, comm)
+    if shape is not None or problem is not None:
+        return spec, shape, problem
+    given = gather_values(comm, list(held[0].shape) if held else None, label="from_local")
+    shapes = {rank: tuple(shape) for rank, shape in given.items() if shape is not None}
+    try:
+        return (*infer_from_parts(spec, shapes), None)
+    except LayoutError as error:
+        return spec, None, str(error)
+
+
+def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], str | None]:
+    """The local tensors as a tuple, or what else was passed."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        return (), f"from_local takes a tensor or a list of tensors, got {type(given).__name__}"
+    listed = (given,) if isinstance(given, Tensor) else tuple(given)
+    wrong = next((each for each in listed if not _is_plain_tensor(each)), None)
+    if wrong is None:
+        return listed, None
+    return (), f"local tensors are plain tensors, got {type(wrong).__name__}{_advice_for(wrong)}"
+
+
+def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool, torch.device]:
+    """The dtype of the local tensors of all ranks, whether they are on the tape, and where a rank without any has them.
+
+    Raises unless dtype and tape are the same on all ranks that have some.
+    """
+    own = [str(held[0].dtype), str(any(t.requires_grad for t in held)), held[0].device.type] if held else None
+    kinds = {rank: kind for rank, kind in gather_values(comm, own, label="from_local").items() if kind is not None}
+    dtypes, grads = ({rank: kind[i] for rank, kind in kinds.items()} for i in (0, 1))
+    devices = [kind[2] for kind in kinds.values()]
+    if len(set(dtypes.values())) > 1:
+        raise DisagreementError(
+            f"'from_local': the ranks have different dtypes: {fold_values(dtypes)}; convert them first"
+        )
+    if len(set(grads.values())) > 1:
+        raise DisagreementError(
+            f"'from_local': requires_grad is {fold_values(grads)}; every rank takes part in the backward pass, "
+            "so pass tensors of one kind"
+        )
+    dtype = next((getattr(torch, text.removeprefix("torch.")) for text in dtypes.values()), torch.get_default_dtype())
+    return dtype, "True" in grads.values(), _device_of_kind(devices[0] if devices else comm.device.type, comm)
+
+
+def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
+    if isinstance(layout, Layout):
+        return layout, None
+    try:
+        if not isinstance(layout, ShardingSpec):
+            raise LayoutError(
+                "from_local takes a Layout, a spec and a shape, or a mesh and placements, got "
+                f"{type(layout).__name__}: {layout!r}"
+            )
+        if shape is None:
+            raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
+        return layout.layout(shape), None
+    except ValueError as error:
+        return single_rank_layout((), 0), str(error)
+
+
+def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
+    outside = _outside_problem(layout, comm)
+    if outside is not None:
+        return outside
+    shapes = layout.local_shapes(comm.rank)
+    found = tuple(tuple(t.shape) for t in held)
+    if found != shapes:
+        return f"the layout assigns this rank local tensors of shapes {list(shapes)}, got {list(found)}"
+    if len({(t.dtype, t.device) for t in held}) > 1:
+        return f"local tensors have one dtype and device, got {sorted({f'{t.dtype} on {t.device}' for t in held})}"
+    return None
+
+
+def redistribute_many(
+    tensors: Sequence[ShardedTensor],
+    targets: Sequence[Any],
+    *,
+    async_op: bool = False,
+    max_buffer_bytes: int | None = None,
+) -> Any:
+    """Move many tensors at once: their messages share the exchanges. Returns the new tensors, in order.
+
+    With `async_op`, a Handle whose `wait()` returns them. Where gradients are recorded the tensors move one by one.
+
+    >>> import shardwise
+    >>> def body(comm):
+    ...     rows, columns = shardwise.ChunkSpec(0, ranks=2), shardwise.ChunkSpec(1, ranks=2)
+    ...     moved = redistribute_many([shardwise.ones(rows, 4, 6), shardwise.ones(rows, 2, 2)], [columns, columns])
+    ...     return [tuple(x.local_tensor().shape) for x in moved]
+    >>> shardwise.run_local(body, 2)[0]
+    [(4, 3), (2, 1)]
+    """
+    label = "redistribute_many"
+    if not tensors and not targets:
+        return Handle(None, lambda results: []) if async_op else []
+    given: Sequence[object] = tensors
+    plain = [type(t).__name__ for t in given if not isinstance(t, ShardedTensor)]
+    if plain:
+        raise TypeError(f"{label}: moves ShardedTensors, got {plain[0]}; make one with shard() or from_local()")
+    if not tensors or any(t.comm is not tensors[0].comm for t in tensors):
+        raise ValueError(f"{label}: needs tensors that share one comm; move those of other comms on their own")
+    dsts, problem = _resolve_target_layouts(tensors, targets)
+    moves = [
+        f"{describe_tensor(t.dtype, t.sharding)} -> {format_layout_text(dst)}"
+        for t, dst in zip(tensors, dsts, strict=False)
+    ]
+    asked = {"moves": moves, "max_buffer_bytes": max_buffer_bytes}
+
+    def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
+        return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
+
+    if problem is None and not async_op and all(map(travels_early, tensors, dsts)):
+        return finish(start_while_agreeing(tensors, dsts, asked, label, max_buffer_bytes).wait())
+    agree(tensors[0].comm, asked, label=label, problem=problem)
+    if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
+        return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]
+    running = start_moving(tensors, dsts, label, max_buffer_bytes)
+    return Handle(running, finish) if async_op else finish(running.wait())
+
+
+def _resolve_target_layouts(
+    tensors: Sequence[ShardedTensor], targets: Sequence[Any]
+) -> tuple[list[Layout], str | None]:
+    """The requested layouts, or why there are none."""
+    if len(tensors) != len(targets):
+        return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
+    try:
+        dsts = [target_layout(t.sharding, target) for t, target in zip(tensors, targets, strict=True)]
+    except ValueError as error:
+        return [], str(error)
+    moves = [find_move(t, dst, "redistribute_many") for t, dst in zip(tensors, dsts, strict=True)]
+    return dsts, "; ".join(move.problem for move in moves if move.problem is not None) or None
+
 
 F = TypeVar("F", bound=Callable[..., ShardedTensor])
 

@@ -6,24 +6,31 @@
    `torch.autograd.grad`, functions that read plain tensors in a way of their own. One that returns NotImplemented
    leaves the call to torch.
 3. Otherwise torch breaks the function down into operators (`run_function`), and the engine computes each of them by
-   its rule (`call_operator`). What has none is an error that names it; nothing is gathered silently.
+   its rule (`ops/engine.py`). What has none is an error that names it; nothing is gathered silently.
 
 Torch is entered below its autograd layer, since the wrapper is not on the tape, and above autocast and other layers.
 The code of an operator then runs in the layers that the caller had: so its local tensors are recorded.
+
+What is wrong when torch's data parallel wrappers (DDP, FSDP, fully_shard) are put around a sharded model?
+
+They flatten, cut and broadcast parameters by rank, which no ShardedTensor allows. Some call of theirs is refused, and
+that error names a detail of torch. Here the caller is recognised by its stack, on the way of an error only.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
+from types import FrameType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from shardwise._cache import clear_on_change
 from shardwise._torch import (
     DisableTorchFunctionSubclass,
     DispatchKeys,
@@ -39,9 +46,54 @@ from shardwise._torch import (
 )
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout
-from shardwise.tensor import caches
-from shardwise.tensor.moving.debug_modes import remember_debug_modes
-from shardwise.tensor.wrappers import explain_wrapper
+from shardwise.tensor.recorder import remember_debug_modes
+
+_WRAPPERS = {
+    "torch.distributed.fsdp._fully_shard": "fully_shard",
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+    "torch.distributed._composable.replicate": "replicate",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.nn.parallel": "DataParallel",
+}
+
+
+class WrapperError(DisagreementError):
+    """A data parallel wrapper of torch is around a model whose parameters are ShardedTensors."""
+
+
+def find_wrapper() -> str | None:
+    """The wrapper of torch that is on the stack, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")):
+            return next((name for start, name in _WRAPPERS.items() if module.startswith(start)), None)
+        frame = frame.f_back
+    return None
+
+
+def is_called_by_fully_shard() -> bool:
+    """Whether the caller's caller is torch's fully_shard, which would cut replicated parameters without an error."""
+    module: str = sys._getframe(2).f_globals.get("__name__", "")
+    return module.startswith("torch.distributed.fsdp._fully_shard")
+
+
+def explain_wrapper(error: Exception) -> None:
+    """Raise in place of an error what is wrong and what to write instead, if a wrapper of torch caused it."""
+    name = None if isinstance(error, WrapperError) else find_wrapper()
+    if name is not None:
+        raise refuse_wrapper(name) from error
+
+
+def refuse_wrapper(name: str) -> WrapperError:
+    """The error that says what to write instead of a wrapper."""
+    return WrapperError(
+        f"{name} cannot wrap a model whose parameters are ShardedTensors: shardwise does its part. For data parallel "
+        "training give the plan a mesh with an axis for the data, ModelPlan(Mesh.of(dp=2, tp=2), {...}, "
+        "input_plan='dp: S(0)'): each rank passes its own part of the batch, and gradients are summed over 'dp'. To "
+        "shard parameters over the data axis as well, as FSDP does, add 'dp: S(0)' to their patterns"
+    )
+
 
 M = TypeVar("M", bound=Callable[..., Any])
 Override: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -53,7 +105,7 @@ _overrides: dict[Callable[..., Any], dict[object, Override]] = {}
 def set_override(func: Callable[..., Any], scope: object, override: Override) -> None:
     """Register an override of a torch function for EVERY tensor, for a class of specs, or as DEFAULT."""
     _overrides.setdefault(func, {})[scope] = override
-    caches.invalidate_caches()
+    clear_on_change()
 
 
 def find_override(func: Callable[..., Any], *scopes: object) -> Override | None:
@@ -79,14 +131,11 @@ def overrides_scope() -> Iterator[None]:
     finally:
         _overrides.clear()
         _overrides.update(before)
-        caches.invalidate_caches()
+        clear_on_change()
 
 
 Implementation: TypeAlias = Callable[[Sequence[type], tuple[Any, ...], dict[str, Any], Comm], Any]
 F = TypeVar("F", bound=Implementation)
-
-Answer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
-FunctionAnswer: TypeAlias = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any] | None], Any]
 
 _NO_DATA = "data is not allocated"
 _functions: dict[Callable[..., Any], Implementation] = {}
@@ -160,29 +209,13 @@ def call_function(
         ) from error
 
 
-def refuse_operator(
-    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Answer an operator where there is no engine to compute it."""
+def refuse_operator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer an operator where nothing is bound to compute it."""
     layouts = ", ".join(repr(leaf.sharding.spec) for leaf in sharded_leaves(args, kwargs))
     raise UnsupportedOpError(
-        f"torch function '{func}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
+        f"torch function '{op}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
         "register an implementation with shardwise.custom_sharded_op_impl(function)"
     )
-
-
-def _answer_without_engine(
-    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
-    return enter_function(call_function, func, types, args, kwargs or {})
-
-
-@dataclass(slots=True)
-class OperatorEngine:
-    """What computes. `shardwise.ops` is built on ShardedTensor and cannot be imported from here, so it sets this."""
-
-    function: FunctionAnswer = _answer_without_engine
-    operator: Answer = refuse_operator
 
 
 class _ThreadState(threading.local):
@@ -193,13 +226,16 @@ class _ThreadState(threading.local):
     plain_passed: bool = False
 
 
-engine = OperatorEngine()
 _state = _ThreadState()
 
 
-def set_engine(*, function: FunctionAnswer, operator: Answer) -> None:
-    """Set what is asked first for functions, and what computes operators."""
-    engine.function, engine.operator = function, operator
+def bind_dispatch(tensor_class: Any, *, function: Callable[..., Any], operator: Callable[..., Any]) -> None:
+    """Let functions and operators of a class be answered by these, which get the class, as torch passes it, first.
+
+    `shardwise.ops` is built on ShardedTensor and binds itself to it: a class that called it would need it first.
+    """
+    tensor_class.__torch_function__ = classmethod(function)
+    tensor_class.__torch_dispatch__ = classmethod(operator)
 
 
 def enter_function(
@@ -239,7 +275,7 @@ def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def run_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let torch break a function of ShardedTensors down into operators, each of which comes to `call_operator`."""
+    """Let torch break a function of ShardedTensors down into operators, each of which comes to `__torch_dispatch__`."""
     plain = list(_plain_leaves(args, kwargs))
     before = _state.keys, _state.plain_passed
     _state.keys, _state.plain_passed = current_dispatch_keys(), any(v.ndim for v in plain)
@@ -296,9 +332,7 @@ def on_local_tensors(method: M) -> M:
     return cast(M, run)
 
 
-def call_operator(
-    func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def enter_operator(answer: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer an operator that a torch function was broken down into; what computes it is recorded on the tape.
 
     This is the one place where an operator's code is entered. Rules and steps need no guard of their own.
@@ -306,13 +340,13 @@ def call_operator(
     before = _state.keys
     if before is None and forward_ad._current_level >= 0:  # not through a torch function: so through a transform
         raise UnsupportedOpError(
-            f"{func} of a ShardedTensor inside of torch.func.jvp and another transform of torch.func: its tangent "
+            f"{op} of a ShardedTensor inside of torch.func.jvp and another transform of torch.func: its tangent "
             "would be lost; use torch.autograd.grad inside of torch.func.jvp"
         )
-    _state.keys = keys = (before or current_dispatch_keys()).below(func)
+    _state.keys = keys = (before or current_dispatch_keys()).below(op)
     try:
         with autograd_on_locals(keys):
-            return engine.operator(func, types, args, kwargs)
+            return answer(op, args, kwargs)
     except (DisagreementError, UnsupportedOpError) as error:
         explain_wrapper(error)
         raise

@@ -2,25 +2,58 @@
 
 1. `torch.equal`, `torch.allclose`, `copy_`, `contiguous`: what every tensor can do.
 2. `torch.autograd.grad` and `torch.autograd.backward`: on the local tensors, which are on the tape.
+
+What `torch.compile` does with ShardedTensors: whatever touches them runs as it is, with one warning.
+
+Dynamo, the tracer of `torch.compile`, follows Python code. It would follow ours into rules and layouts, which work with
+NumPy and tables, and fail there. So when it is loaded it learns to leave the code of this package alone, and all that
+this code calls. The program is then compiled around its ShardedTensors; `shardwise.compile` compiles all of it.
+
+Torch's DTensor as a ShardedTensor, over the same memory.
+
+Gradients pass through, since in both a sharded tensor gets a sharded gradient and all else a replicated one. What is
+asked of torch's objects is found by attribute and class name, so that `torch.distributed.tensor` is not loaded for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Comm
+from shardwise._torch import (
+    TORCH_RELEASE,
+    is_called_by_compiled_code,
+    is_dynamo_at_work,
+    pytree,
+    skip_package,
+    skip_recursively,
+)
+from shardwise.comm import Comm, any_rank
+from shardwise.comm.current import comm_of_device_mesh, remember_device_mesh
+from shardwise.comm.stand_in import is_tracing
+from shardwise.geometry import LayoutError, Mesh, MeshSpec
+from shardwise.geometry.torch_interop import read_order, to_mesh, to_placement
 from shardwise.tensor.autograd_mixin import tape_tensors
-from shardwise.tensor.copied_views import followed_writes
-from shardwise.tensor.dense_strides import has_format
-from shardwise.tensor.dispatch import UnsupportedOpError, register_function
-from shardwise.tensor.inplace import check_leaf_without_data, check_writable, count_write, note_write_without_data
-from shardwise.tensor.move import check_move, move_to, replicated_layout
+from shardwise.tensor.dispatch import UnsupportedOpError, register_function, sharded_leaves
+from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.views import followed_writes, has_format
+from shardwise.tensor.writes import check_leaf_without_data, check_writable, count_write, note_write_without_data
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 Types = Sequence[type]
 Args = tuple[Any, ...]
@@ -76,10 +109,6 @@ def _align_values(source: Tensor, target: ShardedTensor) -> tuple[tuple[Tensor, 
     return move_to(held, target.sharding, "align")
 
 
-def _all_ranks_true(comm: Comm, verdict: bool, label: str) -> bool:
-    return all(data == b"1" for data in comm.all_gather_bytes(b"1" if verdict else b"0", label=label))
-
-
 def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -> bool:
     first, second = args[0], args[1]
     if not isinstance(first, ShardedTensor):
@@ -94,7 +123,7 @@ def _compare(args: Args, kwargs: Kwargs, comm: Comm, compare: Any, label: str) -
         first = wrap(dst, move_to(first, dst, label)[0], comm)
     held, _ = _align_values(second, first)
     same = all(compare(a, b, *args[2:], **kwargs) for a, b in zip(first.local_parts, held, strict=True))
-    return _all_ranks_true(comm, same, label)
+    return not any_rank(comm, not same, label=label)
 
 
 @register_function(torch.equal, Tensor.equal)
@@ -212,3 +241,190 @@ def _assemble_gradient(tensor: Tensor, grads: Sequence[Tensor | None]) -> Tensor
     if not isinstance(tensor, ShardedTensor):
         return known[0]
     return tensor._gradient(known)
+
+
+DYNAMO = "torch._dynamo"
+_PACKAGE = "shardwise"
+_warned: list[bool] = []
+_MAY_SEE_NOTHING = TORCH_RELEASE < (2, 12)  # it does not follow the forward of torch's own modules after a hook of ours
+
+
+def watch_for_dynamo() -> None:
+    """Prepare dynamo for ShardedTensors, now or when it is loaded: loading it takes long, so it is not done here."""
+    if DYNAMO in sys.modules:
+        _prepare()
+    else:
+        sys.meta_path.insert(0, _DynamoFinder())
+
+
+class _DynamoFinder(MetaPathFinder):
+    """Finds dynamo as the others do, and has something done after it is loaded."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if fullname != DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderWithEnd(spec.loader)
+        return spec
+
+
+class _LoaderWithEnd(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        _prepare()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+def _prepare() -> None:
+    skip_package(_PACKAGE)
+    for code in _all_code():
+        skip_recursively(code)
+    ShardedTensor.__tensor_flatten__ = property(_warn_once)  # type: ignore[attr-defined]  # what dynamo asks for
+
+
+def _warn_once(tensor: ShardedTensor) -> Any:
+    """Say that we are not a tensor subclass that dynamo can follow, and warn if it is dynamo that asks."""
+    if not _warned and is_dynamo_at_work() and not is_tracing():
+        _warn()
+    raise AttributeError("a ShardedTensor cannot be taken apart: its layout is not a constant of a graph")
+
+
+def warn_compiled_callers() -> None:
+    """Warn where a sharded module is called by compiled code: dynamo before torch 2.12 may never see its tensors."""
+    if _MAY_SEE_NOTHING and not _warned and DYNAMO in sys.modules and not is_tracing() and is_called_by_compiled_code():
+        _warn()
+
+
+def _warn() -> None:
+    _warned.append(True)
+    warnings.warn(
+        "torch.compile runs what touches ShardedTensors without compiling it; use shardwise.compile(model), which "
+        "compiles all of it",
+        stacklevel=3,
+    )
+
+
+def _all_code() -> Iterator[types.CodeType]:
+    """The code of all functions of the package that are loaded, those inside of others too."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == _PACKAGE:
+            for value in list(vars(module).values()):
+                yield from _code_of(value, module.__name__)
+
+
+def _code_of(value: Any, module: str) -> Iterator[types.CodeType]:
+    inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "__wrapped__", None)
+    if isinstance(value, types.FunctionType):
+        yield from _nested(value.__code__)
+    elif isinstance(value, type) and value.__module__ == module:
+        for part in vars(value).values():
+            if not isinstance(part, type):
+                yield from _code_of(part, module)
+    if isinstance(inner, types.FunctionType):
+        yield from _nested(inner.__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+TENSOR_MODULE = "torch.distributed.tensor"
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether this is torch's DTensor; whoever has one has loaded its module, which takes long to load.
+
+    Another thread may be loading it right now: then nobody has one.
+    """
+    kind = getattr(sys.modules.get(TENSOR_MODULE), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def from_dtensor(tensor: DTensor, comm: Comm | None = None) -> ShardedTensor:
+    """A DTensor as a ShardedTensor over the same memory.
+
+    `comm` holds the mesh's ranks; the default is the mesh's own group for one axis, else the world if the mesh covers
+    it. Placements without a counterpart (torch's private ones) are refused.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> import torch
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> x = from_dtensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    >>> type(x).__name__, x.local_tensor().shape
+    ('ShardedTensor', torch.Size([4]))
+    >>> dist.destroy_process_group()
+    """
+    if not is_dtensor(tensor):
+        raise TypeError(
+            f"from_dtensor takes a DTensor, got {type(tensor).__name__}; shard(x, spec) lays out a plain one"
+        )
+    spec = tensor._spec
+    shape = tuple(spec.shape)
+    native = spec_from_dtensor(spec.mesh, spec.placements, shape, dtensor_split_order(spec))
+    layout = native.layout(shape)
+    comm = comm or comm_of_device_mesh(spec.mesh)
+    remember_device_mesh(spec.mesh)
+    if comm.rank not in native.mesh.ranks:
+        return wrap(layout, (), comm, dtype=tensor.dtype)
+    local: Any = tensor.to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    if layout.local_shapes(comm.rank) != (tuple(local.shape),):
+        raise LayoutError(
+            f"the DTensor {spec} has {tuple(local.shape)} on rank {comm.rank}, where {format_layout_text(layout)} has "
+            f"{layout.local_shapes(comm.rank)[0]}; redistribute it to plain Shard placements first"
+        )
+    return wrap(layout, (local,), comm)
+
+
+def convert_dtensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function of ShardedTensors with DTensors among them as ShardedTensors of the same comm."""
+    if TENSOR_MODULE not in sys.modules or not any(is_dtensor(leaf) for leaf in pytree.tree_iter((args, kwargs))):
+        return args, kwargs
+    comm = next(sharded_leaves(args, kwargs)).comm
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda leaf: from_dtensor(leaf, comm) if is_dtensor(leaf) else leaf, (args, kwargs)
+    )
+    return found
+
+
+def spec_from_dtensor(
+    device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], shard_order: Any = None
+) -> MeshSpec:
+    """A DTensor's mesh and placements as a MeshSpec; strided shards become an order of splits."""
+    mesh = to_mesh(device_mesh)
+    order = None if shard_order is None else [mesh.axes[axis] for entry in shard_order for axis in entry.mesh_dims]
+    for dim in {p.dim for p in placements if type(p).__name__ == "_StridedShard"}:
+        check_even(mesh, [a for a, p in enumerate(placements) if getattr(p, "dim", None) == dim], dim, shape)
+    return MeshSpec(mesh, [to_placement(p) for p in placements], order or read_order(mesh, placements))
+
+
+def check_even(mesh: Mesh, axes: Sequence[int], dim: int, shape: Sequence[int]) -> None:
+    """Raise unless axes that split a dim in another order than the mesh's split it evenly."""
+    parts = prod(mesh.shape[a] for a in axes)
+    if shape[dim] % parts:
+        raise LayoutError(
+            f"dim {dim} of length {shape[dim]} is split by {parts} ranks in another order than the mesh's; torch's "
+            f"strided shards mean the same as ours only for multiples of {parts}: redistribute first"
+        )
+
+
+def dtensor_split_order(spec: Any) -> Any:
+    """The order of splits that a DTensor's spec has apart from its placements; None where strided shards say it."""
+    strided = any(type(p).__name__ == "_StridedShard" for p in spec.placements)
+    return None if strided else getattr(spec, "shard_order", None)

@@ -1,26 +1,50 @@
-"""Moving what a ShardedTensor holds: to another layout, whole to every rank, whole to one rank.
+"""One move of a tensor between two layouts: how it is agreed on, carried out, recorded, and written into graphs.
 
-Functions here take anything with a layout, local tensors and a comm, and return new local tensors: the source stays
-as it is. All ranks first agree on the request, in one small exchange, so that a mismatch is an error on every rank
-and not a hang. Where the comm can, the data are on their way meanwhile; they are used only if all ranks agree.
+A `Move` is a value: two layouts, a comm, a dtype. It is kept on its comm, together with what follows from it: the plan,
+what this rank does, the request that ranks compare, the move of its gradients. What runs it is in `execute.py`.
+
+1. Ranks agree on what users ask for in one small exchange (`check_and_move`), so that a mismatch is an error on every
+   rank and not a hang. Where ranks are threads, the last one that asks makes the move for all of them. Where the comm
+   can, the data travel while the ranks agree; they are used only if all do. Operators move without a question
+   (`move_to`): their layouts are the same on all ranks.
+2. Gradients follow by duality: the backward of A -> B is dual(B) -> dual(A). Local tensors are on the tape, not the
+   ShardedTensor. A move is one node over this rank's local tensors. A rank that holds nothing takes part through an
+   anchor, a tensor without elements, so that every rank's backward pass meets the same moves in the same order.
+3. In forward mode the local tensors have tangents. A move is linear, so tangents make the same move. While dual numbers
+   are in use, ranks first agree on whether there are any.
+4. Where a program is traced, a move is a call of `shardwise::move` on this rank's local tensors. Which move it is, is a
+   constant: a digest, so that code that was compiled and cached means the same move in another process. A move has its
+   number as long as its comm lives. A graph may start a group of moves early and wait for them late
+   (`shardwise::start_moves`, `wait_moves`); a slot says which start a wait is for. Both return a token, which orders
+   them before what follows. A wait takes the local tensors again: they stay alive until then. On tensors without data
+   (fake tensors) the results are empty tensors of the destination's shapes.
+
+The source stays as it is in all of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from threading import Lock
+from typing import Any, Literal, Protocol, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_dispatch_mode_on, is_dual_level
-from shardwise.comm import Comm, advise_ranks, agree, name_ranks, start_agreeing
-from shardwise.comm.agree import agree_and_run, write_request
-from shardwise.comm.protocol import find_offering
+from shardwise._cache import Cache, cache_by_identity, cache_plans
+from shardwise._torch import define_operator, foreach_copy, forward_ad, is_dispatch_mode_on, is_dual_level
+from shardwise.comm import Comm, ReduceOp, advise_ranks, agree, any_rank, name_ranks, start_agreeing
+from shardwise.comm.agree import Request, agree_and_run
+from shardwise.comm.local import RendezvousJob, plan_reduction
+from shardwise.comm.stand_in import real_comm, untraced_comm
+from shardwise.comm.transports.kernels import copy_boxes
 from shardwise.geometry import (
     Box,
     EnumerableSpec,
@@ -28,47 +52,54 @@ from shardwise.geometry import (
     LayoutError,
     Mesh,
     MeshSpec,
+    Partial,
     Piece,
     Replicate,
     ShardingSpec,
     format_layout,
     parse_placements,
 )
-from shardwise.geometry.notation.by_axis import read_spec
-from shardwise.geometry.torch_words import is_device_mesh, to_mesh
-from shardwise.tensor.caches import cache_by_identity, cache_plans
-from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.moving.autograd import (
-    LayoutMove,
-    StartedMove,
-    dual_layout,
-    move_locals,
-    move_on_tape,
-    tape_inputs,
+from shardwise.geometry.notation import read_spec
+from shardwise.geometry.torch_interop import is_device_mesh, to_mesh
+from shardwise.tensor.execute import (
+    Running,
+    check_reducible,
+    exchange_rows,
+    finish_locally,
+    rescale,
+    resolve_lazy,
+    run_moves,
+    start_moves,
 )
-from shardwise.tensor.moving.execute import RunningMoves, RunningTransfers, TransferJob, resolve_lazy, start_transfers
-from shardwise.tensor.moving.parts import find_whole_collective, notify_watchers, plan_for_rank
-from shardwise.tensor.moving.reductions import check_reducible
-from shardwise.tensor.moving.shared_moves import SharedMove, find_shared_move
-from shardwise.tensor.recorder import profiled_move, recorded_wait, recorders
-from shardwise.transfer import Transfer
+from shardwise.tensor.parts import (
+    RowPart,
+    TensorBox,
+    find_local_kind,
+    find_whole_collective,
+    list_copies_of_all,
+    plan_for_rank,
+    plan_rows,
+)
+from shardwise.tensor.recorder import (
+    find_recorder,
+    notify_watchers,
+    profiled_move,
+    recorded_wait,
+    recorders,
+    remember_debug_modes,
+    user_line,
+)
+from shardwise.tensor.views import CopiedView
+from shardwise.transfer import Transfer, plan_transfer
 
 DEFAULT_BUFFER_BYTES = 1 << 30
+AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
 
-
-class MovableTensor(Protocol):
-    """What a ShardedTensor holds on this rank."""
-
-    sharding: Layout
-    local_parts: tuple[Tensor, ...]
-    comm: Comm
-    _anchor: Tensor | None
-    _copied_from: CopiedView | None
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
+Tensors: TypeAlias = tuple[Tensor, ...]
+Started: TypeAlias = Callable[[], Tensors | None]
+"""A move that was started before it is needed: its result the first time, None later."""
+Offer: TypeAlias = tuple[Tensors, Tensors]
+"""What a rank brings to a move that one rank makes for all: the tensors that are moved, and memory for the result."""
 
 
 def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout:
@@ -101,13 +132,9 @@ def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout
     if target is None or isinstance(target, dict | int | float | torch.device | Tensor):
         raise LayoutError(
             "redistribute takes a spec, a Layout, placements such as (Shard(0),), or a mesh and placements; got "
-            f"{type(target).__name__}: {_brief(target)}"
+            f"{type(target).__name__}: {f'shape {tuple(target.shape)}' if isinstance(target, Tensor) else repr(target)}"
         )
     return MeshSpec(layout.spec.mesh, listed).layout(layout.shape)
-
-
-def _brief(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def mesh_spec_of(mesh: Any, placements: Any) -> MeshSpec:
@@ -148,10 +175,19 @@ def describe_tensor(dtype: torch.dtype, layout: Layout) -> str:
     return f"{dtype}{format_layout_text(layout)}"
 
 
-def buffer_limit(src: Layout, dst: Layout, itemsize: int, wanted: int | None) -> int | None:
-    """The limit to plan with: none where everything a rank sends and receives fits in it anyway."""
-    limit = DEFAULT_BUFFER_BYTES if wanted is None else wanted
-    return None if max_elements_in_flight(src, dst) * itemsize <= limit else limit
+@cache_by_identity
+def dual_layout(layout: Layout) -> Layout:
+    """The layout of a gradient: Shard stays Shard, Replicate stays Replicate, Partial becomes Replicate."""
+    if layout.pending is None:
+        return layout
+    spec = layout.spec
+    if not isinstance(spec, MeshSpec) or layout.pending.op != "sum":
+        raise ValueError(
+            f"no gradient passes through a pending {layout.pending.op}; redistribute to Shard or Replicate under "
+            "torch.no_grad(), or use a pending sum or avg"
+        )
+    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
 
 
 @cache_plans
@@ -168,155 +204,370 @@ def max_elements_in_flight(src: Layout, dst: Layout) -> int:
     return held * copies + (max(held, needed) if addends > 1 else needed) * addends
 
 
-def check_move(
-    held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any] | None = None, problem: str | None = None
-) -> None:
-    """Raise on every rank unless all request the same move and it is possible."""
-    asked, problem = _describe_request(held, dst, fields or {}, problem)
-    with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
-        agree(held.comm, asked, label=label, problem=problem)
+@dataclass(frozen=True)
+class Move:
+    """One move between two layouts, as this rank takes part in it; `Move.of` makes one or finds it.
 
-
-def check_and_move(
-    held: MovableTensor, dst: Layout, label: str, fields: dict[str, Any], problem: str | None = None
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Check a move as `check_move` does, and make it.
-
-    Where ranks are threads, one of them makes it for all; where the comm can, the data travel while the ranks agree.
+    `limit` is how many bytes of buffers a rank may use, None if all that it sends and receives fits anyway. `scale` is
+    an extra factor for the values. The results have `out_dtype`, if it is another one: sums of low precision need not
+    be rounded. `device` is that of the tensor, on a rank without any part of it, if it is not the comm's.
     """
-    limit = fields.get("max_buffer_bytes")
-    if problem is None and (asking := _find_request(held, dst, fields, limit)) is not None:
-        moved = _move_together(held, asking, label)
-        if moved is not None and not is_move_recorded(held):
-            return moved, None
-        return move_to(held, dst, label, limit, MadeMove(moved))
-    if problem is not None or not (travels_early(held, dst) or _reduces_early(held, dst, limit)):
-        check_move(held, dst, label, fields, problem)
-        return move_to(held, dst, label, limit)
-    asked, problem = _describe_request(held, dst, fields, problem)
-    if problem is not None:
-        agree(held.comm, asked, label=label, problem=problem)
-    with profiled_move(label, held.sharding, dst):
-        return start_while_agreeing([held], [dst], asked, label, limit).wait()[0], None
-
-
-@dataclass(slots=True)
-class MadeMove:
-    """A move that was made while the ranks agreed on it, if it was."""
-
-    results: tuple[Tensor, ...] | None
-
-    def take(self) -> tuple[Tensor, ...] | None:
-        """Its result, the first time; None later."""
-        results, self.results = self.results, None
-        return results
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class MoveRequest:
-    """A move between two layouts, which keep their ids: how one rank makes it for all, and what the ranks compare."""
 
     src: Layout
     dst: Layout
-    shared: SharedMove
-    written: tuple[bytes, bytes]
+    comm: Comm
+    dtype: torch.dtype
+    label: str
+    limit: int | None = None
+    scale: tuple[int, int] = (1, 1)
+    out_dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
+    @staticmethod
+    def of(
+        src: Layout,
+        dst: Layout,
+        comm: Comm,
+        dtype: torch.dtype,
+        label: str,
+        *,
+        limit: int | None = DEFAULT_BUFFER_BYTES,
+        scale: tuple[int, int] = (1, 1),
+        out_dtype: torch.dtype | None = None,
+    ) -> Move:
+        """The move between these layout objects: the same object every time, unless they depend on data."""
+        moves: Cache[Any, Move] | None = comm.__dict__.get("moves")
+        if moves is None:
+            moves = comm.__dict__.setdefault("moves", Cache())
+        key = (id(src), id(dst), dtype, label, limit, scale, out_dtype)
+        known = moves.get(key)
+        if known is None:
+            fits = limit is not None and max_elements_in_flight(src, dst) * dtype.itemsize <= limit
+            known = Move(src, dst, comm, dtype, label, None if fits else limit, scale, out_dtype)
+            if not known.depends_on_data:
+                moves.put(key, known)  # which keeps the layouts, so that their ids stay their own
+        return known
 
-_requests: dict[tuple[Any, ...], MoveRequest] = {}
-_KEPT_REQUESTS = 1024
+    def beside(self, device: torch.device) -> Move:
+        """The same move of a tensor on this device, for a rank without any part of it."""
+        return self if device == (self.device or self.comm.device) else replace(self, device=device)
 
+    def device_of(self, locals_: Sequence[Tensor]) -> torch.device:
+        """Where the results are: with this rank's local tensors, and without those where the tensor is."""
+        return locals_[0].device if locals_ else self.device or self.comm.device
 
-def _find_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limit: Any) -> MoveRequest | None:
-    """The request of a move that one rank can make for all; None if there is no such, or something is wrong with it."""
-    src, comm = held.sharding, held.comm
-    if find_offering(comm) is None or recorders or held._copied_from is not None:
-        return None
-    if is_dispatch_mode_on() or is_dual_level() or src is dst:
-        return None
-    key = (id(src), id(dst), held.dtype, comm.ranks, repr(fields))
-    known = _requests.get(key)
-    if known is None and not (src.depends_on_data or dst.depends_on_data or src == dst):
-        known = _make_request(held, dst, fields, limit)
-        if known is not None:
-            if len(_requests) >= _KEPT_REQUESTS:
-                _requests.clear()
-            _requests[key] = known
-    return known
+    # What follows from it
 
+    @cached_property
+    def depends_on_data(self) -> bool:
+        """Whether values decided one of the layouts, so that the next step has another one."""
+        return self.src.depends_on_data or self.dst.depends_on_data
 
-def _make_request(held: MovableTensor, dst: Layout, fields: dict[str, Any], limit: Any) -> MoveRequest | None:
-    asked, problem = _describe_request(held, dst, fields, None)
-    if problem is not None:
-        return None
-    plan = _plan_if_possible(held, dst, limit)
-    shared = None if plan is None else find_shared_move(plan, held.comm.ranks, held.dtype)
-    return None if shared is None else MoveRequest(held.sharding, dst, shared, write_request(asked))
+    @cached_property
+    def changes_nothing(self) -> bool:
+        """Whether every rank ends with what it began with."""
+        return self.src == self.dst and self.scale == (1, 1) and self.out_dtype in (None, self.dtype)
 
+    @property
+    def in_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of this rank's local tensors before the move."""
+        return self.src.local_shapes(self.comm.rank)
 
-def _plan_if_possible(held: MovableTensor, dst: Layout, limit: Any) -> Transfer | None:
-    """This rank's plan of a move; None if the limit is too small, which is raised once the ranks have agreed on it."""
-    src, itemsize = held.sharding, held.dtype.itemsize
-    try:
-        return plan_for_rank(src, dst, itemsize, buffer_limit(src, dst, itemsize, limit), held.comm)
-    except ValueError:
-        return None
+    @property
+    def out_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of this rank's local tensors after the move."""
+        return self.dst.local_shapes(self.comm.rank)
 
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.src.numel * self.dtype.itemsize
 
-def _move_together(held: MovableTensor, asking: MoveRequest, label: str) -> tuple[Tensor, ...] | None:
-    """Agree on a move that one rank makes for all, and return its results; None if some rank does not take part."""
-    comm, shared = find_offering(held.comm), asking.shared
-    assert comm is not None
-    with profiled_move(label, held.sharding, asking.dst):
-        offer = shared.make_offer(comm.rank, held.local_parts, held.device)
-        if not agree_and_run(comm, asking.written, offer, shared.plan_jobs, shared.nbytes, label=label):
+    @property
+    def bytes_in_flight(self) -> int:
+        """An upper bound of what a rank sends and receives in one step."""
+        return max_elements_in_flight(self.src, self.dst) * self.dtype.itemsize
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """How the bytes travel; equal layouts share plans."""
+        return plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.limit, self.comm)
+
+    @cached_property
+    def rows(self) -> RowPart | None:
+        """The move as one of rows that values gave to ranks, where all ranks of the comm have some."""
+        if not self.depends_on_data or len(self.src.ranks) != self.comm.world_size:
             return None
-        notify_watchers(shared.transfer, label, held.sharding, asking.dst)
-        return shared.finish(offer.targets)
+        return plan_rows(self.src, self.dst, self.comm.rank)
+
+    @cached_property
+    def collective(self) -> str | None:
+        """The collective of the comm that makes all of it: all_reduce or reduce_scatter."""
+        return find_whole_collective(self.transfer, self.comm.ranks, self.dtype)
+
+    @cached_property
+    def local_kind(self) -> Literal["copy", "fill"] | None:
+        """What this rank does with its only tensor if nothing is sent."""
+        if self.out_dtype not in (None, self.dtype):
+            return None
+        return find_local_kind(self.transfer, self.comm.rank, self.dtype.itemsize)
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that all ranks send together."""
+        if self.rows is None:
+            return self.transfer.moved_bytes
+        if self.rows.is_local:
+            return 0
+        return plan_transfer(self.src, self.dst, itemsize=self.dtype.itemsize).moved_bytes
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        """The part of them that passes between hosts, where ranks are on several."""
+        return self.transfer.bytes_between_hosts if self.rows is None else None
+
+    @cached_property
+    def dual(self) -> Move:
+        """The move that the gradients make; the gradients of gradients make the first one again, as it is linear.
+
+        The gradient of a pending sum is equal on all ranks, but each rank uses it by itself: what comes back to it are
+        addends.
+        """
+        over = self.dst.pending.divisor if self.dst.pending else 1
+        under = self.src.pending.divisor if self.src.pending else 1
+        label, scale = f"{self.label} (backward)", (self.scale[0] * over, self.scale[1] * under)
+        src, dst = dual_layout(self.dst), dual_layout(self.src)
+        made = Move(src, dst, self.comm, self.dtype, label, self.limit, scale)
+        made.__dict__["dual"] = self
+        return made
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why it is not possible, or None."""
+        outside = sorted(set(self.dst.ranks) - set(self.comm.ranks))
+        if outside:
+            inside = name_ranks(self.comm.ranks)
+            return f"the layout names {name_ranks(outside)}, not in the comm ({inside}); {advise_ranks(self.comm)}"
+        for layout in (self.src, self.dst):
+            try:
+                if layout.pending is not None and self.src != self.dst:
+                    check_reducible(layout.pending.op, layout.pending.divisor, self.dtype)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    # Carrying it out
+
+    def run(self, locals_: Sequence[Tensor], started: Started | None = None) -> Tensors:
+        """This rank's tensors after the move, without a tape; where a program is traced, by an operator."""
+        if is_dual_level():
+            return _move_duals(self, self._run_values, tuple(locals_))
+        return self._run_values(locals_, started)
+
+    def _run_values(self, locals_: Sequence[Tensor], started: Started | None = None) -> Tensors:
+        if started is not None and (moved := started()) is not None:
+            return moved
+        if not is_dispatch_mode_on():
+            return self.execute(locals_)
+        with remember_debug_modes():
+            return tuple(torch.ops.shardwise.move([t.detach() for t in locals_], self.number))
+
+    def execute(self, locals_: Sequence[Tensor]) -> Tensors:
+        """The same here and now."""
+        notify_watchers(self)
+        if self.rows is not None:
+            moved = exchange_rows(self.rows, locals_[0].detach(), self.comm, self.label)
+            rescale(moved, self.scale)
+            return (moved,)
+        with profiled_move(self.label, self.src, self.dst):
+            if self.local_kind is not None:
+                return (finish_locally(self, resolve_lazy(locals_)[0]),)
+            return run_moves([self], [locals_]).wait()[0]
+
+    def record(self, inputs: Tensors, started: Started | None = None) -> Tensors:
+        """The same with its backward recorded; `inputs` as `tape_inputs` gives them, and so are the results."""
+        if is_dual_level():
+            return _move_duals(self, self._record_values, inputs)
+        return self._record_values(inputs, started)
+
+    def _record_values(self, inputs: Tensors, started: Started | None = None) -> Tensors:
+        outputs: Tensors = _MoveFunction.apply(self, started, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
+        if recorders and (recorder := find_recorder(self.comm)) is not None:
+            recorder.watch_backward(outputs, inputs, user_line())
+        return outputs
+
+    def _run_anchored(self, inputs: Tensors, started: Started | None = None) -> Tensors:
+        """From what represents this rank on the tape to what does so after the move."""
+        device = inputs[0].device
+        moved = self._run_values(inputs, started) if self.in_shapes else self.beside(device)._run_values((), started)
+        return moved or (torch.empty(0, dtype=self.out_dtype or self.dtype, device=device),)
+
+    def run_gradients(self, grads: Tensors) -> Tensors:
+        """Run the move in a backward pass; it is recorded only where second derivatives are needed."""
+        if torch.is_grad_enabled():
+            return self.record(grads)
+        if self.changes_nothing:
+            return grads
+        return _move_duals(self, self._run_anchored, grads) if is_dual_level() else self._run_anchored(grads)
+
+    # Making it for all ranks, where they are threads
+
+    @cached_property
+    def _copies_of_all(self) -> Sequence[Sequence[tuple[TensorBox, TensorBox]]] | None:
+        return list_copies_of_all(self.transfer, self.comm.ranks, self.dtype.itemsize)
+
+    @cached_property
+    def is_made_for_all(self) -> bool:
+        """Whether the last rank that asks for it makes it for all, where ranks are threads."""
+        if not self.comm.capabilities.fuses_moves or self.depends_on_data:
+            return False
+        if self.src == self.dst or self.problem is not None:
+            return False
+        try:
+            return self.collective is not None or self._copies_of_all is not None
+        except ValueError:  # the limit is too small, which is raised once the ranks have agreed on it
+            return False
+
+    def run_for_all(self, locals_: Sequence[Tensor], fields: Mapping[str, Any]) -> Tensors | None:
+        """Agree on the move, have it made by one rank, and return this rank's results; None if a rank has no offer."""
+        with profiled_move(self.label, self.src, self.dst):
+            sources, device = resolve_lazy(locals_), self.device_of(locals_)
+            if self.collective is not None:
+                sources = tuple(t.contiguous() for t in sources)
+            targets = tuple(torch.empty(shape, dtype=self.dtype, device=device) for shape in self.out_shapes)
+            request, offer = self._write_request(fields), (sources, targets)
+            if not agree_and_run(self.comm, request, offer, self._plan_jobs, self.nbytes, label=self.label):
+                return None
+            notify_watchers(self)
+            for step in self.transfer.steps:
+                for target in targets:
+                    rescale(target, step.scale)
+            return targets
+
+    def _plan_jobs(self, offers: Sequence[Offer]) -> list[RendezvousJob]:
+        """What is to be done with the offers of all ranks."""
+        if self.collective is not None:
+            wholes, outs = ([offer[side][0].view(-1) for offer in offers] for side in (0, 1))
+            runs = [outs] if self.collective == "all_reduce" else [[out] for out in outs]
+            return plan_reduction(runs, wholes, cast(ReduceOp, self.transfer.steps[0].op))
+        assert self._copies_of_all is not None
+        if any(t.device.type != "cpu" for _, targets in offers for t in targets[:1]):
+            return [partial(_copy_between, list(chain.from_iterable(self._copies_of_all)), offers, on_host=False)]
+        return [partial(_copy_between, copies, offers) for copies in self._copies_of_all if copies]
+
+    @cached_property
+    def _requests(self) -> dict[str, Request]:
+        """By the fields besides layouts and dtype: few, since they are the options of one method."""
+        return {}
+
+    def _write_request(self, fields: Mapping[str, Any]) -> Request:
+        key = repr(fields)
+        known = self._requests.get(key)
+        if known is None:
+            known = self._requests[key] = Request.of(self.describe_request(fields))
+        return known
+
+    def describe_request(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What the ranks compare before the move."""
+        return {
+            "from": format_layout_text(self.src),
+            "to": format_layout_text(self.dst),
+            "dtype": self.dtype,
+            **fields,
+        }
+
+    # In graphs
+
+    def text(self) -> str:
+        """The move in words that are the same on every rank."""
+        between = f"{format_layout_text(self.src)} -> {format_layout_text(self.dst)}"
+        out = self.out_dtype or self.dtype
+        return f"{self.label}: {self.dtype} {between} x {self.scale} in {self.limit} as {out}"
+
+    @cached_property
+    def number(self) -> int:
+        """The number of the move in graphs; the same one for the same move, in every process."""
+        comm = untraced_comm(self.comm)
+        move = self if comm is self.comm else replace(self, comm=comm)
+        text = f"{self.text()} on rank {comm.rank} of {comm.ranks}"
+        again = 0
+        while True:  # comms of the same ranks have numbers of their own: `run_local` makes new ones
+            digest = hashlib.blake2b(f"{text} {again}".encode(), digest_size=8).digest()
+            number = int.from_bytes(digest, "little") >> 1
+            with _numbers_lock:
+                known = _numbered.setdefault(number, move)
+                if known is move:
+                    comm.__dict__.setdefault("numbered_moves", []).append(move)
+            if known.comm is comm and known == move:
+                return number
+            again += 1
 
 
-def start_while_agreeing(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], asked: dict[str, Any], label: str, limit: int | None
-) -> RunningTransfers:
-    """Start moves that travel early before all ranks have agreed on them; raises if they do not."""
-    comm = held[0].comm
-    with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
-        finish_agreeing = start_agreeing(comm, asked, label=label)
-    try:
-        return RunningTransfers(_make_batches(held, dsts, label, limit), comm, label)
-    finally:
-        with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
-            finish_agreeing()
+def _copy_between(copies: Sequence[tuple[TensorBox, TensorBox]], offers: Sequence[Offer], on_host: bool = True) -> None:
+    targets, sources = ([_find_box(pair[i], offers, 1 - i) for pair in copies] for i in (0, 1))
+    if on_host:
+        foreach_copy(targets, sources)
+    else:
+        copy_boxes(list(zip(targets, sources, strict=True)))
 
 
-def travels_early(held: MovableTensor, dst: Layout) -> bool:
-    """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
-    return held.sharding.pending is None and dst.pending is None and _can_be_taken_back(held, dst)
+def _find_box(box: TensorBox, offers: Sequence[Offer], side: int) -> Tensor:
+    index, slot, at = box
+    tensor = offers[index][side][slot]
+    return tensor if at is None else tensor[at]
 
 
-def _can_be_taken_back(held: MovableTensor, dst: Layout) -> bool:
-    src = held.sharding
-    plain = held._copied_from is None and not is_move_recorded(held) and not is_dispatch_mode_on()
-    settled = not (src.depends_on_data or dst.depends_on_data)
-    return plain and settled and not is_dual_level() and src != dst
+class MovableTensor(Protocol):
+    """What a ShardedTensor holds on this rank."""
+
+    sharding: Layout
+    local_parts: Tensors
+    comm: Comm
+    _anchor: Tensor | None
+    _copied_from: CopiedView | None
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
-def _reduces_early(held: MovableTensor, dst: Layout, limit: int | None) -> bool:
-    """Whether a move is a reduction that is one call of the comm, which can be started and taken back."""
-    if not getattr(held.comm, "reduces_in_one_call", False) or not _can_be_taken_back(held, dst):
-        return False
-    if _limit_problem(limit) is not None or move_problem(held, dst) is not None:
-        return False
-    plan = _plan_if_possible(held, dst, limit)
-    return plan is not None and find_whole_collective(plan, held.comm.ranks, held.dtype) is not None
+def find_move(held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: int | None = None) -> Move:
+    """The move of a tensor to a layout."""
+    limit = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
+    move = Move.of(held.sharding, dst, held.comm, held.dtype, label, limit=limit)
+    return move if held.local_parts else move.beside(held.device)
 
 
-def _describe_request(
-    held: MovableTensor, dst: Layout, fields: dict[str, Any], problem: str | None
-) -> tuple[dict[str, Any], str | None]:
-    """What the ranks compare before a move, and what is wrong with it on this rank."""
-    problem = problem or _limit_problem(fields.get("max_buffer_bytes")) or move_problem(held, dst)
-    asked = {"from": format_layout_text(held.sharding), "to": format_layout_text(dst), "dtype": held.dtype, **fields}
-    return asked, problem
+def check_move(
+    held: MovableTensor, dst: Layout, label: str, fields: Mapping[str, Any] | None = None, problem: str | None = None
+) -> None:
+    """Raise on every rank unless all request the same move and it is possible."""
+    fields = fields or {}
+    move = Move.of(held.sharding, dst, held.comm, held.dtype, label)
+    problem = problem or _limit_problem(fields.get("max_buffer_bytes")) or move.problem
+    with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
+        agree(held.comm, move.describe_request(fields), label=label, problem=problem)
+
+
+def check_and_move(
+    held: MovableTensor, dst: Layout, label: str, fields: Mapping[str, Any], problem: str | None = None
+) -> tuple[Tensors, Tensor | None]:
+    """Check a move as `check_move` does, and make it: the local tensors and the anchor; differentiable."""
+    limit = fields.get("max_buffer_bytes")
+    if problem is not None or _limit_problem(limit) is not None:
+        check_move(held, dst, label, fields, problem)
+    move = find_move(held, dst, label, limit)
+    if move.is_made_for_all and not recorders and _is_plain(held):
+        moved = move.run_for_all(held.local_parts, fields)
+        if moved is not None and not is_move_recorded(held):
+            return moved, None
+        return move_to(held, dst, label, limit, lambda: moved)
+    if move.problem is not None or not travels_early(held, dst):
+        check_move(held, dst, label, fields)
+        return move_to(held, dst, label, limit)
+    with profiled_move(label, held.sharding, dst):
+        return start_while_agreeing([held], [dst], move.describe_request(fields), label, limit).wait()[0], None
 
 
 def _limit_problem(limit: object) -> str | None:
@@ -325,23 +576,50 @@ def _limit_problem(limit: object) -> str | None:
     return f"max_buffer_bytes is a positive number of bytes or None, got {limit!r}"
 
 
-def move_problem(held: MovableTensor, dst: Layout) -> str | None:
-    """Why a tensor cannot be moved to a layout, or None."""
-    outside = sorted(set(dst.ranks) - set(held.comm.ranks))
-    if outside:
-        inside = name_ranks(held.comm.ranks)
-        return f"the layout names {name_ranks(outside)}, not in the comm ({inside}); {advise_ranks(held.comm)}"
-    return _reduction_problem(held.sharding, dst, held.dtype)
+def _is_plain(held: MovableTensor) -> bool:
+    """Whether a tensor has no copy to be checked, trace or tangents."""
+    return held._copied_from is None and not is_dispatch_mode_on() and not is_dual_level()
 
 
-def _reduction_problem(src: Layout, dst: Layout, dtype: torch.dtype) -> str | None:
-    for layout in (src, dst):
-        try:
-            if layout.pending is not None and src != dst:
-                check_reducible(layout.pending.op, layout.pending.divisor, dtype)
-        except ValueError as error:
-            return str(error)
-    return None
+def travels_early(held: MovableTensor, dst: Layout) -> bool:
+    """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
+    src = held.sharding
+    copies = src.pending is None and dst.pending is None and not (src.depends_on_data or dst.depends_on_data)
+    return copies and _is_plain(held) and not is_move_recorded(held) and src != dst
+
+
+def start_while_agreeing(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], asked: Mapping[str, Any], label: str, limit: int | None
+) -> Running:
+    """Start moves that travel early before all ranks have agreed on them; raises if they do not."""
+    comm = held[0].comm
+    with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
+        finish_agreeing = start_agreeing(comm, asked, label=label)
+    try:
+        return _start_many(run_moves, held, dsts, label, limit)
+    finally:
+        with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
+            finish_agreeing()
+
+
+def start_moving(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
+) -> Running:
+    """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
+    if is_dual_level():
+        raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
+    return _start_many(start_moves, held, dsts, label, max_buffer_bytes)
+
+
+def _start_many(
+    start: Callable[..., Running], held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, limit: int | None
+) -> Running:
+    moves = [find_move(one, dst, label, limit) for one, dst in zip(held, dsts, strict=True)]
+    for move in moves:
+        _ = move.transfer  # a limit that is too small is an error before anyone hears of the move
+        notify_watchers(move)
+    room = DEFAULT_BUFFER_BYTES if limit is None else limit
+    return start(moves, [one.local_parts for one in held], limit=room)
 
 
 def is_move_recorded(held: MovableTensor) -> bool:
@@ -355,8 +633,8 @@ def move_to(
     dst: Layout,
     label: str,
     max_buffer_bytes: int | None = None,
-    started: StartedMove | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    started: Started | None = None,
+) -> tuple[Tensors, Tensor | None]:
     """The local tensors and the anchor of the same values in another layout; differentiable.
 
     `started`: the same move, started before; it is waited for.
@@ -365,38 +643,190 @@ def move_to(
         held._copied_from.check()
     if held.sharding == dst:
         return held.local_parts, held._anchor
-    limit = buffer_limit(held.sharding, dst, held.dtype.itemsize, max_buffer_bytes)
-    link = LayoutMove(held.sharding, dst, held.comm, held.dtype, label, limit, started=started)
+    move = find_move(held, dst, label, max_buffer_bytes)
     if not is_move_recorded(held):
-        return move_locals(link, held.local_parts, held.device), None
-    dual_layout(dst), dual_layout(held.sharding)
-    outputs = move_on_tape(link, tape_inputs(held.local_parts, held._anchor, held.dtype, held.device))
-    return (outputs, None) if dst.local_shapes(held.comm.rank) else ((), outputs[0])
+        return move.run(held.local_parts, started), None
+    _ = move.dual  # which raises where no gradient passes
+    outputs = move.record(tape_inputs(held.local_parts, held._anchor, held.dtype, held.device), started)
+    return (outputs, None) if move.out_shapes else ((), outputs[0])
 
 
-def start_moves(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None = None
-) -> RunningMoves:
-    """Start moving several tensors without a tape, as many in shared exchanges as the buffer limit allows."""
-    if is_dual_level():
-        raise NotImplementedError(f"'{label}': tangents of forward mode do not travel with async_op=True; leave it out")
-    return start_transfers(_make_batches(held, dsts, label, max_buffer_bytes), held[0].comm, label)
+def tape_inputs(locals_: Sequence[Tensor], anchor: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """The tensors that represent this rank on the tape: its local tensors, or its anchor."""
+    if locals_:
+        return tuple(locals_)
+    return (anchor if anchor is not None else torch.empty(0, dtype=dtype, device=device),)
 
 
-def _make_batches(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], label: str, max_buffer_bytes: int | None
-) -> list[list[TransferJob]]:
-    room = 0
-    batches: list[list[TransferJob]] = []
-    for one, dst in zip(held, dsts, strict=True):
-        limit = buffer_limit(one.sharding, dst, one.dtype.itemsize, max_buffer_bytes)
-        plan = plan_for_rank(one.sharding, dst, one.dtype.itemsize, limit, one.comm)
-        notify_watchers(plan, label, one.sharding, dst)
-        job = TransferJob(plan, resolve_lazy([t.detach() for t in one.local_parts]), one.dtype, one.device)
-        size = max_elements_in_flight(one.sharding, dst) * one.dtype.itemsize
-        if not batches or size > room:
-            batches.append([])
-            room = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
-        batches[-1].append(job)
-        room -= size
-    return batches
+class _MoveFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, move: Move, started: Started | None, *inputs: Tensor) -> Tensors:
+        ctx.move = move
+        return move._run_anchored(inputs, started)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.move.dual.run_gradients(grads)
+
+
+class _MovedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, move: Move, tensor: Tensor) -> Tensor:
+        ctx.move = move
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.move.run_gradients((grads[0].contiguous(),))
+
+
+def with_moved_gradient(move: Move, tensor: Tensor) -> Tensor:
+    """The same local tensor; the gradients that reach the result make a move before they reach the tensor."""
+    return on_duals(lambda t: _MovedGradient.apply(move, t), tensor)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def gradient_of_whole(layout: Layout, grads: Tensors, comm: Comm) -> Tensors:
+    """The gradients of a rank's local tensors as those of the whole tensor in its dual layout, for further derivatives.
+
+    Of a pending sum all ranks have the same gradient, each for its own addend. Taken as one replicated tensor, what
+    comes back to it is one gradient and not one for each rank.
+    """
+    if layout.pending is None or not any(g.requires_grad for g in grads):
+        return grads
+    return _sum_move(dual_layout(layout), _with_plain_sums(layout), comm, grads).dual.record(grads)
+
+
+def gradient_of_addends(layout: Layout, grads: Tensors, comm: Comm) -> Tensors:
+    """The reverse: the gradient of a whole tensor as that of each rank's addend."""
+    if layout.pending is None or not any(g.requires_grad for g in grads):
+        return grads
+    return _sum_move(_with_plain_sums(layout), dual_layout(layout), comm, grads).dual.record(grads)
+
+
+def _sum_move(src: Layout, dst: Layout, comm: Comm, grads: Tensors) -> Move:
+    return Move.of(src, dst, comm, grads[0].dtype, "gradient of a pending sum", limit=None)
+
+
+@cache_by_identity
+def _with_plain_sums(layout: Layout) -> Layout:
+    """The layout with plain sums for its pending reductions."""
+    spec = layout.spec
+    assert isinstance(spec, MeshSpec)
+    placements = [Partial("sum") if isinstance(p, Partial) else p for p in spec.placements]
+    return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
+
+
+NO_TANGENT = "_no_tangent"  # in the attributes of a ShardedTensor that was detached while dual numbers are in use
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether what is computed from a tensor is recorded, or has a tangent."""
+    if is_dual_level() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return NO_TANGENT not in tensor.__dict__
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def split_dual(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of a tensor and its tangent, zeros if it has none; both are recorded, or none of them."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    if tangent is None:
+        tangent = torch.zeros_like(primal)
+    if torch.is_grad_enabled() and primal.requires_grad and not tangent.requires_grad:
+        never = torch.zeros((), dtype=torch.bool, device=primal.device)
+        tangent = torch.where(never, primal, tangent)  # every rank's backward pass then meets the same moves
+    return primal, tangent
+
+
+def any_rank_has_tangents(tensors: Sequence[Tensor], comm: Comm, label: str) -> bool:
+    """Whether some local tensor of some rank has a tangent; every rank asks."""
+    known = any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return any_rank(real_comm(comm), known, label=f"{label} (tangents)")  # of a rank that takes part without data too
+
+
+def on_duals(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply a linear function to the value and to the tangent of a tensor, if there are tangents."""
+    if not is_dual_level() or forward_ad.unpack_dual(tensor).tangent is None:
+        return function(tensor)
+    primal, tangent = split_dual(tensor)
+    made: Tensor = forward_ad.make_dual(function(primal), function(tangent))
+    return made
+
+
+def _move_duals(move: Move, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
+    """Carry out a move of values and tangents."""
+    if not (move.dtype.is_floating_point or move.dtype.is_complex):
+        return run(inputs)
+    if not any_rank_has_tangents(inputs, move.comm, move.label):
+        return run(inputs)
+    _ = move.dual  # a pending maximum is not linear
+    pairs = [split_dual(t) for t in inputs]
+    values, tangents = (run(tuple(pair[i] for pair in pairs)) for i in (0, 1))
+    return tuple(map(forward_ad.make_dual, values, tangents))
+
+
+_numbered: WeakValueDictionary[int, Move] = WeakValueDictionary()
+_numbers_lock = Lock()
+_running: dict[tuple[int, ...], Running] = {}
+
+
+def find_numbered(number: int) -> Move:
+    """The move that has a number."""
+    return _numbered[number]
+
+
+def _run_move(locals_: list[Tensor], transfer: int) -> list[Tensor]:
+    return list(_numbered[transfer].execute(locals_))
+
+
+def _split_locals(locals_: Sequence[Tensor], moves: Sequence[Move]) -> list[Sequence[Tensor]]:
+    """The local tensors of each move of a group."""
+    found, position = [], 0
+    for move in moves:
+        found.append(locals_[position : position + len(move.in_shapes)])
+        position += len(move.in_shapes)
+    return found
+
+
+def _start_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> Tensor:
+    moves = [_numbered[number] for number in transfers]
+    for move in moves:
+        notify_watchers(move)
+    _running[slot, *transfers] = start_moves(moves, _split_locals(locals_, moves))
+    return _make_token()
+
+
+def _wait_moves(locals_: list[Tensor], after: list[Tensor], transfers: list[int], slot: int) -> list[Tensor]:
+    """The destination tensors of all moves of a group, and a token."""
+    running = _running.pop((slot, *transfers))
+    with profiled_move(f"{_numbered[transfers[0]].label}: wait"):
+        return [*chain.from_iterable(running.wait()), _make_token()]
+
+
+def _make_token() -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def _fake_results(locals_: Sequence[Tensor], transfers: Sequence[int]) -> list[Tensor]:
+    moves = [_numbered[number] for number in transfers]
+    outputs = []
+    for move, parts in zip(moves, _split_locals(locals_, moves), strict=True):
+        dtype, device = move.out_dtype or move.dtype, move.device_of(parts)
+        outputs += [torch.empty(shape, dtype=dtype, device=device) for shape in move.out_shapes]
+    return outputs
+
+
+define_operator(
+    "move(Tensor[] locals, int transfer) -> Tensor[]",
+    _run_move,
+    lambda locals_, transfer: _fake_results(locals_, [transfer]),
+)
+define_operator(
+    "start_moves(Tensor[] locals, Tensor[] after, int[] transfers, int slot) -> Tensor",
+    _start_moves,
+    lambda locals_, after, transfers, slot: _make_token(),
+)
+define_operator(
+    "wait_moves(Tensor[] locals, Tensor[] after, int[] transfers, int slot) -> Tensor[]",
+    _wait_moves,
+    lambda locals_, after, transfers, slot: [*_fake_results(locals_, transfers), _make_token()],
+)

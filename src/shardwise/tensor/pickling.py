@@ -24,8 +24,8 @@ from torch import Tensor
 
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, current_comm
+from shardwise.comm.current import loading_group
 from shardwise.geometry import ChunkSpec, EnumerableSpec, GridSpec, Layout, MeshSpec, layout_from_json, layout_to_json
-from shardwise.tensor.comms import loading_group
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -45,7 +45,7 @@ _PICKLE_HINT = (
 class ProcessGroupState:
     """Which rank of which group and world wrote a tensor.
 
-    >>> from shardwise.tensor.comms import resolve_comm
+    >>> from shardwise.comm.current import resolve_comm
     >>> ProcessGroupState.of(resolve_comm())
     ProcessGroupState(local_rank=0, global_rank=0, local_world_size=1, global_world_size=1)
     """

@@ -1,27 +1,62 @@
-"""What does a rank do, and when? Recorders note operators and moves while `shardwise.trace` is on.
+"""Who wants to know what a rank does, and when? Recorders, watchers, torch's profiler and its `CommDebugMode`, the log.
 
-Nothing is recorded otherwise: code on the way of a move asks whether there is a recorder at all. Recorders are found by
-rank, since ranks may be threads of one process, and a backward pass may run on threads of its own.
+1. Recorders note operators and moves while `shardwise.trace` is on. Nothing is recorded otherwise: code on the way of a
+   move asks whether there is a recorder at all. Recorders are found by rank, since ranks may be threads of one process,
+   and a backward pass may run on threads of its own.
+2. Watchers are called before each move and may forbid it (`watch_moves`). The log is one. In torch's `CommDebugMode` a
+   move that sends something is one `torch.ops.shardwise.move`. The mode counts operators of torch.distributed that it
+   meets; our transports call none. It is off the stack while it runs an operator and the moves of that operator, so it
+   is remembered where a function of ShardedTensors begins.
+3. `user_line` finds the line of the user's own code that asks for something.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardwise._torch import is_profiling
+from shardwise._cache import cache_by_identity
+from shardwise._text import package_logger
+from shardwise._torch import comm_debug_modes, is_profiling
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, shorten_layout
 from shardwise.geometry.dtypes import find_dtype
-from shardwise.tensor.caches import cache_by_identity, cache_plans
-from shardwise.tensor.user_line import user_line
-from shardwise.transfer import Transfer
+from shardwise.transfer.transfer import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.tensor.move import Move
+
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def user_line() -> str:
+    """The innermost line of the user's own code on the stack, as `train.py:12`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not (name.startswith((_PACKAGE, "<")) or "/torch/" in name or _is_standard(name)):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"
+
+
+def _is_standard(name: str) -> bool:
+    """Whether a file is part of Python, such as contextlib; installed packages may be in a folder below it."""
+    return name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name and "dist-packages" not in name
+
 
 OPERATORS, FIRST_MOVES, WAITS = 0, 1, 1000  # tracks of a rank; there are as many of moves as run at once
 Blocks: TypeAlias = Mapping[int, Sequence[Tensor]]
@@ -56,13 +91,19 @@ class StepRecorder:
         """Note an operator that ran until now."""
         self.spans.append(RecordedSpan(name, "operator", begin, time.monotonic_ns(), OPERATORS, details))
 
-    def begin_move(
-        self, comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str, line: str
-    ) -> Callable[[], None]:
+    def begin_move(self, comm: Comm, moves: Sequence[Move], label: str, line: str = "") -> Callable[[], None]:
         """Note that moves begin, which share their exchanges; returns what notes their end."""
-        figures = [count_move(transfer, self.rank) for transfer, _ in moves]
-        sources = {s for one in figures for s in one.sources}
-        return self._begin(comm, label, _describe_moves(moves, figures) | {"line": line or self._find_line()}, sources)
+        plans = [move.transfer for move in moves]
+        texts = [[write_tensor(layout, move.dtype) for layout in (move.src, move.dst)] for move in moves]
+        details = {
+            "from": " | ".join(src for src, _ in texts),
+            "to": " | ".join(dst for _, dst in texts),
+            "bytes": sum(plan.received_bytes.get(self.rank, 0) for plan in plans),
+            "sent_bytes": sum(plan.sent_bytes.get(self.rank, 0) for plan in plans),
+            "moved_bytes": sum(plan.moved_bytes for plan in plans),
+            "line": line or self._find_line(),
+        }
+        return self._begin(comm, label, details, {s for plan in plans for s, d in plan.bytes_by_edge if d == self.rank})
 
     def begin_exchange(self, comm: Comm, label: str, sends: Blocks, receives: Blocks) -> Callable[[], None]:
         """Note that an exchange begins whose bytes follow from values, as the rows of a lookup do."""
@@ -152,43 +193,6 @@ def recorded_wait(comm: Comm, label: str) -> Iterator[None]:
         recorder.add_wait(label, begin)
 
 
-def record_moves(
-    comm: Comm, moves: Sequence[tuple[Transfer, torch.dtype]], label: str, line: str = ""
-) -> Callable[[], None] | None:
-    """Note that moves begin, where this rank is traced; returns what notes their end, or None."""
-    recorder = find_recorder(comm)
-    return None if recorder is None else recorder.begin_move(comm, moves, label, line)
-
-
-@dataclass(frozen=True, slots=True)
-class MoveFigures:
-    """What one rank receives and sends in a move, from whom, and what all ranks move together."""
-
-    received_bytes: int
-    sent_bytes: int
-    moved_bytes: int
-    sources: tuple[int, ...]
-
-
-@cache_plans
-def count_move(transfer: Transfer, rank: int) -> MoveFigures:
-    """The figures of a move on a rank."""
-    sources = tuple(s for s, d in transfer.bytes_by_edge if d == rank)
-    received, sent = transfer.received_bytes.get(rank, 0), transfer.sent_bytes.get(rank, 0)
-    return MoveFigures(received, sent, transfer.moved_bytes, sources)
-
-
-def _describe_moves(moves: Sequence[tuple[Transfer, torch.dtype]], figures: Sequence[MoveFigures]) -> dict[str, Any]:
-    texts = [(write_tensor(t.src, d), write_tensor(t.dst, d)) for t, d in moves]
-    return {
-        "from": " | ".join(src for src, _ in texts),
-        "to": " | ".join(dst for _, dst in texts),
-        "bytes": sum(one.received_bytes for one in figures),
-        "sent_bytes": sum(one.sent_bytes for one in figures),
-        "moved_bytes": sum(one.moved_bytes for one in figures),
-    }
-
-
 _shorten_layout = cache_by_identity(shorten_layout)
 
 
@@ -203,3 +207,69 @@ def profiled_move(label: str, src: Layout | None = None, dst: Layout | None = No
         return nullcontext()
     text = "" if src is None or dst is None else f": {_shorten_layout(src)} -> {_shorten_layout(dst)}"
     return torch.profiler.record_function(f"shardwise.move {label}{text}")
+
+
+class WatchedMove(Protocol):
+    """What a watcher sees of a move."""
+
+    @property
+    def src(self) -> Layout: ...
+    @property
+    def dst(self) -> Layout: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def bytes_between_hosts(self) -> int | None: ...
+
+
+_move_watchers: list[Callable[[WatchedMove], None]] = []
+
+
+def watch_moves(watcher: Callable[[WatchedMove], None]) -> None:
+    """Have a function called before each move; it may raise to forbid it."""
+    _move_watchers.append(watcher)
+
+
+def notify_watchers(move: WatchedMove) -> None:
+    """Say that a move is about to be made."""
+    for watcher in _move_watchers:
+        watcher(move)
+
+
+class _ModesAbove(threading.local):
+    modes: tuple[Any, ...] = ()
+
+
+_above = _ModesAbove()
+
+
+@contextmanager
+def remember_debug_modes() -> Iterator[None]:
+    """Let moves inside a `with` block count in the modes that are on now."""
+    before = _above.modes
+    _above.modes = tuple(dict.fromkeys((*before, *comm_debug_modes())))
+    try:
+        yield
+    finally:
+        _above.modes = before
+
+
+def _count_move(move: WatchedMove) -> None:
+    for mode in _above.modes or comm_debug_modes():
+        if move.moved_bytes > 0:
+            mode.comm_counts[torch.ops.shardwise.move] += 1
+
+
+_log = package_logger(__name__)
+
+
+def _log_move(move: WatchedMove) -> None:
+    if _log.isEnabledFor(logging.DEBUG) and move.moved_bytes > 0:
+        between, moved = (shorten_layout(move.src), shorten_layout(move.dst)), format_bytes(move.moved_bytes)
+        _log.debug("%s moves %s, %s -> %s, at %s", move.label, moved, *between, user_line())
+
+
+watch_moves(_count_move)
+watch_moves(_log_move)

@@ -13,26 +13,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardwise._notebook import draw_html
+from shardwise._text import draw_html
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
+from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.geometry.notation.by_axis import read_spec
+from shardwise.geometry.notation import read_spec
 from shardwise.tensor import pickling
-from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin
-from shardwise.tensor.comms import GroupOrComm, resolve_comm
-from shardwise.tensor.copied_views import CopiedView
-from shardwise.tensor.dispatch import call_operator, engine, on_local_tensors
+from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin, TorchNamesMixin
+from shardwise.tensor.dispatch import call_function, enter_function, enter_operator, on_local_tensors, refuse_operator
+from shardwise.tensor.execute import Handle, check_conversion, limit_addend
 from shardwise.tensor.move import (
     check_and_move,
     check_move,
     replicated_layout,
     single_rank_layout,
-    start_moves,
+    start_moving,
     target_layout,
 )
-from shardwise.tensor.moving.execute import Handle
-from shardwise.tensor.moving.reductions import check_conversion, limit_addend
 from shardwise.tensor.recorder import write_tensor
 from shardwise.tensor.shards import (
     Shard,
@@ -42,7 +40,7 @@ from shardwise.tensor.shards import (
     make_local_shards,
     spec_on_device,
 )
-from shardwise.tensor.torch_names import TorchNamesMixin
+from shardwise.tensor.views import CopiedView
 
 
 def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:
@@ -281,7 +279,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
             return self._like(dst or self.sharding, *check_and_move(self, dst or self.sharding, label, asked, problem))
         check_move(self, dst or self.sharding, label, asked, problem)
         assert dst is not None
-        running = start_moves([self], [dst], label, max_buffer_bytes)
+        running = start_moving([self], [dst], label, max_buffer_bytes)
         return Handle(running, lambda results: self._like(dst, results[0]))
 
     @on_local_tensors
@@ -391,7 +389,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         place = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         return self.to(place, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
 
-    # Being a tensor
+    # Being a tensor; `shardwise.ops` binds the code that answers functions and operators
 
     @classmethod
     def __torch_function__(
@@ -401,7 +399,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return engine.function(func, types, args, kwargs)
+        return enter_function(call_function, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
@@ -411,7 +409,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return call_operator(func, types, args, kwargs or {})
+        return enter_operator(refuse_operator, func, args, kwargs or {})
 
     def __hash__(self) -> int:
         return id(self)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise._torch import _remote_device
 from shardwise.geometry import Box, Layout, ShardingSpec
-from shardwise.tensor.moving.execute import view_box
+from shardwise.tensor.execute import view_box
 
 if TYPE_CHECKING:
     from shardwise.tensor.sharded_tensor import ShardedTensor

@@ -15,12 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.box import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.transfer.intersect import expand_runs
-from shardwise.transfer.routes import Routes, box_volumes, constant_column
-from shardwise.transfer.totals import StepOutline, overlapping_pairs
+from shardwise.transfer.overlap import expand_runs
+from shardwise.transfer.senders import Routes, StepOutline, box_volumes, constant_column, overlapping_pairs
 
 _MOST_SIZES = 1 << 16
 

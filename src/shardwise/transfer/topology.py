@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.geometry.errors import LayoutError
+from shardwise.geometry.box import LayoutError
 from shardwise.geometry.mesh import IntArray
 
 

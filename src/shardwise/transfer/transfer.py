@@ -1,4 +1,11 @@
-"""The plan as a value: what it moves, how it compares with the lower bound, how long it should take."""
+"""The plan as a value: what it moves, how it compares with the lower bound, how long it should take.
+
+A transfer in words and as a table, for people.
+
+Which bytes go where, to turn one layout into another? `plan_transfer` answers for every pair of layouts.
+
+Nothing is sent to make a plan, and planning is a function of its arguments: every rank makes the same plan.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +16,137 @@ from typing import Any
 
 import numpy as np
 
-from shardwise._notebook import draw_html
+from shardwise._text import draw_html, package_logger
+from shardwise.geometry.box import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
-from shardwise.geometry.serialize import layout_to_json
-from shardwise.transfer.collectives import Collective, recognise_collective, recognise_from_totals
-from shardwise.transfer.hosts.bounds import lower_bound_between_hosts
-from shardwise.transfer.hosts.sums import HostSumsSpec
-from shardwise.transfer.reduction import reduction_lower_bound
-from shardwise.transfer.report import describe_transfer, format_transfer_table
-from shardwise.transfer.routes import Routes, Step
-from shardwise.transfer.steps import PlanOptions, outline_steps, plan_rounds, plan_steps
+from shardwise.geometry.serialize import layout_from_json, layout_to_json
+from shardwise.transfer.reductions import HostSumsSpec, lower_bound_between_hosts, reduction_lower_bound
+from shardwise.transfer.senders import (
+    LISTED_BOXES,
+    Routes,
+    Step,
+    StepOutline,
+    StepTotals,
+    total_step,
+    total_within_hosts,
+)
+from shardwise.transfer.steps import (
+    Collective,
+    PlanOptions,
+    outline_steps,
+    plan_rounds,
+    plan_steps,
+    recognise_collective,
+    recognise_from_totals,
+    unreached_rows,
+)
 from shardwise.transfer.topology import Topology
-from shardwise.transfer.totals import LISTED_BOXES, StepOutline, StepTotals, total_step, total_within_hosts
+
+SHOWN_EDGES = 16
+
+
+def format_bytes(count: int | float) -> str:
+    """A number of bytes with a fitting unit.
+
+    >>> format_bytes(16), format_bytes(268435456)
+    ('16 B', '268.4 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def format_transfer_table(transfer: Transfer) -> str:
+    """The figures of a transfer, then its edges."""
+    rows = [
+        ("shape", str(transfer.src.shape)),
+        ("from", repr(transfer.src.spec)),
+        ("to", repr(transfer.dst.spec)),
+        ("moved", f"{format_bytes(transfer.moved_bytes)} (lower bound {format_bytes(transfer.lower_bound_bytes)})"),
+        *([("between hosts", text)] if (text := format_between_hosts(transfer)) else []),
+        ("copied locally", format_bytes(transfer.copied_bytes)),
+        ("exchanges", _exchanges_text(transfer)),
+        ("collective", str(transfer.collective or "none")),
+        ("busiest sender", _busiest_text(transfer.busiest_sender)),
+        ("busiest receiver", _busiest_text(transfer.busiest_receiver)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join(lines + _edge_lines(transfer, width))
+
+
+def format_between_hosts(transfer: Transfer) -> str | None:
+    """The bytes between hosts and their lower bound, if it is known; None for a plan without a topology.
+
+    >>> from shardwise.geometry import parse_spec
+    >>> from shardwise.transfer import Topology, plan_transfer
+    >>> src, dst = (parse_spec(f"on x=4: {text}").layout((8,)) for text in ("S(0)", "R"))
+    >>> format_between_hosts(plan_transfer(src, dst, itemsize=4, topology=Topology(ranks_per_host=2)))
+    '32 B (lower bound 32 B)'
+    """
+    passing, bound = transfer.bytes_between_hosts, transfer.lower_bound_between_hosts
+    if passing is None:
+        return None
+    return format_bytes(passing) + ("" if bound is None else f" (lower bound {format_bytes(bound)})")
+
+
+def _exchanges_text(transfer: Transfer) -> str:
+    limit = transfer.max_buffer_bytes
+    return str(transfer.rounds) if limit is None else f"{transfer.rounds} (buffers of {format_bytes(limit)})"
+
+
+def _busiest_text(entry: tuple[int, int] | None) -> str:
+    return "none" if entry is None else f"rank {entry[0]}, {format_bytes(entry[1])}"
+
+
+def _edge_lines(transfer: Transfer, width: int) -> list[str]:
+    edges, count = transfer.first_edges(SHOWN_EDGES)
+    lines = [f"{f'{s} -> {d}':<{width}}  {format_bytes(n)}" for s, d, n in edges]
+    hidden = count - len(edges)
+    return lines if hidden <= 0 else [*lines, f"and {hidden} more edges"]
+
+
+def describe_transfer(transfer: Transfer) -> str:
+    """What happens, step by step, in plain words."""
+    fills = [len(unreached_rows(outline, transfer.rank)) for outline in transfer.outlines]
+    if transfer.moved_bytes == 0 and not any(fills):
+        return (
+            f"Nothing is sent: every rank has what it needs and copies {format_bytes(transfer.copied_bytes)} locally."
+        )
+    lines = [_describe_step(transfer, number) for number in range(len(transfer.totals))]
+    if len(lines) > 1:
+        lines = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
+    if transfer.collective is not None:
+        lines.append(f"Together this is: {transfer.collective}.")
+    met = transfer.moved_bytes == transfer.lower_bound_bytes
+    bound = "the lower bound" if met else f"where {format_bytes(transfer.lower_bound_bytes)} is the lower bound"
+    passing = transfer.bytes_between_hosts
+    among = "" if passing is None else f", {format_bytes(passing)} of it between hosts"
+    lines.append(f"In total {format_bytes(transfer.moved_bytes)} move, {bound}{among}.")
+    return "\n".join(lines)
+
+
+def _describe_step(transfer: Transfer, number: int) -> str:
+    step: Step | StepOutline = transfer.unsplit_steps[number] if transfer.is_listed else transfer.outlines[number]
+    total, rounds = transfer.totals[number], transfer.rounds_by_step[number]
+    sent = format_bytes(int(total.sent.sum()) * transfer.itemsize)
+    senders, receivers = int((total.sent > 0).sum()), int((total.received > 0).sum())
+    text = f"{senders} ranks send {sent} in {int(total.boxes_out.sum())} boxes to {receivers} ranks"
+    if isinstance(step, Step) and step.in_place:
+        text += " of their hosts, which pass on what came from another host"
+    if step.op is not None and step.src.pending is not None:
+        text += f", which combine what arrives by {step.op}"
+    if step.scale != (1, 1):
+        text += f" and multiply it by {step.scale[0]}/{step.scale[1]}"
+    filled = len(step.fills) if isinstance(step, Step) else len(unreached_rows(step, transfer.rank))
+    if filled:
+        text += f"; {filled} pieces are filled with the identity of {step.op}"
+    if rounds > 1:
+        text += f", in {rounds} rounds"
+    return text + "."
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,3 +497,85 @@ def _seconds_from_totals(
             times = messages * link.latency + amount * itemsize / link.bandwidth
             worst = max(worst, float(times.max(initial=0.0)))
     return worst
+
+
+_log = package_logger(__name__)
+
+
+def plan_transfer(
+    src: Layout,
+    dst: Layout,
+    *,
+    itemsize: int,
+    topology: Topology | None = None,
+    max_buffer_bytes: int | None = None,
+    rank: int | None = None,
+) -> Transfer:
+    """The plan that turns `src` into `dst`, both of one shape, on the same, overlapping or disjoint ranks.
+
+    - `itemsize`: bytes per element.
+    - `topology`: which ranks share a host; replicas on the receiver's host are preferred.
+    - `max_buffer_bytes`: the most bytes a rank has in flight, in and out together; the exchange is cut into rounds.
+    - `rank`: plan only the part that this rank takes in.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> transfer = plan_transfer(ChunkSpec(0, 2).layout((4, 4)), ChunkSpec(1, 2).layout((4, 4)), itemsize=4)
+    >>> transfer.bytes_by_edge
+    {(0, 1): 16, (1, 0): 16}
+    """
+    _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
+    options = PlanOptions(itemsize, topology, max_buffer_bytes)
+    transfer = Transfer(src, dst, options, rank)
+    if transfer.is_listed or max_buffer_bytes is not None:
+        _ = transfer.rounds  # what cannot be planned is refused here
+    _log.debug("planned %r", transfer)
+    return transfer
+
+
+def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
+    for name, given in (("source", src), ("destination", dst)):
+        if not isinstance(given, Layout):
+            raise LayoutError(_describe_other_kind(name, given))
+    if src.shape != dst.shape:
+        raise LayoutError(f"a transfer keeps the shape; the source has {src.shape}, the destination {dst.shape}")
+    if itemsize < 1:
+        raise LayoutError(f"itemsize is the number of bytes of an element, got {itemsize}")
+    if max_buffer_bytes is not None and max_buffer_bytes < 1:
+        raise LayoutError(f"max_buffer_bytes must be at least one element, got {max_buffer_bytes}")
+
+
+def _describe_other_kind(name: str, given: object) -> str:
+    """What to pass in place of something that is not a layout."""
+    fix = "a spec lays out a shape: spec.layout((8, 4))"
+    if isinstance(given, str):
+        fix = f"read the text first: parse_layout({given!r}).layout, with its shape, as in 'f32[8,4] on tp=2: S(0)'"
+    elif isinstance(getattr(given, "layout", None), Layout):
+        fix = "pass its .layout"
+    elif isinstance(getattr(given, "sharding", None), Layout):
+        fix = "pass its .sharding"
+    return f"plan_transfer takes layouts, and the {name} is {type(given).__name__}: {str(given)[:80]}; {fix}"
+
+
+def transfer_from_json(data: dict[str, Any]) -> Transfer:
+    """The transfer that `Transfer.to_json` wrote: planned again from its arguments, checked against its figures.
+
+    >>> import json, shardwise
+    >>> rows, columns = (shardwise.ChunkSpec(dim, ranks=2).layout((4, 6)) for dim in (0, 1))
+    >>> written = json.dumps(plan_transfer(rows, columns, itemsize=4).to_json())
+    >>> transfer_from_json(json.loads(written)).moved_bytes
+    48
+    """
+    topology = None if data["topology"] is None else Topology.from_json(data["topology"])
+    transfer = plan_transfer(
+        layout_from_json(data["src"]),
+        layout_from_json(data["dst"]),
+        itemsize=data["itemsize"],
+        topology=topology,
+        max_buffer_bytes=data["max_buffer_bytes"],
+        rank=data["rank"],
+    )
+    listed = data["bytes_by_edge"]
+    same = int(data["moved_bytes"]) == transfer.moved_bytes
+    if not same or (listed is not None and {(s, d): n for s, d, n in listed} != dict(transfer.bytes_by_edge)):
+        raise LayoutError("this JSON describes a transfer with other routes than this version of shardwise plans")
+    return transfer

@@ -3,18 +3,115 @@
 Every row and column of a panel gets a height and a width that grow with its length; tiles are drawn on a canvas between
 the borders; a border is left out where both of its sides belong to the same tile. The table of
 what each rank has stays short however many ranks there are.
+
+How do drawn lines reach a terminal? Lines are runs of text, each with the rank whose colour it has.
+
+Small pictures for notebooks: a layout as tiles, a transfer as a matrix of ranks, and tables.
+
+Each is one piece of HTML with an inline SVG and no script. Texts are escaped by the XML writer. Lines and texts have
+the colour of the page around them, so that light and dark pages both show them; tiles are light, with dark labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import TextIO, TypeAlias
+from xml.etree.ElementTree import Element, SubElement, tostring
 
-from shardwise.geometry import Layout, TensorType
+from shardwise.geometry import Layout, TensorType, shorten_layout
 from shardwise.geometry.mesh import format_ranks
-from shardwise.transfer.report import format_bytes
-from shardwise.view.lines import Line, TextRun, line
+from shardwise.transfer import Transfer
+from shardwise.transfer.transfer import format_bytes
 from shardwise.view.picture import Holders, Limits, Panel, Picture, Tile, picture_of
+
+PALETTE = (
+    "#8dd3c7",
+    "#ffffb3",
+    "#bebada",
+    "#fb8072",
+    "#80b1d3",
+    "#fdb462",
+    "#b3de69",
+    "#fccde5",
+    "#d9d9d9",
+    "#bc80bd",
+    "#ccebc5",
+    "#ffed6f",
+)
+PLAINER = str.maketrans("│─┌┐└┘├┤┬┴┼…", "|-+++++++++~")
+
+
+@dataclass(frozen=True, slots=True)
+class TextRun:
+    """A run of text and the rank whose colour is behind it, or None."""
+
+    text: str
+    rank: int | None = None
+
+
+Line: TypeAlias = tuple[TextRun, ...]
+
+
+def line(text: str = "") -> Line:
+    """A line without colour."""
+    return (TextRun(text),)
+
+
+def plain_text(lines: Iterable[Line]) -> str:
+    """The lines without colour; blanks at line ends are cut off.
+
+    >>> plain_text([(TextRun(" 0 ", rank=0), TextRun("|")), line("x  ")])
+    ' 0 |\\nx'
+    """
+    return "\n".join("".join(run.text for run in runs).rstrip() for runs in lines)
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that takes colours; NO_COLOR and FORCE_COLOR decide where they are set."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def print_lines(lines: Sequence[Line], stream: TextIO) -> None:
+    """Print lines, in colour where the stream takes it, in ASCII where its encoding has nothing better."""
+    if wants_colour(stream):
+        _print_colours(lines, stream)
+    else:
+        stream.write(replace_unencodable(plain_text(lines), stream.encoding) + "\n")
+
+
+def replace_unencodable(text: str, encoding: str | None) -> str:
+    """The text, with plainer characters where the encoding lacks those of the drawing; None: a stream of any text."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(PLAINER).encode("ascii", "replace").decode("ascii")
+    return text
+
+
+def _print_colours(lines: Sequence[Line], stream: TextIO) -> None:
+    # Loading rich takes a quarter of a command's start-up time: only where there are colours to show.
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
+    for runs in lines:
+        spans = [
+            (replace_unencodable(r.text, stream.encoding), "" if r.rank is None else colour_of(r.rank)) for r in runs
+        ]
+        console.print(Text.assemble(*spans))
+
+
+def colour_of(rank: int) -> str:
+    """The style in which a rank's tiles are drawn: the same in every picture."""
+    return f"black on {PALETTE[rank % len(PALETTE)]}"
+
 
 # Which arms (up, down, left, right) meet in a point of a border.
 CROSSINGS = {
@@ -38,7 +135,7 @@ def draw_layout(layout: Layout, width: int = 80) -> list[Line]:
     """Draw a layout within a width.
 
     >>> from shardwise.geometry import parse_layout
-    >>> from shardwise.view.lines import plain_text
+    >>> from shardwise.view.draw import plain_text
     >>> print(plain_text(draw_layout(parse_layout("f32[10] on tp=4: S(0)").layout)))
     dim 0 (10) across
             3           3           3       1
@@ -193,7 +290,7 @@ def draw_ranks(tensor: TensorType) -> list[Line]:
     """The local tensors and bytes of each rank, the middle left out where there are many, and the sum.
 
     >>> from shardwise.geometry import parse_layout
-    >>> from shardwise.view.lines import plain_text
+    >>> from shardwise.view.draw import plain_text
     >>> print(plain_text(draw_ranks(parse_layout("f32[10,2] on tp=4: S(0)"))))
     rank  local tensors  elements  bytes
        0         (3, 2)         6   24 B
@@ -241,3 +338,123 @@ def _total(tensor: TensorType, elements: Sequence[int]) -> str:
     spread = f"{low} each" if low == high else f"from {low} to {high} each"
     count = len(elements)
     return f"the tensor has {total}; {count} rank{'s hold' if count > 1 else ' holds'} {held}, {spread}"
+
+
+WIDTH, HEIGHT, LEAST, MARGIN, LETTER = 360.0, 180.0, 14.0, 44.0, 7.0
+MOST_RANKS, MOST_ROWS, LONGEST_TITLE = 32, 40, 200
+TEXT = {"fill": "currentColor", "font-size": "12", "font-family": "monospace"}
+
+
+def layout_html(layout: Layout, dtype: str | None = None) -> str:
+    """A layout in the notation and as tiles to scale, with the ranks that hold each."""
+    page = _start(shorten_layout(layout, dtype))
+    picture = picture_of(layout, Limits(panels=4, rows=16, columns=16))
+    for panel in picture.panels:
+        if panel.slice_of:
+            _add_text(page, "[" + ", ".join(f"{a}:{b}" for a, b in panel.slice_of) + ", :, :]")
+        page.append(_draw_tiles(panel))
+    if picture.hidden_panels:
+        _add_text(page, f"and {picture.hidden_panels} more slices")
+    if picture.pending is not None:
+        _add_text(page, f"pending: {picture.pending}")
+    return _finish(page)
+
+
+def transfer_html(transfer: Transfer) -> str:
+    """What a transfer moves, and a matrix of who sends to whom where the ranks are few."""
+    src, dst = (shorten_layout(layout) for layout in (transfer.src, transfer.dst))
+    page = _start(f"{src} → {dst}")
+    moved, bound = format_bytes(transfer.moved_bytes), format_bytes(transfer.lower_bound_bytes)
+    collective = "" if transfer.collective is None else f"; {transfer.collective}"
+    _add_text(page, f"moves {moved} (lower bound {bound}) in {transfer.rounds} rounds{collective}")
+    count = 1 + max((*transfer.src.ranks, *transfer.dst.ranks), default=0)
+    if transfer.is_listed and count <= MOST_RANKS:
+        page.append(_draw_matrix(transfer, count))
+    return _finish(page)
+
+
+def table_html(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a title; of many rows the first ones."""
+    page = _start(_shorten(title))
+    table = SubElement(page, "table")
+    for cells, kind in ((head, "th"), *((row, "td") for row in rows[:MOST_ROWS])):
+        line = SubElement(table, "tr")
+        for cell in cells:
+            SubElement(line, kind, {"style": "text-align: left"}).text = cell
+    if len(rows) > MOST_ROWS:
+        _add_text(page, f"and {len(rows) - MOST_ROWS} more rows")
+    return _finish(page)
+
+
+def _start(title: str) -> Element:
+    page = Element("div")
+    SubElement(page, "code").text = title
+    return page
+
+
+def _add_text(page: Element, text: str) -> None:
+    SubElement(page, "div").text = text
+
+
+def _finish(page: Element) -> str:
+    return tostring(page, encoding="unicode", method="html")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_TITLE else f"{text[:LONGEST_TITLE]}…"
+
+
+def _draw_tiles(panel: Panel) -> Element:
+    """One rectangle for each tile between the cuts, with the lengths at the borders."""
+    lefts, tops = _place(panel.column_sizes, WIDTH), _place(panel.row_sizes, HEIGHT if panel.dims == 2 else 2 * LEAST)
+    svg = _make_svg(MARGIN + lefts[-1] + 2, 18 + tops[-1] + 2)
+    for tile in panel.tiles:
+        x, y = MARGIN + lefts[tile.columns[0]], 18 + tops[tile.rows[0]]
+        width, height = lefts[tile.columns[1]] - lefts[tile.columns[0]], tops[tile.rows[1]] - tops[tile.rows[0]]
+        colour = PALETTE[tile.holders[0][0] % len(PALETTE)]
+        _add_box(svg, x, y, width, height, {"fill": colour, "stroke": "currentColor"})
+        text = label(tile.holders, max(1, int(width / LETTER)))
+        _write(svg, x + width / 2, y + height / 2 + 4, text, {"fill": "#111", "text-anchor": "middle"})
+    if panel.dims == 2:
+        for size, top, bottom in zip(panel.row_sizes, tops, tops[1:], strict=False):
+            _write(svg, MARGIN - 4, 22 + (top + bottom) / 2, str(size), {"text-anchor": "end"})
+    if panel.dims:
+        for size, left, right in zip(panel.column_sizes, lefts, lefts[1:], strict=False):
+            _write(svg, MARGIN + (left + right) / 2, 12, str(size), {"text-anchor": "middle"})
+    return svg
+
+
+def _place(sizes: Sequence[int], length: float) -> list[float]:
+    """Where each run of a dim begins, in proportion to its length but wide enough to be seen."""
+    total = max(1, sum(sizes))
+    return list(accumulate((max(LEAST, length * size / total) for size in sizes), initial=0.0))
+
+
+def _draw_matrix(transfer: Transfer, count: int) -> Element:
+    """A square for each pair of ranks that exchange something, the darker the more bytes."""
+    step = max(8.0, min(20.0, 240 / count))
+    svg = _make_svg(MARGIN + count * step + 2, 18 + count * step + 2)
+    most = max(transfer.bytes_by_edge.values(), default=1)
+    _write(svg, MARGIN, 12, "to", {})
+    _write(svg, MARGIN - 4, 18 + step, "from", {"text-anchor": "end"})
+    frame = {"fill": "none", "stroke": "currentColor", "stroke-opacity": "0.4"}
+    _add_box(svg, MARGIN, 18, count * step, count * step, frame)
+    for (source, target), nbytes in transfer.bytes_by_edge.items():
+        style = {"fill": "#0072b2", "fill-opacity": f"{0.25 + 0.75 * nbytes / most:.2f}"}
+        box = _add_box(svg, MARGIN + target * step, 18 + source * step, step, step, style)
+        SubElement(box, "title").text = f"rank {source} sends {format_bytes(nbytes)} to rank {target}"
+    return svg
+
+
+def _make_svg(width: float, height: float) -> Element:
+    size = {"width": f"{width:.0f}", "height": f"{height:.0f}", "viewBox": f"0 0 {width:.0f} {height:.0f}"}
+    return Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "style": "display: block", **size})
+
+
+def _add_box(svg: Element, x: float, y: float, width: float, height: float, style: dict[str, str]) -> Element:
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
+    return SubElement(svg, "rect", {**place, **style})
+
+
+def _write(svg: Element, x: float, y: float, text: str, style: dict[str, str]) -> None:
+    SubElement(svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", **TEXT, **style}).text = text

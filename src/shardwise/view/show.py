@@ -8,8 +8,7 @@ from typing import Any, TextIO
 
 from shardwise.geometry import Layout, TensorType, parse_layout, shorten_layout
 from shardwise.transfer import Transfer
-from shardwise.view.draw import draw_layout
-from shardwise.view.lines import Line, line, print_lines
+from shardwise.view.draw import Line, draw_layout, line, print_lines
 
 LEAST_WIDTH = 40
 

@@ -2,23 +2,217 @@
 
 Tensors are put into files in order, up to the requested size; files are distributed over the ranks. A single
 safetensors file is a checkpoint as well.
+
+Safetensors files: headers written, and read with every number checked; the plan of a format that uses them.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON, padded with spaces), then the tensors' bytes
+without gaps. The header maps each key to a dtype, a shape and a range of those bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.assign import pack_into_files
-from shardwise.checkpoint.checksums import checksum
-from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.formats.base import Format, ItemSums, PlannedFile, SaveRequest, digest_files
-from shardwise.checkpoint.formats.safetensors import CODES, HeaderEntry, SafetensorsPlan, read_header
-from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, iterate_leaves
-from shardwise.checkpoint.storage.base import Location, ReadableFolder
+from shardwise.checkpoint.files import CheckpointError, Location, ReadableFolder, require
+from shardwise.checkpoint.formats.base import (
+    FileItem,
+    FilePlan,
+    Format,
+    ItemSums,
+    PlannedFile,
+    SaveRequest,
+    digest_files,
+    pack_into_files,
+)
+from shardwise.checkpoint.index import (
+    MAX_DIMS,
+    MAX_NUMBER,
+    FileEntry,
+    Index,
+    StoredCut,
+    TensorEntry,
+    checksum,
+    iterate_leaves,
+)
+from shardwise.geometry import DType, find_dtype
+
+MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 64
+_PREFIX = 8
+_SHOWN = 300
+_METADATA = "__metadata__"
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_DTYPES = {code: find_dtype(name) for name, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor of a safetensors file: `begin` counts from the start of the file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+
+
+def safetensors_code_and_shape(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The code and shape under which a tensor is stored; dtypes that safetensors has no code for are bytes there.
+
+    >>> safetensors_code_and_shape(find_dtype("bf16"), (2, 3)), safetensors_code_and_shape(find_dtype("c128"), (2, 3))
+    (('BF16', [2, 3]), ('U8', [96]))
+    """
+    code = CODES.get(dtype.torch_name)
+    return ("U8", [math.prod(shape) * dtype.itemsize]) if code is None else (code, list(shape))
+
+
+def header_bytes(entries: Mapping[str, tuple[str, list[int], int]], count: int | None = None) -> bytes:
+    """The start of a file that holds these (code, shape, bytes) entries in this order, without gaps.
+
+    With `count`, raise unless there are as many: two tensors had the same key.
+
+    >>> header_bytes({"x": ("F32", [2], 8)})[8:].decode().rstrip()
+    '{"__metadata__":{"format":"pt"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    """
+    if _METADATA in entries:
+        raise CheckpointError(f"a tensor is called {_METADATA}, which safetensors reserves; rename it")
+    if count is not None and len(entries) != count:
+        raise CheckpointError(
+            "a tensor is named like a part of another, such as 'w[0:2]' next to a 'w' whose part [0:2] is stored; "
+            "rename one of them"
+        )
+    content: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    position = 0
+    for key, (code, shape, size) in entries.items():
+        content[key] = {"dtype": code, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _PREFIX) % _ALIGNMENT)
+    return len(text).to_bytes(_PREFIX, "little") + text
+
+
+def header_size(start: bytes, file_bytes: int, name: str) -> int:
+    """The length of a file's start up to its data, from the file's first 8 bytes."""
+    length = int.from_bytes(start[:_PREFIX], "little")
+    if len(start) < _PREFIX or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - _PREFIX):
+        raise CheckpointError(
+            f"{name}: a file of {file_bytes} bytes that claims a header of {length} bytes is not a safetensors file; "
+            "it is truncated, damaged, or something else"
+        )
+    return _PREFIX + length
+
+
+def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEntry]:
+    """The tensors of a file, from its start as far as `header_size` says; every number is checked.
+
+    >>> parse_header(header_bytes({"x": ("F32", [2], 8)}), 136, "a file")["x"].shape
+    (2,)
+    """
+    data_start = len(start)
+    try:
+        content = json.loads(start[_PREFIX:])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: the header is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name}: the header is a {type(content).__name__}, it should be an object")
+    content.pop(_METADATA, None)
+    entries = {key: _parse_header_entry(key, value, data_start, file_bytes, name) for key, value in content.items()}
+    _check_no_gaps(entries, data_start, file_bytes, name)
+    return entries
+
+
+def _parse_header_entry(key: str, value: Any, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
+    told = f"{name}: tensor {key[:_SHOWN]!r}"
+    try:
+        require(isinstance(value, dict) and len(value["shape"]) <= MAX_DIMS, "no entry")
+        code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
+        require(numbers and isinstance(code, str), "no numbers")
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{told}: its entry has no valid dtype, shape and data_offsets") from None
+    if code not in _DTYPES:
+        raise CheckpointError(f"{told}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
+    size = math.prod(shape) * _DTYPES[code].itemsize
+    if end - begin != size or data_start + end > file_bytes:
+        raise CheckpointError(
+            f"{told}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
+            f"{file_bytes - data_start} bytes of data in the file"
+        )
+    return HeaderEntry(_DTYPES[code], shape, data_start + begin)
+
+
+def _check_no_gaps(entries: Mapping[str, HeaderEntry], data_start: int, file_bytes: int, name: str) -> None:
+    position = data_start
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, math.prod(item[1].shape))):
+        if entry.begin != position:
+            what = "overlaps another" if entry.begin < position else "leaves a gap before it"
+            raise CheckpointError(f"{name}: tensor {key[:_SHOWN]!r} begins at byte {entry.begin} and {what}")
+        position += math.prod(entry.shape) * entry.dtype.itemsize
+    if position != file_bytes:
+        raise CheckpointError(f"{name}: its tensors end at byte {position}; the file has {file_bytes} bytes")
+
+
+def read_header(folder: ReadableFolder, name: str) -> tuple[FileEntry, dict[str, HeaderEntry], bytes]:
+    """A safetensors file as an entry, its tensors, and the bytes of its header."""
+    path = str(folder.path / name)
+    file = folder.reader(name)
+    size = file.size
+    length = header_size(file.read(0, min(size, _PREFIX)).tobytes(), size, path)
+    start = file.read(0, length).tobytes()
+    return FileEntry(name, size, len(start), checksum(start)), parse_header(start, size, path), start
+
+
+class SafetensorsPlan(FilePlan):
+    """Files that are safetensors files, with a header of their own before the items."""
+
+    def __init__(self) -> None:
+        self._headers: dict[str, bytes] = {}
+
+    def key_of(self, tensor: int, box: int) -> str:
+        """The key of a box in its file."""
+        return self.tensors[tensor].name
+
+    def plan_file(self, name: str, boxes: Sequence[tuple[int, int]]) -> PlannedFile:
+        """A file of these (tensor, box) in this order."""
+        entries: dict[str, tuple[str, list[int], int]] = {}
+        for tensor, box in boxes:
+            dtype, (sizes, count) = self.tensors[tensor].dtype, self.cuts[tensor].extents[box]
+            entries[self.key_of(tensor, box)] = (*safetensors_code_and_shape(dtype, sizes), count * dtype.itemsize)
+        self._headers[name] = header = header_bytes(entries, len(boxes))
+        items, position = [], len(header)
+        for (tensor, box), (_, _, nbytes) in zip(boxes, entries.values(), strict=True):
+            items.append(FileItem(tensor, box, position))
+            position += nbytes
+        return PlannedFile(name, position, items, len(header), checksum(header))
+
+    def finish_file(self, file: PlannedFile, sums: Sequence[ItemSums]) -> list[tuple[int, bytes]]:
+        return [(0, self._headers[file.name])]
+
 
 HF_INDEX_NAME = "model.safetensors.index.json"
 HF_SINGLE_NAME = "model.safetensors"

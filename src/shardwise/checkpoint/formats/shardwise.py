@@ -15,21 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.assign import MAX_FILE_BYTES, Holder, pack_into_files
-from shardwise.checkpoint.checksums import SUM_DIGITS, checksum
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import CheckpointError, ReadableFolder
 from shardwise.checkpoint.formats.base import (
+    MAX_FILE_BYTES,
     BoxAssignment,
     FileItem,
     Format,
+    Holder,
     ItemSums,
     PlannedFile,
     SaveRequest,
+    pack_into_files,
 )
-from shardwise.checkpoint.formats.safetensors import SafetensorsPlan
+from shardwise.checkpoint.formats.huggingface import SafetensorsPlan
 from shardwise.checkpoint.index import (
     MAX_DIMS,
     MAX_NUMBER,
+    SUM_DIGITS,
     FileEntry,
     Index,
     Json,
@@ -37,10 +39,10 @@ from shardwise.checkpoint.index import (
     TensorEntry,
     check_name_bytes,
     check_ranges,
+    checksum,
 )
-from shardwise.checkpoint.storage.base import ReadableFolder
 from shardwise.geometry import LayoutError, find_dtype
-from shardwise.geometry.coverage import check_coverage
+from shardwise.geometry.layout import check_coverage
 from shardwise.geometry.mesh import IntArray
 
 INDEX_NAME = "shardwise.index.json"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import CheckpointError, ReadableFolder
 from shardwise.checkpoint.formats.base import Format
-from shardwise.checkpoint.formats.dcp.format import DcpFormat
+from shardwise.checkpoint.formats.dcp import DcpFormat
 from shardwise.checkpoint.formats.huggingface import HuggingFaceFormat
 from shardwise.checkpoint.formats.shardwise import ShardwiseFormat
 from shardwise.checkpoint.formats.torch_file import FILE_SUFFIXES, TorchFileFormat
-from shardwise.checkpoint.storage.base import ReadableFolder
 
 FORMATS: list[Format] = [ShardwiseFormat(), DcpFormat(), HuggingFaceFormat(), TorchFileFormat()]
 BUILT_IN = tuple(FORMATS)  # what other processes know: formats may be added in this one

@@ -9,23 +9,34 @@
    of an old one is never taken for it. What its owner has freed is closed.
 
 A handle exists for memory of cudaMalloc alone, not for torch's expandable segments or memory pools of other kinds.
+
+What a rank needs to read the device memory of its peers, and they to read its own.
+
+Before a process ends it waits, for a short time, until its streams have passed the moments that it marked for others,
+and those of others at which they have read its memory: work that is queued ends with its process, and streams of
+others would wait for it for ever; memory ends with its process as well.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from shardwise.comm.faults import TransportError
 
 _PROCESS_TOKEN = secrets.token_hex(8)
 _LOOK_EVERY = 64  # descriptions, after which freed segments are looked for; also with each new segment
@@ -156,15 +167,6 @@ def _call(name: str, *args: Any) -> None:
         raise OSError(code, f"{name}: {(text.value or b'unknown error').decode()}")
 
 
-@dataclass(frozen=True)
-class LentTensors:
-    """What another process must know to read tensors; repeatable if they were lent where they are."""
-
-    message: bytes
-    segments: tuple[DeviceSegment, ...]
-    is_repeatable: bool
-
-
 class SharedSegments:
     """What this process shows of its device memory to others, by rank."""
 
@@ -182,38 +184,20 @@ class SharedSegments:
         """
         seen: list[tuple[DeviceSegment, str]] = []  # in this call: a segment may have been freed since the last one
         found = {rank: self._describe_to(rank, tensors, seen) for rank, tensors in lent.items()}
-        self._count_description()
-        return {rank: each[0].message for rank, each in found.items()}, {rank: each[1] for rank, each in found.items()}
-
-    def describe_to(self, rank: int, tensors: Sequence[Tensor]) -> tuple[LentTensors, list[Tensor]]:
-        """The same for one rank, in a form that may be used again for tensors at the same places."""
-        found = self._describe_to(rank, tensors, [])
-        self._count_description()
-        return found
-
-    def is_current(self, rank: int, lent: LentTensors) -> bool:
-        """Whether an earlier description is still right: its segments are there, and none has been freed since."""
-        self._count_description()
-        same = all(self._memory.find_segment(segment.start) == segment for segment in lent.segments)
-        return same and self._known[rank].issubset(self._handles)
-
-    def _describe_to(
-        self, rank: int, tensors: Sequence[Tensor], seen: list[tuple[DeviceSegment, str]]
-    ) -> tuple[LentTensors, list[Tensor]]:
-        placed = [self._place(tensor, seen) for tensor in tensors]
-        kept = [tensor for tensor, _, _ in placed]
-        segments = {found[0].number: found for _, found, _ in placed if found is not None}
-        self._known.setdefault(rank, set()).update(segments)
-        handles, places = ",".join([text for _, text in segments.values()]), ",".join([text for _, _, text in placed])
-        freed = self._take_freed(rank)
-        message = f"[[{handles}],[{places}],{freed}]".encode()
-        in_place = all(a is b for a, b in zip(kept, tensors, strict=True))
-        return LentTensors(message, tuple(s for s, _ in segments.values()), not freed and in_place), kept
-
-    def _count_description(self) -> None:
         self._described += 1
         if self._described % _LOOK_EVERY == 0:
             self._forget_freed()
+        return {rank: each[0] for rank, each in found.items()}, {rank: each[1] for rank, each in found.items()}
+
+    def _describe_to(
+        self, rank: int, tensors: Sequence[Tensor], seen: list[tuple[DeviceSegment, str]]
+    ) -> tuple[bytes, list[Tensor]]:
+        placed = [self._place(tensor, seen) for tensor in tensors]
+        segments = {found[0].number: found for _, found, _ in placed if found is not None}
+        self._known.setdefault(rank, set()).update(segments)
+        handles, places = ",".join([text for _, text in segments.values()]), ",".join([text for _, _, text in placed])
+        message = f"[[{handles}],[{places}],{self._take_freed(rank)}]".encode()
+        return message, [tensor for tensor, _, _ in placed]
 
     def _place(
         self, tensor: Tensor, seen: list[tuple[DeviceSegment, str]]
@@ -275,7 +259,6 @@ class OpenedSegments:
     def __init__(self, memory: SegmentMemory) -> None:
         self._memory = memory
         self._opened: dict[tuple[str, int], Tensor] = {}
-        self.changes = 0  # how often something was closed
         self._read: dict[tuple[str, bytes], list[Tensor]] = {}  # programs that go round in steps lend the same again
         self._lock = threading.Lock()
 
@@ -309,7 +292,6 @@ class OpenedSegments:
         """Close segments that their owner has freed."""
         if numbers:
             self._read.clear()
-            self.changes += 1
         for number in numbers:
             opened = self._opened.pop((owner, number), None)
             if opened is not None:
@@ -383,3 +365,93 @@ class CudaEvents:
     def wait_if_marked(self, rank: int, moment: int, number: int, stream: Any) -> None:
         """Let the stream wait for the event; one that was not marked in this call has an older mark, or none."""
         self.wait(rank, moment, number, stream)
+
+
+_EXIT_SECONDS, _LOOK_SECONDS = 5.0, 0.001
+
+
+class DevicePeers:
+    """What a rank needs to read the device memory of its peers, and they to read its own."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shared: SharedSegments,
+        opened: OpenedSegments,
+        events: PeerEvents,
+        owners: Mapping[int, str],
+    ) -> None:
+        self.device, self.events = device, events
+        self._used: set[Any] = set()  # streams on which something was marked, or awaited
+        _peers.add(self)
+        self._shared, self._opened, self._owners = shared, opened, owners
+
+    def describe(
+        self, lent: Mapping[int, Sequence[Tensor]], *, rank: int, call: str
+    ) -> tuple[dict[int, bytes], dict[int, list[Tensor]]]:
+        """Return the messages by which `rank` lends tensors to others, and the tensors to keep until they are read."""
+        try:
+            return self._shared.describe(lent)
+        except OSError as error:
+            raise TransportError(
+                f"{call}: rank {rank} cannot lend its tensors: {error}", (rank,), exact=True
+            ) from error
+
+    def read(self, rank: int, message: bytes) -> list[Tensor]:
+        """Return the tensors that a rank lends."""
+        try:
+            return self._opened.read(self._owners[rank], message)
+        except OSError as error:
+            raise TransportError(f"its device memory cannot be read ({error})", (rank,)) from error
+
+    def mark(self, moment: int, number: int, stream: Any) -> None:
+        """Mark the end of what a stream has to do so far, for the streams of others."""
+        self.events.record(moment, number, stream)
+        if stream is not None:
+            self._used.add(stream)
+
+    def await_readers(self, ranks: Iterable[int], number: int, stream: Any) -> None:
+        """Let a stream wait until ranks have read, or written, what this rank lent them in a call."""
+        for rank in ranks:
+            self.events.wait(rank, READ, number, stream)
+            if stream is not None:
+                self._used.add(stream)
+
+    def await_possible_readers(self, ranks: Iterable[int], number: int) -> None:
+        """After a failure: let the current stream wait for ranks that use what was lent, if they do."""
+        with suppress(RuntimeError):  # the device itself may have failed: then nothing is left to wait for
+            for rank in ranks:
+                self.events.wait_if_marked(rank, READ, number, self.current_stream())
+
+    def passes_marks(self, seconds: float) -> bool:
+        """Wait until the used streams have nothing left to do; whether they have, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not all(stream.query() for stream in self._used):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    @staticmethod
+    def order_streams(later: Any, earlier: Any) -> None:
+        """Let one stream wait for what another one has to do so far, unless they are the same."""
+        if earlier is not None and earlier != later:
+            later.wait_stream(earlier)
+
+    def current_stream(self) -> Any:
+        """Return the stream on which this thread works; None where the device has none."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+
+_peers: weakref.WeakSet[DevicePeers] = weakref.WeakSet()
+
+
+@atexit.register
+def _pass_all_marks() -> None:
+    """Not longer than a few seconds: a stream that waits for a process that was killed never ends."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for peers in list(_peers):
+        try:
+            peers.passes_marks(max(0.0, deadline - time.monotonic()))
+        except RuntimeError:
+            continue  # the device has failed: nothing is left to wait for

@@ -1,20 +1,20 @@
-"""What moves the bytes of a comm over a process group, on one kind of device: the protocol of a transport.
+"""What moves the bytes of a comm over a process group, on one kind of device: the interface of a transport.
 
-To add a transport, write a class with the methods of `Engine` and let `process_group.py` choose it, on all ranks alike.
+To add a transport, write a subclass of `Engine` and let `process_group.py` choose it, on all ranks alike.
 An engine gets flat, contiguous, checked tensors on its own device: `Stage` copies those of other devices there
 and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import ReduceOp, TakeLent, Work
+from shardwise.comm.protocol import Capabilities, ReduceOp, TakeLent, TensorsByRank, Work
 
 
 class Gatherer(Protocol):
@@ -25,106 +25,76 @@ class Gatherer(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine:
     """The operations of a `Comm` on checked, contiguous, flat tensors on one device; ranks are global ones.
 
     `call` says what is done: operation, label, reduction, sizes and dtype. Ranks for which it differs fail.
     """
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors handed to it must live."""
-        ...
-
-    @property
-    def awaited(self) -> tuple[int, ...]:
-        """The ranks that the present wait is for."""
-        ...
+    device: torch.device
+    """Where the tensors handed to it must live."""
+    awaited: tuple[int, ...]
+    """The ranks that the present wait is for."""
+    capabilities = Capabilities()
+    """What it can do in addition to what all engines can."""
+    calls = 0
+    """The number of the last call that was started (`starts_early`)."""
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Move byte views along edges between different ranks."""
-        ...
+        raise NotImplementedError
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Fill `out` with all tensors in group order."""
-        ...
+        raise NotImplementedError
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce run i into rank i's `out`."""
-        ...
+        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
         """Reduce in place."""
-        ...
+        raise NotImplementedError
+
+    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Reduce a tensor into `out` on every rank (`reads_peers`)."""
+        raise NotImplementedError
 
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Overwrite with the tensor of `src`."""
-        ...
+        raise NotImplementedError
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Return the bytes of all ranks in group order."""
-        ...
+        raise NotImplementedError
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """Notify the others, if possible, that this rank has stopped."""
-        ...
+        """Notify the others, if possible, that this rank has stopped; the notes in the store report it in any case."""
 
     def close(self) -> None:
         """Release what the engine holds."""
-        ...
 
+    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
+        """Copy tensors of any strides along edges, those from a rank to itself included (`reads_peers`)."""
+        raise NotImplementedError
 
-class LendingEngine(Engine, Protocol):
-    """An engine whose ranks can read each other's tensors where they are."""
-
-    def exchange_boxes(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, call: str
-    ) -> Work:
-        """Copy tensors of any strides along edges, those from a rank to itself included."""
-        ...
-
-    def exchange_cut(
-        self,
-        key: Hashable,
-        bases: Sequence[Tensor],
-        cut: Callable[[], tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]]],
-        *,
-        call: str,
-    ) -> Work:
-        """The same with boxes that `cut` makes of the bases, equal ones for equal keys and places of the bases."""
-        ...
-
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, call: str
-    ) -> Work:
-        """Lend tensors of any strides; see `LendingComm`."""
-        ...
-
-    def all_reduce_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
-        """Reduce a tensor into `out` on every rank, which may be the tensor itself."""
-        ...
-
-
-class AgreeingEngine(Engine, Protocol):
-    """An engine that can start a call while the ranks compare what they ask for, and take it back."""
-
-    @property
-    def calls(self) -> int:
-        """The number of the last call that was started."""
-        ...
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, call: str) -> Work:
+        """Lend tensors of any strides; see `Comm.lend` (`reads_peers`)."""
+        raise NotImplementedError
 
     def start_agreeing(self, data: bytes, *, call: str) -> Callable[[], list[bytes]]:
-        """Send bytes to all others; returns what waits for theirs. The next call may be started before that."""
-        ...
+        """Send bytes to all others; returns what waits for theirs. The next call may be started before that.
+
+        Its messages are taken from those ranks only that sent the same bytes (`starts_early`).
+        """
+        raise NotImplementedError
 
     def withdraw_call(self, number: int) -> None:
-        """Take back a call that some ranks have started and others have not."""
-        ...
+        """Take back a call that some ranks have started and others have not (`starts_early`).
 
-
-def find_agreeing(engine: Engine | None) -> AgreeingEngine | None:
-    """Return the engine as one that starts calls while ranks agree, if it does."""
-    return cast(AgreeingEngine, engine) if hasattr(engine, "withdraw_call") else None
+        All ranks withdraw it, and none may return to its caller before all have.
+        """
+        raise NotImplementedError
 
 
 class Stage:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single
+from shardwise.comm.agree import name_ranks
 from shardwise.comm.faults import TransportError, to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes, reduce_runs
 from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.rank_text import name_ranks
+from shardwise.comm.transports.engine import Engine
 
 _SLOT = 256
 _SLOT_HEADER = struct.Struct("<qI")
@@ -37,7 +38,7 @@ _WINDOW = 4 << 20
 _WORKSPACE = 64 << 20  # bytes, for the windows of all ranks together
 
 
-class GlooEngine:
+class GlooEngine(Engine):
     """Moves host tensors between the ranks of a gloo group."""
 
     device = torch.device("cpu")
@@ -112,12 +113,6 @@ class GlooEngine:
         longest = max(sizes) - (_SLOT - _SLOT_HEADER.size)
         rest = self._gather_slots(data[_SLOT - _SLOT_HEADER.size :], longest) if longest > 0 else [b""] * len(slots)
         return [(slot[_SLOT_HEADER.size :] + more)[:size] for slot, more, size in zip(slots, rest, sizes, strict=True)]
-
-    def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """The notes in the store report it."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _next_tag(self, call: str) -> int:
         """The number under which the messages of a call travel: those of another call do not match.

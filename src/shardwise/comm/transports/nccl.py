@@ -1,8 +1,8 @@
 """Device memory over a group whose backend takes it (nccl): torch's own collectives, on the current stream.
 
-Ranks compare what they call before a collective starts, over a host backend: that of the group (`cpu:gloo,cuda:nccl`),
-or of a gloo group of the same ranks, or over the sockets of ranks of one host. So nothing that the host has to know
-goes through the device, which would stop it.
+Ranks compare what they call before a collective starts, over an engine of host memory: that of the group's own gloo
+(`cpu:gloo,cuda:nccl`), or of a gloo group of the same ranks. So nothing that the host has to know goes through the
+device, which would stop it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor
 from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.comm.faults import to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes
-from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.transports.engine import Gatherer
+from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
+from shardwise.comm.transports.engine import Engine
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Moves device tensors between the ranks of a group; over `host` they compare their calls."""
+
+    capabilities = Capabilities(captures_graphs=True)
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class NativeEngine:
         rank: int,
         ranks: tuple[int, ...],
         device: torch.device,
-        host: Gatherer,
+        host: Engine,
     ) -> None:
         self._group, self._ranks, self.device, self._host = group, ranks, device, host
         self._others = self.awaited = tuple(r for r in ranks if r != rank)
@@ -67,19 +69,17 @@ class NativeEngine:
         view = as_bytes(tensor, label=call)
         return self._start(partial(dist.broadcast, view, src, group=self._group, async_op=True))
 
-    def compare_over(self, host: Gatherer) -> None:
-        """Compare calls over something else from now on."""
-        self._host = host
-
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
         """Gather over the host."""
         return self._host.all_gather_bytes(data, call=call)
 
     def abort(self, reason: str, ranks: Iterable[int]) -> None:
-        """The notes in the store report it."""
+        """Notify the others over the host."""
+        self._host.abort(reason, ranks)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close what the host holds."""
+        self._host.close()
 
     def _compare(self, call: str) -> None:
         """Fail on every rank if a rank makes another call, before the collective starts."""

@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten
-from shardwise.comm import Comm
+from shardwise.comm import Comm, gather_values
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.mixed import convert_plain_tensors, plain_as_replicated, register_plain_maker
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
-from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.schema import split_call
-from shardwise.ops.engine.two_step import find_runs, redistribute_to, resolve_partial
+from shardwise.ops.call import split_call
+from shardwise.ops.implicit_replication import convert_plain_tensors, plain_as_replicated, register_plain_maker
+from shardwise.ops.placement_cost import mesh_view
+from shardwise.ops.registration import register_sharding
+from shardwise.ops.rule import Steps, Strategy, TensorMeta
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
+from shardwise.ops.views import find_runs, redistribute_to, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
-from shardwise.tensor.inplace import check_writable
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.writes import check_writable
 
 SUM, MEAN, MAX = 0, 1, 2
 
@@ -40,11 +40,10 @@ def _one_hot(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     low, high = min((int(t.min()) for t in own), default=0), max((int(t.max()) for t in own), default=0)
     problem = "non-negative" if low < 0 else "smaller than num_classes" if 0 <= classes <= high else ""
     whole = all(isinstance(p, Replicate) for p in index.placements or ())
-    told = (
-        [problem.encode()] if whole and index.placements else comm.all_gather_bytes(problem.encode(), label="one_hot")
-    )
-    if any(told):
-        raise RuntimeError(f"Class values must be {max(told).decode()}.")
+    alone = whole and bool(index.placements)
+    found = [problem] if alone else gather_values(comm, problem, label="one_hot").values()
+    if any(found):
+        raise RuntimeError(f"Class values must be {max(found)}.")
     with plain_as_replicated():
         return run_function(F.one_hot, (index, classes), {})
 
@@ -182,10 +181,21 @@ def _sum_local_bags(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, ...]:
-    """Add up the rows that this rank holds; an average is divided by the length of the whole bag."""
+    """Add up the rows that this rank holds; an average is divided by the length of the whole bag.
+
+    What another rank holds is looked up in the first row, as padding: 0 times a row that is infinite would be nan. What
+    belongs to the first row is added by itself.
+    """
     here, at = find_local_entries(view, 0, 0, ids)
-    kept = here.to(weight.dtype) if weights is None else weights * here
-    bags, *rest = _make_bags(weight, at, offsets, False, SUM, False, kept, include_last_offset)
+    kept = torch.ones_like(at, dtype=weight.dtype) if weights is None else weights
+    at = torch.where(here, at, 0)
+    bags, *rest = _make_bags(weight, at, offsets, False, SUM, False, kept, include_last_offset, 0)
+    first = here & (at == 0)
+    numbers = torch.bucketize(torch.arange(at.numel(), device=at.device), offsets, right=True) - 1
+    factor = torch.where(first, kept, 0).new_zeros(bags.shape[0]).index_add(0, numbers, torch.where(first, kept, 0))
+    found = torch.zeros_like(factor, dtype=at.dtype).index_add(0, numbers, first.to(at.dtype)) > 0
+    row = _ensure_elements(weight)[0, : bags.shape[1]]
+    bags = bags + torch.where(found.unsqueeze(1), factor.unsqueeze(1) * row, 0)
     if mode == MEAN:
         ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([ids.numel()])])
         starts = offsets[:-1] if include_last_offset else offsets

@@ -23,17 +23,16 @@ from torch import Tensor
 
 from shardwise._torch import aten, operator_names
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.mixed import MixedTensorsError
-from shardwise.ops.engine.registry import Steps
-from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.schema import written_slots
-from shardwise.ops.engine.two_step import cutting_axes, mesh_spec_of
+from shardwise.ops.call import written_slots
+from shardwise.ops.implicit_replication import MixedTensorsError
+from shardwise.ops.placement_cost import mesh_view
+from shardwise.ops.registration import register_sharding
+from shardwise.ops.rule import Steps
+from shardwise.ops.views import cutting_axes, mesh_spec_of
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.inplace import check_writable
-from shardwise.tensor.move import move_to, replicated_layout
-from shardwise.tensor.moving.autograd import is_differentiated
+from shardwise.tensor.move import is_differentiated, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.writes import check_writable
 
 # Through these a pending sum stays pending: they are linear in the lists, taken together.
 LINEAR = {"aten::_foreach_neg", "aten::_foreach_zero_", "aten::_foreach_clone", "aten::_foreach_copy_"}

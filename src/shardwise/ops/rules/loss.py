@@ -18,14 +18,13 @@ from torch import Tensor
 
 from shardwise._torch import assert_async, aten, reduction_number
 from shardwise.comm import Comm
-from shardwise.comm.traced import is_tracing
+from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.local_view import LocalView
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta
-from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.two_step import arguments_by_name, cutting_axes, resolve_partial
+from shardwise.ops.registration import register_sharding
+from shardwise.ops.rule import Steps, Strategy, TensorMeta
 from shardwise.ops.rules.index import locate_in_runs
 from shardwise.ops.rules.pointwise import pointwise_strategies
+from shardwise.ops.views import LocalView, arguments_by_name, cutting_axes, resolve_partial
 from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor

@@ -1,6 +1,11 @@
 """Rules of matrix products, from one description of each: which letters are rows, columns, batches and sums.
 
 `linear` and `matmul` are operators of their own: no dims are merged, so inner dims may be split in any way.
+
+Operators that work on some dims of each tensor as a whole, and alike on all others: those may be sharded.
+
+Factorisations and solvers of matrices, Fourier transforms, windows over images. What has no other dims is computed
+whole, and the engine says so in `explain()`.
 """
 
 from __future__ import annotations
@@ -8,10 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shardwise._torch import aten, decompose
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
-from shardwise.ops.engine.rules import register_sharding
+from shardwise.ops.implicit_replication import register_plain_maker
+from shardwise.ops.registration import register_sharding
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.rules.pointwise import pointwise_strategies
 
 
 def product_strategies(formula: str, pending: Sequence[TensorMeta] = ()) -> list[Strategy]:
@@ -188,3 +198,263 @@ register_sharding(aten.addbmm.default, Steps(_add_products))
 def pair_distances(x: TensorMeta, p: float = 2) -> list[Strategy]:
     """Every row meets every other: they are wanted whole."""
     return [Strategy((Replicate(),), (Replicate(),))]
+
+
+MATRICES = (  # the last two dims of every tensor are a matrix
+    aten._linalg_svd.default,
+    aten._linalg_eigh.default,
+    aten.linalg_eig.default,
+    aten._linalg_eigvals.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_det.default,
+    aten.linalg_qr.default,
+    aten.geqrf.default,
+    aten.linalg_cholesky_ex.default,
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.cholesky_solve.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten.triangular_solve.default,
+    aten.linalg_solve_triangular.default,
+    aten._cdist_forward.default,
+)
+IMAGES = {  # how many of the last dims are the image's
+    aten.upsample_nearest1d.default: 1,
+    aten._upsample_nearest_exact1d.default: 1,
+    aten.upsample_linear1d.default: 1,
+    aten._upsample_nearest_exact2d.default: 2,
+    aten.upsample_bicubic2d.default: 2,
+    aten._upsample_bilinear2d_aa.default: 2,
+    aten._upsample_bicubic2d_aa.default: 2,
+    aten.upsample_nearest3d.default: 3,
+    aten._upsample_nearest_exact3d.default: 3,
+    aten.upsample_trilinear3d.default: 3,
+    aten.reflection_pad1d.default: 1,
+    aten.reflection_pad2d.default: 2,
+    aten.reflection_pad3d.default: 3,
+    aten.replication_pad1d.default: 1,
+    aten.replication_pad2d.default: 2,
+    aten.replication_pad3d.default: 3,
+    aten.max_unpool2d.default: 2,
+    aten.max_unpool3d.default: 3,
+    aten.adaptive_max_pool3d.default: 3,
+}
+FOURIER = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
+ALONG_DIM = (
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_copy.default,
+)
+REPLICATED_ONLY_OPS = (  # positions in the result depend on all values, or dims have no order to keep
+    aten.linalg_lstsq.default,
+    aten._linalg_solve_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_ldl_solve.default,
+    aten.lu_unpack.default,
+    aten.ormqr.default,
+    aten.linalg_householder_product.default,
+    aten.histogram.bins_tensor,
+    aten.histogram.bin_ct,
+    aten._histogramdd_from_bin_cts.default,
+    aten._histogramdd_from_bin_tensors.default,
+    aten.nonzero_static.default,
+    aten._ctc_loss.default,
+    aten._ctc_loss.Tensor,
+    aten._histogramdd_bin_edges.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.put.default,
+    aten.take.default,
+    aten.masked_scatter.default,
+    aten.segment_reduce.default,
+    aten.searchsorted.Tensor,
+    aten.grid_sampler_3d.default,
+    aten.fractional_max_pool2d.default,
+    aten._trilinear.default,
+)
+POINTWISE = (  # without torch's tag
+    aten.complex.default,
+    aten.polar.default,
+    aten.floor_divide.default,
+    aten.floor_divide_.Tensor,
+)
+
+
+def _tensor_metas(values: Sequence[Any]) -> list[TensorMeta]:
+    return [v for v in values if isinstance(v, TensorMeta)]
+
+
+def batch_strategies(metas: Sequence[TensorMeta], whole: int, outputs: int) -> list[Strategy]:
+    """All replicated, or a dim before the last `whole` ones sharded, in every tensor that has it as long."""
+    found = [_replicated_strategy(metas, outputs)]
+    before = max(m.ndim - whole for m in metas)
+    for dim in range(before):
+        from_end = before - dim
+        length = max(m.shape[m.ndim - whole - from_end] for m in metas if m.ndim - whole >= from_end)
+        inputs = tuple(_batch_placement(m, m.ndim - whole - from_end, length) for m in metas)
+        if any(isinstance(p, Shard) for p in inputs):
+            found.append(Strategy((Shard(dim),) * outputs, inputs))
+    return found
+
+
+def _batch_placement(meta: TensorMeta, dim: int, length: int) -> Placement:
+    return Shard(dim) if dim >= 0 and meta.shape[dim] == length != 1 else Replicate()
+
+
+def _replicated_strategy(metas: Sequence[TensorMeta], outputs: int) -> Strategy:
+    return Strategy((Replicate(),) * outputs, (Replicate(),) * len(metas))
+
+
+def _register_batched(op: Any, whole: int, local: Any = None) -> None:
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        found = batch_strategies(_tensor_metas((*args, *kwargs.values())), whole, len(op._schema.returns))
+        return [Strategy(s.outputs, s.inputs, local) for s in found]
+
+    register_sharding(op, rule)
+
+
+def pad_empty(op: Any) -> Any:
+    """Call an operator that refuses empty tensors: they get one row, which is taken from the result again."""
+
+    def local(view: Any, *args: Any, **kwargs: Any) -> Any:
+        empty = {d for a in args if isinstance(a, Tensor) for d, length in enumerate(a.shape) if length == 0}
+        if not empty:
+            return op(*args, **kwargs)
+        result = op(*(_add_row(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        return tuple(_drop_row(r, empty) for r in result) if isinstance(result, tuple) else _drop_row(result, empty)
+
+    return local
+
+
+def _add_row(tensor: Tensor) -> Tensor:
+    for dim in [d for d, length in enumerate(tensor.shape) if length == 0]:
+        row = [1 if d == dim else length for d, length in enumerate(tensor.shape)]
+        tensor = torch.cat([tensor, tensor.new_zeros(row)], dim)
+    return tensor
+
+
+def _drop_row(tensor: Tensor, empty: set[int]) -> Tensor:
+    for dim in empty:
+        tensor = tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+for _op in MATRICES:
+    _register_batched(_op, 2)
+for _op, _dims in IMAGES.items():
+    _register_batched(_op, _dims, pad_empty(_op))
+
+
+def _register_fourier(op: Any) -> None:
+    def rule(x: TensorMeta, dim: Sequence[int], *options: Any) -> list[Strategy]:
+        """Transformed dims are whole, all others may be sharded."""
+        gone = {d % x.ndim for d in dim}
+        kept = [Strategy((Shard(d),), (Shard(d),), pad_empty(op)) for d in range(x.ndim) if d not in gone]
+        return [_replicated_strategy([x], 1), *kept]
+
+    register_sharding(op, rule)
+
+
+for _op in FOURIER:
+    _register_fourier(_op)
+
+
+def _register_windowed(op: Any, signal: int) -> None:
+    """Transforms of windows: the last `signal` dims are whole, a dim of signals before them may be sharded."""
+
+    def rule(x: TensorMeta, *args: Any, **kwargs: Any) -> list[Strategy]:
+        metas = _tensor_metas((x, *args, *kwargs.values()))
+        found = [_replicated_strategy(metas, 1)]
+        if x.ndim > signal:
+            inputs: tuple[Placement, ...] = (Shard(0), *(Replicate() for _ in metas[1:]))
+            found.append(Strategy((Shard(0),), inputs, pad_empty(op)))
+        return found
+
+    register_sharding(op, rule)
+
+
+for _op, _dims in {aten.stft.default: 1, aten.stft.center: 1, aten.istft.default: 2}.items():
+    _register_windowed(_op, _dims)
+for _function in (  # made of operators and of constants: counts, weights, an identity matrix
+    torch.combinations,
+    torch.quantile,
+    Tensor.quantile,
+    torch.nanquantile,
+    Tensor.nanquantile,
+    torch.matrix_power,
+    Tensor.matrix_power,
+    torch.linalg.matrix_power,
+    torch.linalg.matrix_rank,
+    torch.unravel_index,
+):
+    register_plain_maker(_function)
+
+
+@register_sharding(aten._safe_softmax.default)
+def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> list[Strategy]:
+    """The dim that is normalised is whole, all others may be sharded."""
+    kept = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return [_replicated_strategy([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
+
+
+@register_sharding(list(POINTWISE))
+def pointwise_rule_of_untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
+    return pointwise_strategies(_tensor_metas((*args, *kwargs.values())))
+
+
+# Decompositions of torch use these, which have no gradient of their own.
+register_sharding(torch.ops.prims.where.default, Steps(aten.where.self))
+register_sharding(torch.ops.prims.convert_element_type.default, Steps(lambda x, dtype: x.to(dtype)))
+
+
+@register_sharding(list(ALONG_DIM))
+def along_dim_rule(
+    x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta | float | None = None, *rest: Any, **options: Any
+) -> list[Strategy]:
+    """The dim that the index runs along is whole, and so is the index; other dims are sharded alike."""
+    metas = _tensor_metas((x, index, source))
+    found = [_replicated_strategy(metas, 1)]
+    for own in range(x.ndim):
+        if own != dim % x.ndim:
+            others = (Shard(own),) if len(metas) > 2 and metas[2].ndim == x.ndim else (Replicate(),) * (len(metas) - 2)
+            found.append(Strategy((Shard(own),), (Shard(own), Replicate(), *others)))
+    return found
+
+
+@register_sharding(aten.index_reduce.default)
+def index_reduce(
+    x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, *rest: Any, **options: Any
+) -> list[Strategy]:
+    found = along_dim_rule(x, dim, index, source)
+    return [Strategy(s.outputs, s.inputs, _index_reduce_part) for s in found]
+
+
+def _index_reduce_part(view: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    """The local part; rows of one element as a vector, since torch fails on them for products in low precision."""
+    if x.ndim < 2 or x.numel() != x.shape[dim]:
+        return aten.index_reduce.default(x, dim, index, source, *rest, **kwargs)
+    return aten.index_reduce.default(x.flatten(), 0, index, source.flatten(), *rest, **kwargs).reshape(x.shape)
+
+
+@register_sharding(aten.grid_sampler_2d.default)
+def grid_sampler(x: TensorMeta, grid: TensorMeta, *options: Any) -> list[Strategy]:
+    local = pad_empty(aten.grid_sampler_2d.default)
+    return [_replicated_strategy([x, grid], 1), Strategy((Shard(0),), (Shard(0), Shard(0)), local)]
+
+
+def _register_whole(op: Any) -> None:
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        return [_replicated_strategy(_tensor_metas((*args, *kwargs.values())), len(op._schema.returns))]
+
+    register_sharding(op, rule)
+
+
+for _op in REPLICATED_ONLY_OPS:
+    _register_whole(_op)

@@ -2,34 +2,167 @@
 
 Transposition and the like renumber dims, which is a rule. A reshape has arguments of its own for each rank, so
 it works out the layout of the whole result and reshapes the local tensor to what this rank holds of it.
+
+Operators that speak of strides, and views in place: the tensor itself gets another shape.
+
+1. `unsqueeze_`, `squeeze_`, `transpose_`, `t_`: the view is taken by its own rule, and the tensor becomes it.
+2. `as_strided` and the like count elements of memory. A ShardedTensor is read as if the whole were contiguous, which is
+   what its `stride()` says; that is the memory of a replicated tensor, so others are gathered first. Where a rank's
+   memory says otherwise (a slice, a transposed view) torch would read other elements: all ranks refuse.
+3. `resize_`: another shape for as many elements, or any shape for a tensor that has none.
+
+Joining and repeating: cat, stack, repeat, pad, diagonals.
+
+Tensors that are cut alike along the dim they are joined along keep their cuts: the result is cut in groups, one for
+each tensor. Nothing is moved.
+
+Rows that values decide about: which rank has which row after a tensor is indexed along a sharded dim.
+
+Each rank keeps the rows that it has already, under their new numbers: nothing moves, and every row of the result has an
+owner. So tokens that are sorted by expert stay where they are until experts ask for them (see `grouped.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._cache import cache_by_identity
 from shardwise._torch import aten
-from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.engine.choice.placement_cost import mesh_view
-from shardwise.ops.engine.known_calls.recording import note_special
-from shardwise.ops.engine.registry import Steps, Strategy, TensorMeta, ignores_lengths
-from shardwise.ops.engine.rules import register_sharding
-from shardwise.ops.engine.view_recut import recut_for_view
-from shardwise.ops.engine.view_sharding import NoViewError, view_spec
-from shardwise.ops.rules.row_owners import settle_rows
-from shardwise.tensor.dense_strides import can_view, copy_if_shared
+from shardwise.comm import any_rank
+from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
+from shardwise.geometry.mesh import IntArray
+from shardwise.geometry.placements import chunk_sizes
+from shardwise.ops.dispatch_cache import note_special
+from shardwise.ops.placement_cost import mesh_view
+from shardwise.ops.registration import register_sharding
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
+from shardwise.ops.views import (
+    NoViewError,
+    cutting_axes,
+    mesh_spec_of,
+    recut_for_view,
+    redistribute_to,
+    replace_placements,
+    shape_tuple,
+    view_spec,
+)
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.inplace import mark_copied
 from shardwise.tensor.move import format_layout_text, move_to
+from shardwise.tensor.parts import held_rows
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.views import can_view, copy_if_shared
+from shardwise.tensor.writes import check_writable, mark_copied, turn_into
 
-_MAX_VIEWS = 8192
-_views: dict[tuple[int, tuple[int, ...]], tuple[Layout, Layout]] = {}
+
+def axis_owners(layout: Layout, dim: int) -> dict[int, IntArray]:
+    """For each axis that cuts a dim: the place along it of the ranks that have each row."""
+    spec = mesh_view(layout)
+    assert spec is not None
+    axes = cutting_axes(layout, (dim,))
+    found = {axis: np.zeros(layout.shape[dim], np.int64) for axis in axes}
+    for place in np.ndindex(*(n if a in axes else 1 for a, n in enumerate(spec.mesh.shape))):
+        rows = held_rows(layout, int(spec.mesh.ranks[place]), dim)
+        for axis in axes:
+            found[axis][rows] = place[axis]
+    return found
+
+
+def with_owners(spec: MeshSpec, owners: dict[int, IntArray], dim: int = 0) -> MeshSpec:
+    """The spec with the rows of a dim given to owners along some axes."""
+    placements: list[Placement] = list(spec.placements)
+    for axis, ranks in owners.items():
+        placements[axis] = Shard(dim, owners=RowOwners(ranks))
+    return MeshSpec(spec.mesh, placements, spec.order)
+
+
+def keeps_rows(x: TensorMeta, index: TensorMeta) -> bool:
+    """Whether the result of indexing dim 0 has owners for its rows: it is as long as the tensor, or longer.
+
+    A few rows of a long table are a pending sum instead: that can be remembered, and costs little to add up.
+    """
+    if x.ndim == 0 or index.ndim != 1 or index.dtype in (torch.bool, torch.uint8) or not cutting_axes(x.layout, (0,)):
+        return False
+    whole = all(isinstance(p, Replicate) for p in index.placements)
+    return whole and (index.shape[0] >= max(x.shape[0], 1) or x.layout.depends_on_data)
+
+
+def take_rows(x: ShardedTensor, rows: IntArray) -> ShardedTensor:
+    """The rows of these numbers, each where it is; all ranks pass the same numbers."""
+    spec, rank = mesh_spec_of(x), x.comm.rank
+    assert spec is not None
+    owners = {axis: ranks[rows] for axis, ranks in axis_owners(x.sharding, 0).items()}
+    layout = with_owners(spec, owners).layout((len(rows), *x.shape[1:]))
+    places = np.zeros(x.shape[0], np.int64)
+    own = held_rows(x.sharding, rank, 0)
+    places[own] = np.arange(len(own))
+    wanted = places[rows[held_rows(layout, rank, 0)]]
+    local = x.local_parts[0]
+    return wrap(layout, (local.index_select(0, torch.from_numpy(wanted).to(local.device)),), x.comm)
+
+
+def index_rows(x: ShardedTensor, indices: Any) -> ShardedTensor:
+    """`x[index]` along dim 0, by `take_rows`; numbers out of range are refused on every rank."""
+    index: Tensor = indices[0].local_parts[0]
+    return take_rows(x, _checked_rows(index, x.shape[0], negative=True))
+
+
+def select_rows(x: ShardedTensor, dim: int, index: ShardedTensor) -> ShardedTensor:
+    """`x.index_select(0, index)`, by `take_rows`."""
+    return take_rows(x, _checked_rows(index.local_parts[0], x.shape[0], negative=False))
+
+
+def _checked_rows(index: Tensor, length: int, *, negative: bool) -> IntArray:
+    rows: IntArray = index.detach().cpu().numpy().astype(np.int64)
+    outside = (rows >= length) | (rows < (-length if negative else 0))
+    if outside.any():
+        raise IndexError(f"index {int(rows[outside][0])} is out of bounds for dim 0 of length {length}")
+    return np.where(rows < 0, rows + length, rows)
+
+
+def settle_rows(tensor: ShardedTensor, rows_out: int) -> ShardedTensor:
+    """A tensor whose dim 0 has owners in a form that can be viewed with `rows_out` rows in front.
+
+    Rows that are merged into one may be on several ranks. Where as many are merged as an axis has ranks, or more, the
+    rows stay and become a pending sum, with zeros for what others have. Otherwise fewer bytes are sent if each row goes
+    to its place in an even split.
+    """
+    spec = mesh_spec_of(tensor)
+    assert spec is not None
+    length = tensor.shape[0]
+    merged = length // rows_out if rows_out and length % rows_out == 0 else length
+    for axis in cutting_axes(tensor.sharding, (0,)):
+        now, ranks = spec.placements[axis], spec.mesh.shape[axis]
+        if not isinstance(now, Shard) or now.owners is None:
+            continue
+        if merged < ranks:
+            sizes = tuple(n * merged for n in chunk_sizes(rows_out, ranks))
+            even = replace_placements(spec, (axis,), Shard(0, sizes=sizes))
+            tensor = redistribute_to(tensor, even.layout(shape_tuple(tensor)), "view")
+        else:
+            tensor = _add_up_later(tensor, spec, axis)
+        spec = mesh_spec_of(tensor)
+        assert spec is not None
+    return tensor
+
+
+def _add_up_later(tensor: ShardedTensor, spec: MeshSpec, axis: int) -> ShardedTensor:
+    """The tensor as a pending sum along an axis whose ranks own its rows."""
+    pending = Partial("max" if tensor.dtype == torch.bool else "sum")
+    layout = replace_placements(spec, (axis,), pending).layout(shape_tuple(tensor))
+    rank, local = tensor.comm.rank, tensor.local_parts[0]
+    places = np.zeros(tensor.shape[0], np.int64)
+    rows = held_rows(layout, rank, 0)
+    places[rows] = np.arange(len(rows))
+    own = torch.from_numpy(places[held_rows(tensor.sharding, rank, 0)]).to(local.device)
+    filled = local.new_zeros((len(rows), *local.shape[1:])).index_copy(0, own, local)
+    return wrap(layout, (filled,), tensor.comm)
 
 
 def pending_kinds(*metas: TensorMeta) -> list[Partial]:
@@ -138,7 +271,7 @@ def reshape_sharded(tensor: ShardedTensor, size: Sequence[int], stride: object =
     Where the cuts cannot be carried over it is moved first to a layout whose cuts can: then the result is a copy.
     """
     try:
-        layout = _cached_view_layout(tensor.sharding, tuple(size))
+        layout = _view_layout(tensor.sharding, tuple(size))
     except NoViewError:
         shape = resolve_size(tensor.sharding.shape, size)
         recut = _move_for_view(tensor, shape)
@@ -175,15 +308,9 @@ register_sharding(
 )
 
 
-def _cached_view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
-    if layout.depends_on_data:
-        return _carry_view_layout(layout, resolve_size(layout.shape, size))
-    known = _views.get((id(layout), size))
-    if known is None:
-        if len(_views) >= _MAX_VIEWS:
-            _views.clear()
-        known = _views[(id(layout), size)] = (layout, _carry_view_layout(layout, resolve_size(layout.shape, size)))
-    return known[1]
+@cache_by_identity
+def _view_layout(layout: Layout, size: tuple[int, ...]) -> Layout:
+    return _carry_view_layout(layout, resolve_size(layout.shape, size))
 
 
 def resolve_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
@@ -226,3 +353,175 @@ def _view_error(layout: Layout, size: Sequence[int], why: str) -> UnsupportedOpE
         "are merged "
         "or split are whole or cut at multiples of the inner lengths"
     )
+
+
+_VIEWS = {
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.as_strided_.default: aten.as_strided.default,
+}
+
+
+def _view_in_place(view: Any, tensor: ShardedTensor, *args: Any) -> ShardedTensor:
+    return turn_into(tensor, view(tensor, *args))
+
+
+for _op, _view in _VIEWS.items():
+    register_sharding(_op, Steps(partial(_view_in_place, _view)))
+
+
+def _replicate_memory(tensor: ShardedTensor, name: str) -> ShardedTensor:
+    """The tensor whole on every rank, in contiguous memory of its own."""
+    spec = _check_memory(tensor, name)
+    layout = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tuple(tensor.shape))
+    return redistribute_to(tensor, layout, name)
+
+
+def _check_memory(tensor: ShardedTensor, name: str) -> MeshSpec:
+    """Raise on every rank unless the memory of each is contiguous and all of it is this tensor's."""
+    spec = mesh_view(tensor.sharding)
+    if spec is None or spec.mesh.ranks.size < tensor.comm.world_size:
+        raise UnsupportedOpError(
+            f"{name} of {format_layout_text(tensor.sharding)}: the layout has no mesh of all {tensor.comm.world_size} "
+            "ranks, which ask each other about their memory; redistribute to one"
+        )
+    shared = not all(map(_is_all_of_its_memory, tensor.local_parts))
+    if tensor._dense_strides is not None or any_rank(tensor.comm, shared, label=name):
+        raise UnsupportedOpError(
+            f"{name} of {format_layout_text(tensor.sharding)} reads a ShardedTensor as contiguous memory, and this is "
+            "a slice, a transposed view or the like; use contiguous() or clone() first, or a view that names dims"
+        )
+    return spec
+
+
+def _is_all_of_its_memory(local: Tensor) -> bool:
+    size = local.untyped_storage().nbytes()
+    return local.is_contiguous() and local.storage_offset() == 0 and size == local.numel() * local.element_size()
+
+
+def _call_on_memory(op: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """Compute on the whole tensor's memory; other tensors are wanted whole as well."""
+    whole = _replicate_memory(tensor, str(op))
+    values = [_whole_local(a, whole, str(op)) if isinstance(a, ShardedTensor) else a for a in args]
+    result = op(whole.local_parts[0], *values, **kwargs)
+    spec = whole.sharding.spec
+    made = wrap(spec.layout(tuple(result.shape)), (result,), tensor.comm)
+    is_copy = op is aten.as_strided.default and whole.sharding != tensor.sharding
+    return mark_copied(made, f"what {op} returned, after its input had to be moved,") if is_copy else made
+
+
+def _whole_local(tensor: ShardedTensor, like: ShardedTensor, name: str) -> Tensor:
+    return redistribute_to(tensor, like.sharding.spec.layout(tuple(tensor.shape)), name).local_parts[0]
+
+
+for _op in (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default):
+    register_sharding(_op, Steps(partial(_call_on_memory, _op)))
+
+
+def _resize(tensor: ShardedTensor, size: Sequence[int], *, memory_format: object = None) -> ShardedTensor:
+    check_writable(tensor)
+    if tuple(size) == tuple(tensor.shape):
+        return tensor
+    if tensor.requires_grad:
+        raise UnsupportedOpError("a tensor that requires grad cannot be resized; use reshape()")
+    if tensor.numel() == 0:
+        return turn_into(tensor, _make_empty(tensor, size))
+    if math.prod(size) != tensor.numel():
+        raise UnsupportedOpError(
+            f"resize_ of {format_layout_text(tensor.sharding)} to {list(size)}: {tensor.numel()} elements become "
+            f"{math.prod(size)}, and only ranks that have the last ones could drop or add some; make a new tensor"
+        )
+    _check_memory(tensor, "resize_")
+    return turn_into(tensor, reshape_sharded(tensor, size))
+
+
+def _make_empty(tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
+    made: Any = aten.new_empty.default(tensor, tuple(size))
+    assert isinstance(made, ShardedTensor)
+    return made
+
+
+register_sharding(aten.resize_.default, Steps(_resize))
+register_sharding(
+    aten.resize_as_.default, Steps(lambda tensor, like, **options: _resize(tensor, tuple(like.shape), **options))
+)
+
+
+@register_sharding(aten.cat.default)
+def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
+    ndim = max(t.ndim for t in tensors)
+    at = dim % max(1, ndim)
+    found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
+    if any(t.ndim != ndim for t in tensors):
+        return found + _strategies_beside_nothing(tensors, ndim)
+    found += [_same_cut_strategy(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
+    found += [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
+    cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
+    if cuts and all(p.is_plain for p in cuts):
+        found.append(_same_cut_strategy(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
+    return found
+
+
+def _strategies_beside_nothing(tensors: Sequence[TensorMeta], ndim: int) -> list[Strategy]:
+    """One tensor beside tensors of shape (0,), which torch skips: it is cut as it is (a cache that is still empty)."""
+    full = [t for t in tensors if t.shape != (0,)]
+    if len(full) != 1:
+        return []
+    cuts: list[Placement] = [Shard(d) for d in range(ndim)]
+    return [Strategy((p,), tuple(p if t is full[0] else Replicate() for t in tensors)) for p in cuts]
+
+
+def _joint_pending_kinds(tensors: Sequence[TensorMeta]) -> list[Partial]:
+    """The pending reductions in which tensors are joined: each can be put in such a form, with its gradient."""
+    if len({t.dtype for t in tensors}) > 1:
+        return []
+    taped = any(t.requires_grad for t in tensors)
+    return [p for p in pending_kinds(*tensors) if not taped or p.op in ("sum", "avg")]
+
+
+def _same_cut_strategy(out: Placement, given: Placement, count: int) -> Strategy:
+    return Strategy((out,), (given,) * count)
+
+
+@register_sharding(aten.stack.default)
+def stack(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
+    ndim = tensors[0].ndim
+    at = dim % (ndim + 1)
+    found = [_same_cut_strategy(Replicate(), Replicate(), len(tensors))]
+    found += [_same_cut_strategy(Shard(d + (d >= at)), Shard(d), len(tensors)) for d in range(ndim)]
+    return found + [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
+
+
+@register_sharding(aten.repeat.default)
+def repeat(x: TensorMeta, repeats: Sequence[int]) -> list[Any]:
+    added = len(repeats) - x.ndim
+    return renumber_dims(x, [d + added if repeats[d + added] == 1 else None for d in range(x.ndim)])
+
+
+@register_sharding(aten.constant_pad_nd.default)
+def pad(x: TensorMeta, pad: Sequence[int], value: float = 0) -> list[Any]:
+    first = x.ndim - len(pad) // 2
+    grown = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+    found = renumber_dims(x, [None if d in grown else d for d in range(x.ndim)])
+    return found if value == 0 or first == x.ndim else [s for s in found if not isinstance(s.inputs[0], Partial)]
+
+
+@register_sharding(aten.diagonal_scatter.default)
+def diagonal_scatter(x: TensorMeta, src: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Any]:
+    """The two dims of the diagonal are whole; the others are the first dims of what is written."""
+    rest = [d for d in range(x.ndim) if d not in (dim1 % x.ndim, dim2 % x.ndim)]
+    return [
+        Strategy((Replicate(),), (Replicate(), Replicate())),
+        *(Strategy((Shard(d),), (Shard(d), Shard(own))) for own, d in enumerate(rest)),
+    ]
+
+
+@register_sharding(aten.diagonal.default)
+def diagonal(x: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Any]:
+    gone = {dim1 % x.ndim, dim2 % x.ndim}
+    rest = [d for d in range(x.ndim) if d not in gone]
+    return renumber_dims(x, [rest.index(d) if d in rest else None for d in range(x.ndim)])

@@ -1,1 +1,0 @@
-"""Checkpoints seen under other names and in other parts: filters, name maps, element types."""

@@ -1,1 +1,0 @@
-"""Resharding of checkpoints on disk, without starting ranks."""

@@ -1,1 +1,0 @@
-"""Where checkpoints are kept: local folders, or object stores through fsspec."""

@@ -1,1 +1,0 @@
-"""The command `shardwise demo`: the whole story on local ranks."""

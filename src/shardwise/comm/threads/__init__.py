@@ -1,1 +1,0 @@
-"""What ranks that are threads of one process do when they meet: jobs, streams, whose turn it is."""

@@ -1,0 +1,461 @@
+"""Ranks of one host: bytes go straight from one process's memory into another's.
+
+1. A sender sends the receiver the addresses of its bytes (RANGES), or the bytes themselves if they are few (DATA).
+2. The receiver copies them into place with one system call and confirms (TAKEN); the sender's memory is free then.
+   Lent memory is a lease: a rank that gives up erases its secret before its program goes on, and a receiver reads the
+   secret after the bytes. If it is erased, what was read may be anything, and the receiver fails as well.
+3. The messages are those of numbered calls (`calls`). Nothing moves while no rank is inside a call.
+
+The ranks find out together which of them share a host and can read each other's memory, and connect if so:
+
+1. Each rank listens and sends the others, over the group's own backend: its host, process, listener with its token, and
+   the address of a secret.
+2. If none declines, those of one host, of one user (`host_names`), allow each other to read their memory, connect, and
+   each reads the others' secrets.
+3. They exchange whether that worked. The engines are used only if all succeeded; otherwise all ranks use the backend,
+   and the log says why. Between hosts the backend is used in any case (`several_hosts`).
+
+Reading another process's memory with one copy and no intermediate buffer (Linux, same user, same host).
+
+The kernel copies straight from the other process's pages into ours. There is nothing to clean up afterwards, and
+nothing that a killed process could leave behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._text import package_logger
+from shardwise.comm.faults import TransportError
+from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, as_bytes, finish_average
+from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
+from shardwise.comm.transports.calls import LenderGoneError, PeerCall, PeerEngine
+from shardwise.comm.transports.engine import Gatherer
+from shardwise.comm.transports.links import (
+    Frame,
+    FrameKind,
+    Listener,
+    PeerSockets,
+    describe_door,
+    different_sizes_error,
+    door_of,
+    identify_host,
+    number_hosts,
+)
+
+_BATCH_RANGES = 512
+_BATCH_BYTES = 1 << 30
+_PR_SET_PTRACER = 0x59616D61
+_SECRET_BYTES = 16
+
+MemoryRange = tuple[int, int]
+"""An address and a number of bytes."""
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def is_supported() -> bool:
+    """Say whether this system has the call; only a trial shows whether it is allowed."""
+    return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
+
+
+def allow_readers(pids: Sequence[int]) -> None:
+    """Let these processes read our memory where the kernel's Yama module restricts that to our ancestors.
+
+    Yama takes one process, which stands for its descendants as well: of one reader, the reader itself; of several, our
+    parent, which started them and us. Without readers, nobody is allowed any more. Orphans have no such parent.
+    """
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if not scope.exists() or scope.read_text().strip() != "1":
+        return
+    allowed = 0 if not pids else pids[0] if len(pids) == 1 else os.getppid()
+    _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(0 if allowed == 1 else allowed), 0, 0, 0)
+
+
+def read_memory(pid: int, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
+    """Copy ranges of process `pid` into our own ranges of the same lengths, pair by pair; raise OSError if refused."""
+    for remote, local in _batch_ranges(source, target):
+        wanted = sum(length for _, length in local)
+        got = _libc().process_vm_readv(pid, _io_vector(local), len(local), _io_vector(remote), len(remote), 0)
+        if got != wanted:
+            code = ctypes.get_errno() if got < 0 else 0
+            raise OSError(code, f"read {max(got, 0)} of {wanted} bytes of process {pid}: {os.strerror(code)}")
+
+
+def _batch_ranges(
+    source: Sequence[MemoryRange], target: Sequence[MemoryRange]
+) -> Iterator[tuple[list[MemoryRange], list[MemoryRange]]]:
+    """Group the pairs so that one call neither holds too many ranges nor too many bytes."""
+    remote: list[MemoryRange] = []
+    local: list[MemoryRange] = []
+    total = 0
+    for (theirs, length), (ours, _) in zip(source, target, strict=True):
+        for at in range(0, length, _BATCH_BYTES):
+            size = min(_BATCH_BYTES, length - at)
+            if remote and (len(remote) == _BATCH_RANGES or total + size > _BATCH_BYTES):
+                yield remote, local
+                remote, local, total = [], [], 0
+            remote.append((theirs + at, size))
+            local.append((ours + at, size))
+            total += size
+    if remote:
+        yield remote, local
+
+
+def _io_vector(ranges: Sequence[MemoryRange]) -> ctypes.Array[_IoVec]:
+    return (_IoVec * len(ranges))(*(_IoVec(*each) for each in ranges))
+
+
+def _libc() -> ctypes.CDLL:
+    return _LIBC
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+if hasattr(_LIBC, "process_vm_readv"):
+    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+class MemoryLease:
+    """A secret at a fixed address: while it is there, memory that this process has lent is as it was offered."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self._held = ctypes.create_string_buffer(self.secret, _SECRET_BYTES)
+        self.address = ctypes.addressof(self._held)
+
+    def end(self) -> None:
+        """Erase the secret: whoever has not read what was lent must not use it."""
+        ctypes.memset(self._held, 0, _SECRET_BYTES)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+@dataclass(frozen=True)
+class RemoteLease:
+    """Where another process keeps the secret of its lease."""
+
+    pid: int
+    address: int
+    secret: bytes
+
+    def is_valid(self) -> bool:
+        """Whether the secret is still there: reads it from the other process."""
+        seen = ctypes.create_string_buffer(_SECRET_BYTES)
+        try:
+            read_memory(self.pid, [(self.address, _SECRET_BYTES)], [(ctypes.addressof(seen), _SECRET_BYTES)])
+        except OSError:
+            return False
+        return seen.raw == self.secret
+
+
+_COUNT = struct.Struct("<I")
+_RANGE = struct.Struct("<QQ")
+_INLINE = 1 << 14
+
+
+def pack_offer(tensors: Sequence[Tensor]) -> tuple[FrameKind, bytes]:
+    """Return the message for some byte views: where they are or, if they are few bytes, the bytes as well."""
+    places = [(tensor.data_ptr(), len(tensor)) for tensor in tensors]
+    head = _COUNT.pack(len(places)) + b"".join(_RANGE.pack(*place) for place in places)
+    if sum(length for _, length in places) > _INLINE:
+        return FrameKind.RANGES, head
+    return FrameKind.DATA, head + b"".join(ctypes.string_at(*place) for place in places)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A read message: ranges of another process, or bytes that came along."""
+
+    rank: int
+    ranges: list[MemoryRange]
+    data: memoryview | None
+    lease: RemoteLease
+
+    @classmethod
+    def of(cls, frame: Frame, lease: RemoteLease) -> Offer:
+        """Read an offer from its message."""
+        (count,) = _COUNT.unpack_from(frame.body)
+        ranges = [_RANGE.unpack_from(frame.body, _COUNT.size + i * _RANGE.size) for i in range(count)]
+        data = memoryview(frame.body)[_COUNT.size + count * _RANGE.size :] if frame.kind is FrameKind.DATA else None
+        return cls(frame.rank, ranges, data, lease)
+
+    def copy(self, targets: Sequence[MemoryRange]) -> None:
+        """Copy the k-th range into the k-th target."""
+        if self.data is None:
+            self._read(self.ranges, targets)
+            return
+        at = 0
+        for address, length in targets:
+            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+            at += length
+
+    def copy_part(self, at: int, target: MemoryRange) -> None:
+        """Copy some bytes of the only range, from byte `at` on."""
+        address, length = target
+        if self.data is None:
+            self._read([(self.ranges[0][0] + at, length)], [target])
+        else:
+            ctypes.memmove(address, bytes(self.data[at : at + length]), length)
+
+    def _read(self, source: Sequence[MemoryRange], target: Sequence[MemoryRange]) -> None:
+        try:
+            read_memory(self.lease.pid, source, target)
+        except OSError as error:
+            raise TransportError(f"its memory cannot be read ({error.strerror or error})", (self.rank,)) from error
+
+    def confirm(self) -> None:
+        """Raise unless what was copied is what was offered; bytes that came along always are."""
+        if self.data is None and not self.lease.is_valid():
+            raise LenderGoneError(self.rank)
+
+
+class CopyOperation(PeerCall):
+    """Copies each rank's offer into the tensors that wait for it."""
+
+    is_leased = True
+
+    def __init__(self, call: str, rank: int, receives: Edges, leases: Mapping[int, RemoteLease]) -> None:
+        super().__init__(call, receives)
+        self._rank, self._receives, self._leases = rank, receives, leases
+
+    def take(self, frame: Frame) -> list[int]:
+        """Copy into place."""
+        given = Offer.of(frame, self._leases[frame.rank])
+        targets = [(tensor.data_ptr(), len(tensor)) for tensor in self._receives[frame.rank]]
+        _check_sizes(self.call, frame.rank, self._rank, given.ranges, targets)
+        given.copy(targets)
+        given.confirm()
+        return [frame.rank] if given.data is None else []
+
+
+class ReduceOperation(PeerCall):
+    """Reduces one run of every rank, in rank order, when all have been offered; a block at a time stays in cache."""
+
+    is_leased = True
+
+    def __init__(
+        self, call: str, rank: int, leases: Mapping[int, RemoteLease], out: Tensor, mine: Tensor, op: ReduceOp
+    ) -> None:
+        super().__init__(call, (r for r in leases if r != rank))
+        self._rank, self._leases, self._op = rank, leases, op
+        self._out, self._mine = out, mine
+        self._offers: dict[int, Offer] = {}
+
+    def take(self, frame: Frame) -> list[int]:
+        """Keep the offer; reduce after the last one."""
+        given = Offer.of(frame, self._leases[frame.rank])
+        _check_sizes(self.call, frame.rank, self._rank, given.ranges, [(0, self._mine.nbytes)])
+        self._offers[frame.rank] = given
+        if self.expected:
+            return []
+        step = REDUCE_BLOCK_ELEMENTS
+        scratch = self._mine.new_empty((2, min(step, len(self._mine))))
+        for at in range(0, len(self._mine), step):
+            self._reduce_block(at, min(step, len(self._mine) - at), scratch)
+        for given in self._offers.values():
+            given.confirm()
+        return [rank for rank, given in self._offers.items() if given.data is None]
+
+    def _reduce_block(self, at: int, count: int, scratch: Tensor) -> None:
+        total, other = scratch[0, :count], scratch[1, :count]
+        for i, rank in enumerate(self._leases):
+            into = other if i else total
+            if rank == self._rank:
+                into.copy_(self._mine[at : at + count])
+            else:
+                self._offers[rank].copy_part(at * into.element_size(), (into.data_ptr(), into.nbytes))
+            if i:
+                accumulate_run(total, other, self._op)
+        finish_average(total, self._op, len(self._leases))
+        self._out[at : at + count].copy_(total)
+
+
+def _check_sizes(call: str, src: int, dst: int, offered: Sequence[MemoryRange], wanted: Sequence[MemoryRange]) -> None:
+    theirs, ours = [length for _, length in offered], [length for _, length in wanted]
+    if theirs != ours:
+        raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))
+
+
+_CONNECT_SECONDS = 10.0
+_REASON_SECONDS = 1.0  # how long to wait for the reason of a rank that has just given up
+_log = package_logger(__name__)
+
+
+@dataclass(frozen=True)
+class HostNeighbours:
+    """What the ranks of a group found out together about their hosts.
+
+    `hosts` has the host number of each rank, in group order; None if a rank does not know its host. `engine` connects
+    the ranks of this rank's host, if there are others; `connected` says whether all hosts have connected theirs.
+    """
+
+    hosts: tuple[int, ...] | None
+    connected: bool = False
+    engine: SameHostEngine | None = None
+
+
+def connect_same_host(
+    over: Gatherer, rank: int, ranks: tuple[int, ...], timeout: float, *, wanted: bool
+) -> HostNeighbours:
+    """Connect the ranks of each host, or those of no host on every rank if some rank cannot or will not."""
+    if len(ranks) == 1:
+        return HostNeighbours((0,))
+    lease = MemoryLease()
+    listener, card = _open_door(lease) if wanted and is_supported() else (None, {})
+    try:
+        card["host"] = identify_host()
+        told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
+        cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
+        hosts = number_hosts(over, rank, cards)
+        if hosts is None or len(set(hosts)) == len(ranks) or any("listener" not in each for each in cards.values()):
+            return HostNeighbours(hosts)
+        assert listener is not None
+        own = hosts[ranks.index(rank)]
+        near = {r: cards[r] for r, host in zip(ranks, hosts, strict=True) if host == own}
+        connected, engine = _connect(over, listener, rank, near, lease, timeout)
+        return HostNeighbours(hosts, connected, engine)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
+    """Listen, and write down what the others must know; without a listener if the system does not let us."""
+    try:
+        listener = Listener()
+    except OSError as error:
+        _log_slower(error)
+        return None, {}
+    return listener, {**describe_door(listener), "lease": [lease.address, lease.secret.hex()]}
+
+
+def _log_slower(reason: object) -> None:
+    _log.warning("ranks of one host do not read each other's memory (%s): they use the group's sockets", reason)
+
+
+def _connect(
+    over: Gatherer, listener: Listener, rank: int, cards: Mapping[int, Any], lease: MemoryLease, timeout: float
+) -> tuple[bool, SameHostEngine | None]:
+    """Connect to the others of this host and try to read their memory; nowhere if anything is refused anywhere."""
+    leases = {
+        r: RemoteLease(card["pid"], card["lease"][0], bytes.fromhex(card["lease"][1])) for r, card in cards.items()
+    }
+    links: PeerSockets | None = None
+    try:
+        allow_readers([each.pid for r, each in leases.items() if r != rank])
+        doors = {r: door_of(card) for r, card in cards.items()}
+        links = listener.connect(rank, doors, min(_CONNECT_SECONDS, timeout / 2))
+    except OSError as error:
+        _log_slower(error)
+    connected = over.all_gather_bytes(b"y" if links is not None else b"n", call="ranks of one host connected")
+    readable = b"n" not in connected and all(each.is_valid() for r, each in leases.items() if r != rank)
+    answers = over.all_gather_bytes(b"y" if readable else b"n", call="ranks of one host can read")
+    if links is not None and b"n" not in answers:
+        return True, SameHostEngine(rank, links, leases, lease, timeout) if len(leases) > 1 else None
+    if links is not None:
+        links.close()
+        _log_slower("a rank may not read the memory of another one")
+    allow_readers([])
+    return False, None
+
+
+_SMALL_COLLECT_BYTES = 1 << 17  # bytes that a rank sends to all others together without asking them to read its memory
+
+
+class SameHostEngine(PeerEngine):
+    """Moves host tensors between processes of one host."""
+
+    device = torch.device("cpu")
+    capabilities = Capabilities(starts_early=True)
+
+    def __init__(
+        self, rank: int, links: PeerSockets, leases: Mapping[int, RemoteLease], own: MemoryLease, timeout: float
+    ) -> None:
+        super().__init__(rank, tuple(leases), links, timeout, own.end)
+        self._leases = leases
+
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
+        """Offer what is sent; take what is received when it is offered."""
+        return self._start(CopyOperation(call, self._rank, receives, self._leases), sends)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
+        """Every rank reads every other rank's tensor."""
+        parts = out.view(len(self._ranks), -1)
+        mine = parts[self._index]
+        if mine.data_ptr() != tensor.data_ptr():
+            mine.copy_(tensor)
+        return self._share(call, tensor, dict(zip(self._ranks, parts, strict=True)))
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Every rank reads its run of all others, block by block in rank order, and reduces it."""
+        return self._start_reduce(call, out, list(tensor.view(len(self._ranks), -1)), op)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        """Gather and reduce small tensors; reduce-scatter and gather large ones, in place."""
+        if tensor.nbytes * len(self._others) <= _SMALL_COLLECT_BYTES:
+            self._reduce_small(call, tensor, op)
+            return CompletedWork()
+        runs = list(tensor.tensor_split(len(self._ranks)))
+        self._start_reduce(call, runs[self._index], runs, op).wait()
+        self._share(call, runs[self._index], dict(zip(self._ranks, runs, strict=True))).wait()
+        return CompletedWork()
+
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
+        """Every rank reads the source's tensor."""
+        view = [as_bytes(tensor, label=call)] if tensor.numel() else []
+        mine = self._rank == src
+        receives = {} if mine or not view else {src: view}
+        sends = dict.fromkeys(self._others, view) if mine and view else {}
+        return self._start(CopyOperation(call, self._rank, receives, self._leases), sends)
+
+    def _reduce_small(self, call: str, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce few bytes, which come along with the messages, in rank order: every rank gets the same bits."""
+        taken = self._collect(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), call)
+        if not tensor.numel():
+            return
+        runs = [tensor if r == self._rank else torch.frombuffer(taken[r], dtype=tensor.dtype) for r in self._ranks]
+        total = runs[0]  # this rank's tensor, or memory that came for it alone: both may be written to
+        for other in runs[1:]:
+            accumulate_run(total, other, op)
+        finish_average(total, op, len(runs))
+        if total is not tensor:
+            tensor.copy_(total)
+
+    def _share(self, call: str, mine: Tensor, parts: Mapping[int, Tensor]) -> Work:
+        """Send one tensor to all others and receive theirs into `parts`."""
+        edges = {r: [as_bytes(t, label=call)] for r, t in parts.items() if r != self._rank and t.numel()}
+        offered = [as_bytes(mine, label=call)]
+        sends = dict.fromkeys(self._others, offered) if mine.numel() else {}
+        return self._start(CopyOperation(call, self._rank, edges, self._leases), sends)
+
+    def _start_reduce(self, call: str, out: Tensor, runs: list[Tensor], op: ReduceOp) -> Work:
+        if not any(run.numel() for run in runs):
+            return self._start(CopyOperation(call, self._rank, {}, self._leases), {})
+        mine = runs[self._index]
+        sends = {r: [as_bytes(run, label=call)] for r, run in zip(self._ranks, runs, strict=True) if r != self._rank}
+        return self._start(ReduceOperation(call, self._rank, self._leases, out, mine, op), sends)
+
+    def _start(self, operation: PeerCall, sends: Edges) -> Work:
+        with self._calls.lock:
+            self._calls.register(operation)
+            offers = {rank: pack_offer(tensors) for rank, tensors in sends.items()}
+            operation.kept = sends
+            operation.lent_to.update(rank for rank, (kind, _) in offers.items() if kind is FrameKind.RANGES)
+            self._calls.start(operation, offers)
+        return PendingWork(partial(self._calls.wait, operation))

@@ -1,1 +1,0 @@
-"""Lookups in sharded embedding tables."""

@@ -1,1 +1,0 @@
-"""The notation of layouts: `scan` splits a text into tokens, `read` parses it, `write` prints it."""

@@ -1,0 +1,719 @@
+"""A plan for a whole model in a few lines: a mesh, patterns over parameter names, and how plain inputs are read.
+
+A plan is a value. It is checked against a model on the meta device, for any number of ranks, without a process group.
+
+`ShardingPlan`, `Sharder` and `ShardingPlanner` are torch's way of saying which parameters and modules are sharded.
+
+Which parameter does a pattern name, and what does its text say for each axis of the mesh?
+
+A pattern is a parameter's path in which `*` matches one part, `**` any number of parts, `{q,k,v}` one of several:
+
+    "blocks.*.mlp.up.weight": "S(0)"                 for the plan's axis, or the mesh's only one
+    "blocks.*.{q,k,v}_proj.weight": "S(0)"           three layers of each block
+    "blocks.*.attn.qkv.weight": "tp: S(0) groups(q,k,v)"   other axes replicate; q, k and v are numbers of the plan
+    "embed.weight": "R, S(1)"                        one placement for each axis
+
+Everything here is text and geometry: no tensors, no process group.
+
+Does a plan fit the model and the ranks? Everything is checked before anything changes, on all ranks together.
+
+What is wrong on one rank only, and plans that differ between ranks, are raised on every rank: none waits for others.
+
+Plans in files: TOML or JSON, and YAML where PyYAML is installed.
+
+mesh = "dp=2,tp=4"
+input_plan = "dp: S(0)"
+
+[lengths]
+q = 4096
+
+[parameters]
+"blocks.*.attn.qkv.weight" = "tp: S(0) groups(q,1024,1024)"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, name_ranks
+from shardwise.comm.current import remember_device_mesh
+from shardwise.geometry import (
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardingSpec,
+    format_placement,
+    parse_spec,
+)
+from shardwise.geometry.notation import read_placements
+from shardwise.geometry.torch_interop import is_device_mesh, to_placement
+from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.sharded_tensor import ShardedTensor
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_ALTERNATIVE_DOT = re.compile(r"\.(?![^{}]*\})")  # a dot outside of {self_attn.q,mlp.up}
+_MAX_SUGGESTIONS = 3
+
+
+class PlanError(ValueError):
+    """A plan that does not fit its model, with everything that is wrong with it.
+
+    >>> import torch, shardwise
+    >>> shardwise.ModelPlan(shardwise.Mesh.of(tp=2), {"wieght": "S(0)"}).specs(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ...
+    shardwise.nn.plan.PlanError: the pattern 'wieght' matches no parameter; near it: weight
+    """
+
+
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """The pattern of each name that has one; patterns without a name and names with two are errors.
+
+    >>> match_patterns(["blocks.*.up.weight"], ["blocks.0.up.weight", "blocks.1.up.weight", "head.weight"])
+    {'blocks.0.up.weight': 'blocks.*.up.weight', 'blocks.1.up.weight': 'blocks.*.up.weight'}
+    >>> match_patterns(["block.*.up.weight"], ["blocks.0.up.weight", "head.weight"])
+    Traceback (most recent call last):
+    ...
+    shardwise.nn.plan.PlanError: the pattern 'block.*.up.weight' matches no parameter; near it: blocks.0.up.weight
+    """
+    found: dict[str, list[str]] = {}
+    problems = []
+    for pattern in patterns:
+        matcher = _compile_pattern(pattern)
+        hits = [name for name in names if matcher.fullmatch(name)]
+        for name in hits:
+            found.setdefault(name, []).append(pattern)
+        if not hits:
+            near = ", ".join(_find_similar_names(pattern, names)) or "nothing"
+            problems.append(f"the pattern {pattern!r} matches no parameter; near it: {near}")
+    for name, several in found.items():
+        if len(several) > 1:
+            problems.append(f"{name} matches {' and '.join(map(repr, several))}; a parameter has one pattern")
+    if problems:
+        raise PlanError("\n".join(problems))
+    return {name: several[0] for name, several in found.items()}
+
+
+def _find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names most like a pattern, one of several that differ in numbers only.
+
+    >>> _find_similar_names("layer.*.up.weight", ["layers.0.up.weight", "layers.1.up.weight", "layers.0.down.weight"])
+    ['layers.0.up.weight', 'layers.0.down.weight']
+    """
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), name)
+    close = get_close_matches(pattern, kinds, n=_MAX_SUGGESTIONS, cutoff=0.6) or list(kinds)[:_MAX_SUGGESTIONS]
+    return [kinds[kind] for kind in close]
+
+
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    if not pattern:
+        raise PlanError("a pattern is a parameter's path such as 'blocks.*.weight'; got an empty one")
+    texts = [".*" if part == "**" else _part_expression(part, pattern) for part in _ALTERNATIVE_DOT.split(pattern)]
+    return re.compile(r"\.".join(texts).replace(r".*\.", r"(?:.*\.)?"))
+
+
+def _part_expression(part: str, pattern: str) -> str:
+    """The regular expression of one part of a pattern.
+
+    >>> _part_expression("{q,k}_proj", "layers.{q,k}_proj")
+    '(?:q|k)_proj'
+    """
+    text = re.escape(part.replace(" ", "")).replace(r"\*", r"[^.]*")
+    text = re.sub(r"\\\{([^{}]*)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
+    if r"\{" in text or r"\}" in text:
+        raise PlanError(f"the pattern {pattern!r}: a brace has no partner; alternatives are written {{q,k,v}}")
+    return text
+
+
+def write_placements(value: Any) -> Any:
+    """Placements of a parameter, one or a list, ours or torch's, in the notation; anything else as it is.
+
+    >>> from shardwise.geometry import Replicate, Shard
+    >>> write_placements([Replicate(), Shard(0, block=2)]), write_placements("tp: S(0)")
+    ('R, S(0) block(2)', 'tp: S(0)')
+    """
+    listed = value if isinstance(value, list | tuple) else [value]
+    try:
+        return ", ".join(format_placement(to_placement(p)) for p in listed)
+    except LayoutError:
+        return value
+
+
+def read_mesh(text: str) -> Mesh:
+    """A mesh from its text.
+
+    >>> read_mesh("dp=2,tp=4").shape
+    (2, 4)
+    """
+    spec = parse_spec(f"on {text}: {', '.join('R' * text.count('='))}")
+    mesh = getattr(spec, "mesh", None)
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+class Sharder(ABC):
+    """Shards a whole module in a way that specs of single parameters cannot express.
+
+    >>> class Freeze(Sharder):
+    ...     def shard(self, module):
+    ...         return module.requires_grad_(False)
+    >>> ShardingPlan({"encoder": Freeze()}).plan["encoder"].shard(nn.Linear(1, 1)).weight.requires_grad
+    False
+    """
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Return the module that takes the place of `module`."""
+
+
+@dataclass
+class ShardingPlan:
+    """What `shard_module` does to a model; "" names the model itself.
+
+    `plan` maps each parameter to a spec, or each module to a `Sharder`. `output_plan` has a spec for
+    each module whose sharded output is redistributed. Modules in `return_local_tensor` return their local tensor.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> plan = ShardingPlan({"fc1.weight": ChunkSpec(0, ranks=4)}, return_local_tensor=["fc1"])
+    >>> plan.output_plan is None
+    True
+    """
+
+    plan: dict[str, ShardingSpec | Sharder]
+    output_plan: dict[str, ShardingSpec] | None = None
+    return_local_tensor: list[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Makes a plan for a model.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> class ByRows(ShardingPlanner):
+    ...     def build_plan(self, module):
+    ...         return ShardingPlan({name: ChunkSpec(0, ranks=2) for name, _ in module.named_parameters()})
+    >>> list(ByRows().build_plan(nn.Linear(2, 4)).plan)
+    ['weight', 'bias']
+    """
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """Return how to shard the module."""
+
+
+def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that own each parameter, by the id of the parameter: several for a shared one.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> [type(owner).__name__ for owner in owners_of(nn.Sequential(layer))[id(layer.weight)]]
+    ['Linear']
+    """
+    found: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(owner)
+    return found
+
+
+REPLICATED, PLAIN = "replicated", "plain"
+
+
+LARGE_BYTES, MODEL_BYTES = 1 << 20, 256 << 20  # of parameters for which memory matters
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How the parameters of a model are laid out on a mesh, by pattern; parameters without a pattern are replicated.
+
+    - `mesh`: a Mesh, or torch's DeviceMesh.
+    - `parameters`: pattern to placements, in the notation (see `shardwise.nn.plan`), or as objects, also torch's:
+      `[Replicate(), Shard(0)]`.
+    - `axis`: the axis that a single placement without a name is for.
+    - `lengths`: the numbers behind names in `groups(q,k,v)`.
+    - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements
+      such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
+    - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
+      tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
+    - `reshard_after_forward`: whether parameters that an operator needs whole are freed after it and gathered again in
+      the backward pass: True, False, or patterns. None: large ones of large models, except for the last operator's.
+    - `prefetch_bytes`: how many bytes of parameters are gathered before an operator needs them, beside computation,
+      and of gradients summed beside it. None: as many as the operator with most parameters needs. 0: none.
+    - `gather_dtype`: the dtype in which parameters are gathered and used, as torch.bfloat16; or patterns to dtypes.
+      Their gradients are summed in float32, and optimizers see the parameters as they are.
+
+    >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "2.weight": "tp: S(1)"})
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> plan.specs(model)["2.weight"]
+    MeshSpec(dp=2,tp=2, (Replicate(), Shard(1)))
+    >>> plan.specs(model)["0.bias"]
+    MeshSpec(dp=2,tp=2, (Replicate(), Replicate()))
+    """
+
+    mesh: Mesh
+    parameters: Mapping[str, Any]
+    axis: str | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    input_plan: str | None = None
+    output_plan: str | None = None
+    reshard_after_forward: bool | Sequence[str] | None = None
+    prefetch_bytes: int | None = None
+    gather_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None
+
+    def __post_init__(self) -> None:
+        if is_device_mesh(self.mesh):
+            object.__setattr__(self, "_device_mesh", self.mesh)
+            object.__setattr__(self, "mesh", remember_device_mesh(cast(Any, self.mesh)))
+        if not isinstance(self.parameters, Mapping):
+            raise PlanError(
+                "a plan maps patterns to placements, as in ModelPlan(Mesh.of(tp=2), {'*.weight': 'S(0)'}); got "
+                f"{type(self.parameters).__name__} in place of the patterns"
+            )
+        object.__setattr__(self, "parameters", {p: write_placements(v) for p, v in self.parameters.items()})
+        object.__setattr__(self, "gather_dtype", _read_dtypes(self.gather_dtype))
+        _check_kinds(self.mesh, self.parameters)
+        _check_bytes(self.prefetch_bytes)
+        _check_output_plan(self.output_plan, self.input_plan)
+        try:
+            placements = self.input_placements
+        except LayoutError as error:
+            raise PlanError(f"input_plan {self.input_plan!r}: {error}") from error
+        if self.axis is not None:
+            self.mesh.axis_index(self.axis)
+        if placements is not None:
+            _check_inputs(placements, self.input_plan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_device_mesh"}
+
+    @property
+    def device_mesh(self) -> Any:
+        """Torch's DeviceMesh that the plan was made with, or None."""
+        return vars(self).get("_device_mesh")
+
+    @property
+    def input_placements(self) -> tuple[Placement, ...] | None:
+        """What each axis does to plain inputs, or None if each layer reads them on its own."""
+        if self.input_plan is None:
+            return None
+        if self.input_plan == REPLICATED:
+            return (Replicate(),) * self.mesh.ndim
+        return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
+
+    def resharded(self, module: nn.Module) -> set[str]:
+        """The names of the parameters of which the whole is freed after each operator and gathered again in backward.
+
+        If the plan does not say: all large ones, where the sharded parameters of the model are larger than 256 MiB.
+        """
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        if self.reshard_after_forward is None:
+            sizes = {n: tensors[n].nbytes for n in match_patterns(self.parameters, list(tensors))}
+            return {n for n, size in sizes.items() if size >= LARGE_BYTES and sum(sizes.values()) >= MODEL_BYTES}
+        if isinstance(self.reshard_after_forward, bool):
+            return set(tensors) if self.reshard_after_forward else set()
+        return set(match_patterns(self.reshard_after_forward, list(tensors)))
+
+    def gather_dtypes(self, module: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes in which parameters are gathered and used, by name, where the plan says so.
+
+        >>> plan = ModelPlan(Mesh.of(dp=2), {"**": "S(0)"}, gather_dtype={"0.*": "bfloat16"})
+        >>> plan.gather_dtypes(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
+        {'0.weight': torch.bfloat16, '0.bias': torch.bfloat16}
+        """
+        floating = [n for n, t in module.named_parameters(remove_duplicate=False) if t.is_floating_point()]
+        given = self.gather_dtype
+        if given is None or isinstance(given, torch.dtype):
+            return {} if given is None else dict.fromkeys(floating, given)
+        assert isinstance(given, Mapping)
+        return {name: cast(torch.dtype, given[p]) for name, p in match_patterns(given, floating).items()}
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data, as files of plans have it."""
+        data: dict[str, Any] = {"mesh": str(self.mesh)}
+        data |= {
+            k: v for k in ("axis", "input_plan", "output_plan", "prefetch_bytes") if (v := getattr(self, k)) is not None
+        }
+        if self.reshard_after_forward is not None:
+            given = self.reshard_after_forward
+            data["reshard_after_forward"] = given if isinstance(given, bool) else list(given)
+        if self.gather_dtype is not None:
+            data["gather_dtype"] = _write_dtypes(self.gather_dtype)
+        data |= {"lengths": dict(self.lengths)} if self.lengths else {}
+        return data | {"parameters": dict(self.parameters)}
+
+    def __str__(self) -> str:
+        """The plan as TOML, as `save_plan` writes it: to edit and to load again."""
+        return to_toml(self.to_data()).rstrip()
+
+    def specs(self, module: nn.Module) -> dict[str, MeshSpec]:
+        """The spec of every parameter; raises `PlanError` with all that does not fit."""
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        matched = match_patterns(self.parameters, list(tensors))
+        problems: list[str] = []
+        found: dict[str, MeshSpec] = {}
+        for name, tensor in tensors.items():
+            spec = self._spec(name, tuple(tensor.shape), matched.get(name), problems)
+            if spec is not None:
+                found[name] = spec
+        problems += _unify_shared_specs(tensors, found, matched)
+        if problems:
+            raise PlanError("\n".join(problems))
+        return found
+
+    def specs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, MeshSpec]:
+        """The spec of every tensor of these names and shapes, as for the parameters of a model.
+
+        >>> ModelPlan(Mesh.of(tp=2), {"*.weight": "S(0)"}).specs_of({"up.weight": (8, 4), "up.bias": (8,)})["up.bias"]
+        MeshSpec(tp=2, (Replicate(),))
+        """
+        matched = match_patterns(self.parameters, list(shapes))
+        problems: list[str] = []
+        found = {name: self._spec(name, shape, matched.get(name), problems) for name, shape in shapes.items()}
+        if problems:
+            raise PlanError("\n".join(problems))
+        return {name: spec for name, spec in found.items() if spec is not None}
+
+    def _spec(self, name: str, shape: tuple[int, ...], pattern: str | None, problems: list[str]) -> MeshSpec | None:
+        try:
+            spec = self.replicated if pattern is None else self._parse_pattern_spec(self.parameters[pattern])
+            spec.layout(shape)
+        except LayoutError as error:
+            problems.append(f"{name} ({pattern!r}): {error}")
+            return None
+        return spec
+
+    def _parse_pattern_spec(self, text: str) -> MeshSpec:
+        placements = read_placements(text, self.mesh, self.axis, self.lengths)
+        if any(isinstance(p, Partial) for p in placements):
+            raise LayoutError(f"{text!r}: a parameter is sharded or replicated, never pending")
+        return MeshSpec(self.mesh, placements)
+
+    @property
+    def replicated(self) -> MeshSpec:
+        """The spec of parameters without a pattern, and of buffers."""
+        return MeshSpec(self.mesh, (Replicate(),) * self.mesh.ndim)
+
+    def layouts(self, module: nn.Module) -> Iterator[tuple[str, Tensor, Layout]]:
+        """The name, the tensor and the layout of each parameter, a shared one once."""
+        specs = self.specs(module)
+        for name, tensor in module.named_parameters():
+            yield name, tensor, specs[name].layout(tuple(tensor.shape))
+
+
+def to_toml(data: Mapping[str, Any]) -> str:
+    """TOML of strings, numbers and tables of them; JSON's quoted strings are valid TOML.
+
+    >>> print(to_toml({"mesh": "tp=2", "parameters": {"up.weight": "S(0)"}}), end="")
+    mesh = "tp=2"
+    <BLANKLINE>
+    [parameters]
+    "up.weight" = "S(0)"
+    """
+    lines = [f"{key} = {_quote_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    for key, table in data.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{key}]", *(f"{_quote_toml(name)} = {_quote_toml(v)}" for name, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quote_toml(value: str | int | list[str]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _unify_shared_specs(
+    tensors: Mapping[str, Tensor], specs: dict[str, MeshSpec], matched: Mapping[str, str]
+) -> list[str]:
+    """Give all names of a shared parameter the spec of the one that has a pattern; return what contradicts."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    problems = []
+    for shared in (several for several in names.values() if len(several) > 1):
+        asked = {specs[n] for n in shared if n in matched and n in specs}
+        if len(asked) > 1:
+            told = "; ".join(f"{n}: {matched[n]!r}" for n in shared if n in matched)
+            problems.append(f"{' and '.join(shared)} are one parameter, and their patterns differ: {told}")
+        elif asked:
+            specs.update(dict.fromkeys(shared, next(iter(asked))))
+    return problems
+
+
+def _check_kinds(mesh: object, parameters: Mapping[str, object]) -> None:
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"a plan's mesh is a Mesh such as Mesh.of(dp=2, tp=4), or torch's DeviceMesh; got {mesh!r}")
+    for pattern, text in parameters.items():
+        if not isinstance(text, str):
+            raise PlanError(
+                f"{pattern!r}: a plan by patterns has placements as strings, such as 'tp: S(0)', got "
+                f"{type(text).__name__}; specs of single parameters belong in a ShardingPlan"
+            )
+
+
+def _read_dtypes(given: Any) -> Any:
+    """A dtype, or patterns to dtypes, with names of dtypes replaced by them."""
+    if isinstance(given, Mapping):
+        return {pattern: _read_dtypes(dtype) for pattern, dtype in given.items()}
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise PlanError(f"gather_dtype is a floating-point dtype such as torch.bfloat16, got {given!r}")
+
+
+def _write_dtypes(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {pattern: _write_dtypes(dtype) for pattern, dtype in given.items()}
+    return str(given).removeprefix("torch.")
+
+
+def _check_bytes(given: Any) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise PlanError(f"prefetch_bytes is a number of bytes, 0 for none, or None; got {given!r}")
+
+
+def _check_output_plan(output_plan: object, input_plan: str | None) -> None:
+    if output_plan not in (None, PLAIN):
+        raise PlanError(f"output_plan is {PLAIN!r} or None, got {output_plan!r}")
+    if output_plan is not None and input_plan is None:
+        raise PlanError(
+            f"output_plan {PLAIN!r} needs an input_plan, such as {REPLICATED!r}: without one each layer reads and "
+            "returns this rank's own batch, which is plain already"
+        )
+
+
+def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:
+    """Raise unless a rank's plain input is the whole or a part of dim 0."""
+    cut = [p for p in placements if isinstance(p, Shard)]
+    if any(p != Shard(0) for p in cut) or any(isinstance(p, Partial) for p in placements):
+        raise PlanError(
+            f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
+            "'dp: S(0)'; the lengths of parts are those of each batch, so pass neither sizes nor other dims"
+        )
+
+
+PlanFields: TypeAlias = dict[str, object]
+
+
+def check_on_all_ranks(comm: Comm, check: Callable[[], PlanFields]) -> None:
+    """Run a check on every rank; raise on all of them if one fails, or if the fields they return differ.
+
+    >>> from shardwise.comm import run_local
+    >>> try:
+    ...     run_local(lambda comm: check_on_all_ranks(comm, lambda: {"src_rank": comm.rank}), 2)
+    ... except DisagreementError as error:
+    ...     print(error)
+    'shard_module': the ranks pass different plans: src_rank is 0 on rank 0 and 1 on rank 1; pass the same on every rank
+    """
+    own, fields = None, PlanFields()
+    try:
+        fields = check()
+    except Exception as error:  # of any kind: the other ranks must hear of it
+        own = error
+    try:
+        agree(comm, fields, label="shard_module", what="plans", problem=None if own is None else str(own))
+    except DisagreementError:
+        if own is not None:
+            raise own from None
+        raise
+
+
+def check_source(src_rank: int, comm: Comm) -> None:
+    """Raise unless the source is a rank of the group, counted in it."""
+    if not 0 <= src_rank < comm.world_size:
+        raise ValueError(f"src_rank={src_rank} is not in the group: it has ranks 0 to {comm.world_size - 1}")
+
+
+def check_mesh(mesh: Mesh, comm: Comm, *, whole: bool) -> None:
+    """Raise unless the ranks of a mesh are in a group, or are all of it."""
+    ranks = set(mesh.ranks.reshape(-1).tolist())
+    if ranks <= set(comm.ranks) if not whole else ranks == set(comm.ranks):
+        return
+    advice = advise_ranks(comm)
+    if ranks < set(comm.ranks):
+        advice = (
+            "with an input_plan all of them take part: pass a mesh of all, or the process_group of the mesh's ranks"
+        )
+    here, there = name_ranks(sorted(ranks)), name_ranks(comm.ranks)
+    raise PlanError(f"the mesh {mesh} has {here}, and the process group has {there}; {advice}")
+
+
+def lay_out_specs(specs: Mapping[str, ShardingSpec], tensors: Mapping[str, Tensor]) -> dict[str, Layout]:
+    """The layout of each planned tensor, except specs with a user's `shard`; raises with all that does not fit."""
+    problems, found = [], {}
+    for name, spec in specs.items():
+        shape = tuple(tensors[name].shape)
+        try:
+            if isinstance(tensors[name], ShardedTensor):
+                raise PlanError("it is already sharded; change its layout with redistribute()")
+            if not spec.shards_itself:
+                found[name] = spec.layout(shape)
+        except ValueError as error:
+            problems.append(f"{name} of shape {shape}: {error}")
+    if problems:
+        raise PlanError("\n".join(problems))
+    return found
+
+
+def check_ranks(layouts: Mapping[str, Layout], comm: Comm) -> None:
+    """Raise unless all layouts are on ranks of a group."""
+    problems = []
+    for name, layout in layouts.items():
+        outside = sorted(set(layout.ranks) - set(comm.ranks))
+        if outside:
+            by = f"the mesh {layout.spec.mesh}" if isinstance(layout.spec, MeshSpec) else "its spec"
+            problems.append(
+                f"{name}: {by} names {name_ranks(outside)}, not in the process group ({name_ranks(comm.ranks)}); "
+                f"{advise_ranks(comm)}"
+            )
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
+def layout_texts(layouts: Mapping[str, Layout]) -> PlanFields:
+    """What ranks compare of their plans."""
+    return {name: format_layout_text(layout) for name, layout in layouts.items()}
+
+
+try:
+    import yaml  # type: ignore[import-untyped,unused-ignore]  # stubs are a package of their own
+except ImportError:
+    _yaml: ModuleType | None = None
+else:
+    _yaml = yaml
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "mesh": (str,),
+    "axis": (str,),
+    "input_plan": (str,),
+    "output_plan": (str,),
+    "reshard_after_forward": (bool, list),
+    "prefetch_bytes": (int,),
+    "gather_dtype": (str, dict),
+    "lengths": (dict,),
+    "parameters": (dict,),
+}
+
+
+OPTIONAL = tuple(name for name in FIELDS if name not in ("mesh", "parameters"))
+
+
+def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
+    """A plan as plain data.
+
+    >>> from shardwise.geometry import Mesh
+    >>> plan_to_data(ModelPlan(Mesh.of(tp=4), {"up.weight": "S(0)"}))
+    {'mesh': 'tp=4', 'parameters': {'up.weight': 'S(0)'}}
+    """
+    return plan.to_data()
+
+
+def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPlan:
+    """A plan from plain data; unknown and misshapen fields are errors.
+
+    >>> plan_from_data({"mesh": "tp=4", "parameters": {"up.weight": "S(0)"}}).mesh
+    Mesh(tp=4)
+    """
+    unknown = sorted(set(data) - set(FIELDS))
+    if unknown:
+        raise PlanError(f"{source}: no field {unknown[0]!r}; a plan has {', '.join(FIELDS)}")
+    for name, kinds in FIELDS.items():
+        if name in data and not isinstance(data[name], kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise PlanError(f"{source}: {name} is a {wanted}, got {type(data[name]).__name__}")
+    if "mesh" not in data or "parameters" not in data:
+        raise PlanError(f"{source}: a plan has at least mesh and parameters, got {', '.join(data) or 'nothing'}")
+    _check_values(data, source)
+    rest = {name: data[name] for name in OPTIONAL if name in data}
+    return ModelPlan(read_mesh(data["mesh"]), data["parameters"], **rest)
+
+
+def _check_values(data: Mapping[str, Any], source: str) -> None:
+    for part, kind in (("parameters", str), ("lengths", int)):
+        for name, value in data.get(part, {}).items():
+            if not isinstance(name, str):
+                raise PlanError(f"{source}: {part} needs strings as names, got {name!r}; put it in quotes")
+            if not isinstance(value, kind):
+                raise PlanError(f"{source}: {part} {name!r} is a {kind.__name__}, got {type(value).__name__}")
+
+
+def save_plan(plan: ModelPlan, path: str | Path) -> None:
+    """Write a plan to a .toml, .json or .yaml file.
+
+    >>> import tempfile
+    >>> from shardwise.geometry import Mesh
+    >>> path = f"{tempfile.mkdtemp()}/plan.toml"
+    >>> save_plan(ModelPlan(Mesh.of(tp=4), {"up.weight": "S(0)"}), path)
+    >>> print(Path(path).read_text().strip())
+    mesh = "tp=4"
+    <BLANKLINE>
+    [parameters]
+    "up.weight" = "S(0)"
+    """
+    path, data = Path(path), plan_to_data(plan)
+    kind = _plan_file_kind(path)
+    if kind == "json":
+        path.write_text(json.dumps(data, indent=2) + "\n")
+    elif kind == "toml":
+        path.write_text(to_toml(data))
+    else:
+        path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False))
+
+
+def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
+    """Read a plan from a .toml, .json or .yaml file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "plan.toml"
+    >>> _ = path.write_text('mesh = "dp=2,tp=4"\\n[parameters]\\n"up.weight" = "tp: S(0)"\\n')
+    >>> load_plan(path).mesh
+    Mesh(dp=2,tp=4)
+    """
+    path = Path(path)
+    kind, text = _plan_file_kind(path), path.read_text()
+    try:
+        data = _parse_yaml(path, text) if kind == "yaml" else (json if kind == "json" else tomllib).loads(text)
+    except ValueError as error:
+        raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{path.name}: a plan is a table with the fields {', '.join(FIELDS)}")
+    return plan_from_data(data, path.name)
+
+
+def _plan_file_kind(path: Path) -> str:
+    kind = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}.get(path.suffix.lower())
+    if kind is None:
+        raise PlanError(f"{path.name}: a plan's file ends in .toml, .json or .yaml")
+    return kind
+
+
+def _import_yaml(path: Path) -> Any:
+    if _yaml is None:
+        raise PlanError(
+            f"{path.name}: YAML needs the package PyYAML, which is not installed; install shardwise[yaml], or use .toml"
+        )
+    return _yaml
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    module = _import_yaml(path)
+    try:
+        return module.safe_load(text)
+    except module.YAMLError as error:
+        raise ValueError(str(error)) from error

@@ -1,1 +1,0 @@
-"""Finding and checking rules by trying them."""

@@ -1,1 +1,0 @@
-"""Calls that were made before: what is noted of a first call, and how the next ones run without asking a rule."""

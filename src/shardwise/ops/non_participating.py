@@ -1,0 +1,219 @@
+"""Operators on a rank of the comm that is outside of the tensors' mesh: it takes part without data.
+
+1. Such a rank computes as the mesh's first rank would, on meta tensors and with a comm that sends nothing. What comes
+   out has the layouts and dtypes of the results, and whatever the layouts do not allow is refused here as it is there.
+2. The results on this rank are ShardedTensors without local tensors. Their anchors are on the tape behind the meta
+   tensors, so that the backward pass meets the same moves as on the mesh's ranks.
+3. Operators that ask all ranks of the comm, for a value or a seed, run as they are: they need no local tensors.
+4. Where shapes depend on values there is nothing to compute them from: refused on every rank, from the layouts alone.
+
+Apart from the exchanges of the comm, nothing here waits for another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._cache import cached
+from shardwise._torch import aten, is_composite, pytree
+from shardwise.comm import Comm
+from shardwise.comm.stand_in import StandInComm
+from shardwise.geometry import MeshSpec
+from shardwise.ops.call import OperatorCall, has_tag, is_pointwise
+from shardwise.ops.dispatch_cache import note_special
+from shardwise.ops.implicit_replication import copy_mesh_note
+from shardwise.ops.irregular import is_irregular
+from shardwise.ops.rule import Steps, find_rule
+from shardwise.tensor.dispatch import UnsupportedOpError
+from shardwise.tensor.move import format_layout_text
+from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.writes import MEMORY_NOTES, note_write_without_data, turn_into
+
+_ASK_ALL_RANKS = {aten._local_scalar_dense.default, aten._linalg_check_errors.default, aten.detach.default}
+_STAND_IN = "_stand_in"
+
+
+def _join_without_data(rank: int, real: Comm) -> StandInComm:
+    """The comm of a rank that computes as another would: it takes part in exchanges, and sends and receives nothing."""
+
+    def refuse(label: str) -> Exception:
+        return UnsupportedOpError(
+            f"'{label}' asks all ranks of the comm, and rank {real.rank} is outside of the tensors' mesh; "
+            "redistribute to a mesh of all ranks"
+        )
+
+    return StandInComm(rank, real.ranks, torch.device("meta"), refuse=refuse, real=real, joins=True)
+
+
+class _EnterMesh(torch.autograd.Function):
+    """From the anchor of a tensor to the local tensor that the other rank has, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.anchor = anchor.dtype, anchor.device
+        return torch.empty(shape, dtype=anchor.dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype, device = ctx.anchor
+        return _LeaveMesh.apply(grads[0], dtype, device), None  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+class _LeaveMesh(torch.autograd.Function):
+    """The reverse: the anchor of a result."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        ctx.shape = tuple(local.shape)
+        return torch.empty(0, dtype=dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _EnterMesh.apply(grads[0], ctx.shape), None, None  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+@cached()
+def _takes_lists(op: Any) -> bool:
+    name: str = op._schema.name.removeprefix("aten::")
+    return name.startswith(("_foreach_", "_fused_"))
+
+
+def _leaves_out_this_rank(tensor: ShardedTensor) -> bool:
+    if tensor.local_parts:
+        return False
+    spec = tensor.sharding.spec
+    return isinstance(spec, MeshSpec) and tensor.comm.rank not in spec.mesh.ranks
+
+
+def refuse_unknown_shapes(op: Any, tensors: Sequence[ShardedTensor]) -> None:
+    """Raise where shapes depend on values and a tensor's mesh leaves out ranks: those could not know the shapes."""
+    if not has_tag(op, torch.Tag.dynamic_output_shape) or _is_index_without_mask(op, tensors):
+        return
+    for tensor in tensors:
+        spec = tensor.sharding.spec
+        if isinstance(spec, MeshSpec) and spec.mesh.ranks.size < tensor.comm.world_size:
+            raise UnsupportedOpError(
+                f"{op} of {format_layout_text(tensor.sharding)}: the shape of the result depends on values, and "
+                f"the mesh has {spec.mesh.ranks.size} of the comm's {tensor.comm.world_size} ranks: the others would "
+                "not know it; redistribute to a mesh of all ranks, or compute in a comm of the mesh's ranks"
+            )
+
+
+def _is_index_without_mask(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
+    return op is aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+
+
+def take_part(call: OperatorCall) -> OperatorCall:
+    """The call as this rank computes it: the call itself, or one of stand-ins where this rank is outside of the mesh.
+
+    Exceptions run as they are: operators that ask all ranks, draw by a seed that all agree on, or compute each tensor
+    of a list by itself where this rank has some; irregular tensors, which all ranks compute; and what torch breaks down
+    into other operators, each of which comes here.
+    """
+    given: list[ShardedTensor] = [t for t in call.tensors if isinstance(t, ShardedTensor)]
+    left_out = [t for t in given if _leaves_out_this_rank(t)]
+    op, rule = call.op, find_rule(call.op)
+    if not left_out or op in _ASK_ALL_RANKS or any(map(is_irregular, given)):
+        return call
+    if isinstance(rule, Steps) and has_tag(op, torch.Tag.nondeterministic_seeded):
+        return call
+    if (_takes_lists(op) and len(left_out) < len(given)) or (
+        rule is None and not is_pointwise(op) and is_composite(op)
+    ):
+        return call
+    note_special()
+    spec = left_out[0].sharding.spec
+    assert isinstance(spec, MeshSpec)
+    comm = _join_without_data(int(spec.mesh.ranks.flat[0]), left_out[0].comm)
+    twins = {id(t): _stand_in_for(t, comm) for t in given}
+    joins = op in (aten.stack.default, aten.cat.default)  # the only ones where a number is an element like others
+    plain = [t if t.ndim == 0 and not joins else t.to("meta") for t in call.tensors if id(t) not in twins]
+    rest = iter(plain)
+    return call.with_tensors([twins[id(t)] if id(t) in twins else next(rest) for t in call.tensors])
+
+
+def leave(call: OperatorCall, here: OperatorCall, versions: Sequence[int], result: Any) -> Any:
+    """The results of a call of stand-ins as tensors without data; what was written to stand-ins is noted of tensors.
+
+    `versions`: how often each stand-in had been written to before (`count_versions`).
+    """
+    left_out = next(t for t in call.tensors if isinstance(t, ShardedTensor) and _leaves_out_this_rank(t))
+    own: dict[int, ShardedTensor] = {}
+    for tensor, twin, before in zip(call.tensors, here.tensors, versions, strict=True):
+        if not isinstance(tensor, ShardedTensor) or not isinstance(twin, ShardedTensor) or id(twin) in own:
+            continue
+        own[id(twin)] = tensor
+        if twin.sharding is not tensor.sharding:
+            turn_into(tensor, _wrap_without_data(twin, left_out))
+        elif _version_of(twin) != before:
+            _note_written(tensor, twin)
+    return pytree.tree_map_only(
+        ShardedTensor, lambda t: own[id(t)] if id(t) in own else _wrap_without_data(t, left_out), result
+    )
+
+
+def count_versions(here: OperatorCall) -> list[int]:
+    """How often each tensor of a call of stand-ins was written to."""
+    return [_version_of(t) if isinstance(t, ShardedTensor) else 0 for t in here.tensors]
+
+
+def _version_of(twin: ShardedTensor) -> int:
+    """How often a stand-in was written to; tensors of inference mode do not count it, and are on no tape."""
+    counted = [t for t in twin.local_parts if not t.is_inference()]
+    return counted[0]._version if counted else 0
+
+
+def _stand_in_for(tensor: ShardedTensor, comm: StandInComm) -> ShardedTensor:
+    """The tensor as the other rank has it, without values; one object as long as the tensor is not written to."""
+    known: tuple[Tensor | None, bool, ShardedTensor] | None = tensor.__dict__.get(_STAND_IN)
+    now = tensor._anchor, tensor.requires_grad
+    if known is not None and known[2].sharding is tensor.sharding and known[0] is now[0] and known[1] == now[1]:
+        known[2]._dense_strides = tensor._dense_strides
+        return known[2]
+    made = wrap(tensor.sharding, tuple(_make_locals(tensor, comm.rank)), comm, dtype=tensor.dtype)
+    made._dense_strides = tensor._dense_strides
+    copy_mesh_note(tensor, made)
+    for local in made.local_parts:
+        local.untyped_storage().__dict__.update(tensor.__dict__.get(MEMORY_NOTES, {}))
+    tensor.__dict__[_STAND_IN] = (*now, made)
+    return made
+
+
+def _make_locals(tensor: ShardedTensor, rank: int) -> list[Tensor]:
+    shapes = tensor.sharding.local_shapes(rank)
+    if not tensor.requires_grad:
+        return [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
+    taped = tensor._tape_tensors()[0]
+    with torch.enable_grad():
+        return [_EnterMesh.apply(taped, shape) for shape in shapes]  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _wrap_without_data(twin: ShardedTensor, left_out: ShardedTensor) -> ShardedTensor:
+    """The result on this rank; notes about its memory go with it, so that writing to it is refused as elsewhere."""
+    anchor = _anchor_of(twin, left_out.device)
+    made = wrap(twin.sharding, (), left_out.comm, dtype=twin.dtype, device=left_out.device, anchor=anchor)
+    made._dense_strides = twin._dense_strides
+    made.__dict__[MEMORY_NOTES] = dict(twin.local_parts[0].untyped_storage().__dict__) if twin.local_parts else {}
+    return made
+
+
+def _note_written(tensor: ShardedTensor, twin: ShardedTensor) -> None:
+    """Put a tensor that was written to on the tape, if that is recorded; torch itself refuses that for a leaf."""
+    if not torch.is_grad_enabled():
+        return
+    if tensor._anchor is not None and tensor.requires_grad and tensor.is_leaf:
+        tensor._anchor.zero_()
+    tensor._anchor = None
+    note_write_without_data(tensor, _anchor_of(twin, tensor.device))
+
+
+def _anchor_of(twin: ShardedTensor, device: torch.device) -> Tensor | None:
+    if not twin.requires_grad:
+        return None
+    with torch.enable_grad():
+        anchor: Tensor = _LeaveMesh.apply(twin.local_parts[0], twin.dtype, device)  # type: ignore[no-untyped-call]
+    return anchor

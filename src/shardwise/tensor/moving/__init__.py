@@ -1,1 +1,0 @@
-"""Transfers on local tensors: how a move runs on this rank, and its dual for gradients."""

@@ -1,0 +1,341 @@
+"""What does each rank do in a move? Worked out from the plan alone, and kept: plans are used again and again.
+
+- `RankPart`: the boxes that a rank sends, receives, copies and fills in one step of a transfer, by round and peer.
+- `list_copies_of_all`: the same for all ranks at once, where they are threads and the last one that asks for a move
+  makes it for all of them.
+- `find_whole_collective`: a reduction of whole tensors in equal runs, which a comm does by itself.
+- `RowPart`: rows that have owners. Values decided who has which row (tokens that go to experts, say), so that a plan
+  box by box would be as long as the tensor and of use only once. Here every rank works out with arrays:
+
+  1. which axes change: along those, rows are sharded in one layout or in both, and nothing else changes;
+  2. for each rank that it sends to, which of its local rows that rank wants, in the order in which it wants them;
+  3. for each rank that it receives from, where these rows go.
+
+  Senders and receivers work from the same two layouts, so no sizes are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations, groupby
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from shardwise._cache import cache_by_identity, cache_plans
+from shardwise.comm import Comm
+from shardwise.geometry import Box, Layout, MeshSpec, Replicate, Shard
+from shardwise.geometry.mesh import IntArray
+from shardwise.transfer import BoxMessage, Copy, Step, Topology, Transfer, plan_transfer
+
+REDUCED_BY_COMM = (torch.float32, torch.float64, torch.int32, torch.int64)
+COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
+SMALL_MESSAGE_BYTES = 64 * 1024
+WHOLE_PLAN_RANKS = 256
+_MOST_COMPARED = 64
+
+Message: TypeAlias = tuple[BoxMessage, ...]
+MessagesByRound: TypeAlias = Mapping[int, Mapping[int, Sequence[Message]]]
+BoxSlices: TypeAlias = tuple[int, tuple[slice, ...], int]
+"""A box of a local tensor: which tensor, where in it, and which term of a reduction."""
+TensorBox: TypeAlias = tuple[int, int, tuple[slice, ...] | None]
+"""A box of a rank's local tensor: the rank's index, which tensor, where in it; None is the whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankPart:
+    """A rank's messages by round and peer, its local copies and fills, and the shapes of its destination tensors."""
+
+    sends: MessagesByRound
+    receives: MessagesByRound
+    copies: Sequence[Copy]
+    fills: Sequence[tuple[int, Box]]
+    shapes: Sequence[tuple[int, ...]]
+    reducing: bool
+
+    @cached_property
+    def sent_slices(self) -> Mapping[int, Mapping[int, Sequence[BoxSlices]]]:
+        """The boxes that are sent, by round and peer."""
+        return _list_slices(self.sends)
+
+    @cached_property
+    def received_slices(self) -> Mapping[int, Mapping[int, Sequence[BoxSlices]]]:
+        """The boxes that are received, by round and peer."""
+        return _list_slices(self.receives)
+
+    @cached_property
+    def separate_rounds(self) -> frozenset[int]:
+        """The rounds in which each two boxes received are the same or have nothing in common, and are not too many."""
+        found = set()
+        for number, edges in self.receives.items():
+            boxes = {(m.slot, m.box) for cut in edges.values() for message in cut for m in message}
+            few = len(boxes) <= _MOST_COMPARED
+            if few and not any(a[0] == b[0] and a[1].intersect(b[1]) for a, b in combinations(boxes, 2)):
+                found.add(number)
+        return frozenset(found)
+
+
+def _list_slices(messages: MessagesByRound) -> Mapping[int, Mapping[int, Sequence[BoxSlices]]]:
+    return {
+        number: {
+            peer: [(m.slot, m.box.slices, m.term) for message in cut for m in message] for peer, cut in edges.items()
+        }
+        for number, edges in messages.items()
+    }
+
+
+def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, comm: Comm) -> Transfer:
+    """The plan from which a rank works, for the hosts of its comm: whole in small worlds, else this rank's part."""
+    small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
+    return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else comm.rank, comm.find_topology())
+
+
+@cache_plans
+def _plan_cached(
+    src: Layout,
+    dst: Layout,
+    itemsize: int,
+    max_buffer_bytes: int | None,
+    rank: int | None,
+    topology: Topology | None = None,
+) -> Transfer:
+    return plan_transfer(src, dst, itemsize=itemsize, topology=topology, max_buffer_bytes=max_buffer_bytes, rank=rank)
+
+
+@cache_plans
+def work_out_rank_part(step: Step, rank: int, itemsize: int) -> RankPart:
+    """What a rank does in a step."""
+    receives, copies = step.receives_of(rank), step.copies_of(rank)
+    shapes = step.dst.local_shapes(rank)
+    reached = sum(m.box.numel for m in receives) + sum(c.dst_box.numel for c in copies)
+    reducing = step.op is not None and reached > sum(Box.whole(s).numel for s in shapes)
+    return RankPart(
+        _group_by_round_and_peer(step.sends_of(rank), itemsize),
+        _group_by_round_and_peer(receives, itemsize),
+        copies,
+        step.fills_of(rank),
+        shapes,
+        reducing,
+    )
+
+
+def _group_by_round_and_peer(moves: Sequence[BoxMessage], itemsize: int) -> MessagesByRound:
+    grouped: dict[int, dict[int, list[BoxMessage]]] = {}
+    for (number, peer), group in groupby(moves, key=lambda m: (m.round, m.peer)):
+        grouped.setdefault(number, {}).setdefault(peer, []).extend(group)
+    return {n: {peer: cut_messages(moves, itemsize) for peer, moves in edges.items()} for n, edges in grouped.items()}
+
+
+def cut_messages(moves: Iterable[BoxMessage], itemsize: int) -> list[Message]:
+    """Cut an edge's moves into messages: large boxes alone, runs of small ones together."""
+    cut: list[list[BoxMessage]] = []
+    room = 0
+    for move in moves:
+        size = move.box.numel * itemsize
+        if size >= SMALL_MESSAGE_BYTES or size > room:
+            cut.append([])
+            room = 0 if size >= SMALL_MESSAGE_BYTES else SMALL_MESSAGE_BYTES
+        cut[-1].append(move)
+        room -= size
+    return [tuple(message) for message in cut]
+
+
+def find_local_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["copy", "fill"] | None:
+    """What a rank does if nothing is sent at all and it has one tensor before and after: copy it whole, or fill it.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Replicate
+    >>> whole, terms = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in (Replicate(), Partial("sum")))
+    >>> [find_local_kind(plan_transfer(whole, terms, itemsize=4), rank, 4) for rank in (0, 1)]
+    ['copy', 'fill']
+    """
+    if transfer.rank is not None or len(transfer.steps) != 1 or transfer.steps[0].rounds:
+        return None
+    step = transfer.steps[0]
+    part = work_out_rank_part(step, rank, itemsize)
+    if len(part.shapes) != 1 or step.src.local_shapes(rank) != part.shapes or part.reducing:
+        return None
+    whole = Box.whole(part.shapes[0])
+    if not part.fills and len(part.copies) == 1:
+        return "copy" if part.copies[0].src_box == part.copies[0].dst_box == whole else None
+    return "fill" if not part.copies and [box for _, box in part.fills] == [whole] else None
+
+
+def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """The collective by which all of these ranks can run the transfer at once: all_reduce or reduce_scatter.
+
+    None where it is another transfer, where low precision asks for wider sums, or where a buffer limit is too tight.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Shard
+    >>> kinds = (Partial("sum"), Shard(0), Shard(1))
+    >>> terms, rows, columns = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in kinds)
+    >>> find_whole_collective(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32)
+    'reduce_scatter'
+    >>> find_whole_collective(plan_transfer(terms, columns, itemsize=4), (0, 1), torch.float32) is None
+    True
+    """
+    limit = transfer.max_buffer_bytes
+    if dtype not in REDUCED_BY_COMM or transfer.src.pending is None or transfer.dst.pending is not None:
+        return None
+    if limit is not None and limit < len(ranks) * COMM_WORKSPACE_BYTES:
+        return None
+    found = transfer.collective
+    if found is None or found.groups != (tuple(sorted(ranks)),):
+        return None
+    if found.kind == "all_reduce":
+        return found.kind
+    return found.kind if found.kind == "reduce_scatter" and _ends_in_equal_runs(transfer, ranks) else None
+
+
+def _ends_in_equal_runs(transfer: Transfer, ranks: tuple[int, ...]) -> bool:
+    """Whether the i-th rank ends with the i-th of equally many rows of the box that all of them start from."""
+    starts = {transfer.src.pieces_of(rank)[0].box for rank in ranks if len(transfer.src.pieces_of(rank)) == 1}
+    ends = [transfer.dst.pieces_of(rank) for rank in ranks]
+    if len(starts) != 1 or any(len(pieces) != 1 for pieces in ends):
+        return False
+    whole = starts.pop()
+    if whole.ndim == 0 or whole.sizes[0] % len(ranks):
+        return False
+    rows = whole.sizes[0] // len(ranks)
+    return all(
+        pieces[0].box.offsets == (whole.offsets[0] + i * rows, *whole.offsets[1:])
+        and pieces[0].box.sizes == (rows, *whole.sizes[1:])
+        for i, pieces in enumerate(ends)
+    )
+
+
+@cache_plans
+def list_copies_of_all(
+    transfer: Transfer, ranks: tuple[int, ...], itemsize: int
+) -> Sequence[Sequence[tuple[TensorBox, TensorBox]]] | None:
+    """The copies (target and source) into the tensors of each rank, by which one rank makes a transfer for all of them.
+
+    None where it takes several steps or reduces.
+
+    >>> from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
+    >>> rows, whole = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in (Shard(0), Replicate()))
+    >>> [len(copies) for copies in list_copies_of_all(plan_transfer(rows, whole, itemsize=4), (0, 1), 4)]
+    [2, 2]
+    """
+    if transfer.rank is not None or len(transfer.steps) != 1:
+        return None
+    step = transfer.steps[0]
+    parts = [work_out_rank_part(step, rank, itemsize) for rank in ranks]
+    if step.op is not None or step.in_place or any(part.fills for part in parts):
+        return None
+    return [_list_copies(step, i, ranks, parts) for i in range(len(ranks))]
+
+
+def _list_copies(
+    step: Step, index: int, ranks: tuple[int, ...], parts: Sequence[RankPart]
+) -> list[tuple[TensorBox, TensorBox]]:
+    """The copies into one rank's result."""
+    rank, part = ranks[index], parts[index]
+    found = []
+    for copy in part.copies:
+        found.append(((index, copy.dst_slot, copy.dst_box), (index, copy.src_slot, copy.src_box)))
+    for number, edges in part.receives.items():
+        for peer, messages in edges.items():
+            theirs = ranks.index(peer)
+            sent = chain.from_iterable(parts[theirs].sends[number][rank])
+            for to, at in zip(chain.from_iterable(messages), sent, strict=True):
+                found.append(((index, to.slot, to.box), (theirs, at.slot, at.box)))
+    return [(_cut(to, step.dst.local_shapes(rank)), _cut(at, step.src.local_shapes(ranks[at[0]]))) for to, at in found]
+
+
+def _cut(box: tuple[int, int, Box], shapes: Sequence[tuple[int, ...]]) -> TensorBox:
+    index, slot, place = box
+    return index, slot, None if place.sizes == shapes[slot] else place.slices
+
+
+_MAX_KEPT_ROWS = 1 << 16  # of a layout that is used again and again; rows of longer dims are worked out each time
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowPart:
+    """A move of rows along one dim: local rows for each rank that gets some, and places of what comes from each."""
+
+    dim: int
+    sends: dict[int, IntArray]
+    receives: dict[int, IntArray]
+    shape: tuple[int, ...]
+    is_local: bool
+
+
+def held_rows(layout: Layout, rank: int, dim: int) -> IntArray:
+    """The numbers of the rows of a dim that a rank has, in the order of its local tensor."""
+    if layout.shape[dim] > _MAX_KEPT_ROWS and not layout.depends_on_data:
+        return _find_held_rows(layout, rank, dim)
+    known = _known_rows(layout)
+    if (rank, dim) not in known:
+        known[rank, dim] = _find_held_rows(layout, rank, dim)
+    return known[rank, dim]
+
+
+@cache_by_identity
+def _known_rows(layout: Layout) -> dict[tuple[int, int], IntArray]:
+    """The rows of ranks and dims, as far as they were asked for."""
+    return {}
+
+
+def _find_held_rows(layout: Layout, rank: int, dim: int) -> IntArray:
+    rows = layout.rows_of(rank)
+    at, starts, lengths = (t[rows, dim] for t in (layout.table.local_offsets, layout.table.offsets, layout.table.sizes))
+    filled = np.flatnonzero(lengths)
+    first = filled[np.unique(at[filled], return_index=True)[1]]  # cells that differ in other dims have the same rows
+    starts, lengths = starts[first], lengths[first]
+    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return shift + np.arange(len(shift))
+
+
+def plan_rows(src: Layout, dst: Layout, rank: int) -> RowPart | None:
+    """How a rank takes part in a move, or None where more than the owners of rows of one dim changes."""
+    if not isinstance(src.spec, MeshSpec) or not isinstance(dst.spec, MeshSpec) or src.spec.mesh != dst.spec.mesh:
+        return None
+    before, after = src.spec.resolved(src.shape), dst.spec.resolved(dst.shape)
+    changed = [a for a, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p != q]
+    pairs = [(before.placements[a], after.placements[a]) for a in changed]
+    dims = {p.dim for pair in pairs for p in pair if isinstance(p, Shard)}
+    if len(dims) != 1 or any(not isinstance(p, Shard | Replicate) for pair in pairs for p in pair):
+        return None
+    dim = dims.pop()
+    if not _keeps_other_cuts(before, changed, dim) or not _keeps_other_cuts(after, changed, dim):
+        return None
+    cut = [a for a in changed if isinstance(before.placements[a], Shard)]
+    receivers = _ranks_along(before, rank, changed)
+    sends, receives = {}, {}
+    wanted, places = held_rows(dst, rank, dim), _places_of(held_rows(src, rank, dim), src.shape[dim])
+    for peer in receivers:
+        if rank in _ranks_along(before, peer, cut):
+            at = places[held_rows(dst, peer, dim)]
+            sends[peer] = at[at >= 0]
+    for peer in _ranks_along(before, rank, cut):
+        receives[peer] = np.flatnonzero(_places_of(held_rows(src, peer, dim), src.shape[dim])[wanted] >= 0)
+    return RowPart(dim, sends, receives, dst.local_shapes(rank)[0], not cut)
+
+
+def _keeps_other_cuts(spec: MeshSpec, changed: Sequence[int], dim: int) -> bool:
+    """Whether what other axes make of the dim does not depend on the axes that change."""
+    order = [spec.mesh.axis_index(name) for name in spec.order]
+    first = min(order.index(a) for a in changed)
+    for axis, placement in enumerate(spec.placements):
+        cuts = axis not in changed and isinstance(placement, Shard) and placement.dim == dim
+        if cuts and order.index(axis) > first and placement.owners is None:  # type: ignore[union-attr]  # it is a Shard
+            return False
+    return True
+
+
+def _ranks_along(spec: MeshSpec, rank: int, axes: Sequence[int]) -> list[int]:
+    """The ranks that differ from one at most in their places along some axes."""
+    at = np.argwhere(spec.mesh.ranks == rank)[0]
+    index = tuple(slice(None) if a in axes else int(at[a]) for a in range(spec.mesh.ndim))
+    return [int(r) for r in np.asarray(spec.mesh.ranks[index]).reshape(-1)]
+
+
+def _places_of(rows: IntArray, length: int) -> IntArray:
+    """For each row of the dim its place among some rows, -1 for others."""
+    places = np.full(length, -1, np.int64)
+    places[rows] = np.arange(len(rows))
+    return places

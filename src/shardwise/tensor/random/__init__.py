@@ -1,1 +1,0 @@
-"""Random numbers that do not depend on the layout."""

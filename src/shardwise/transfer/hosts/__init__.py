@@ -1,1 +1,0 @@
-"""Plans that send as few bytes as possible between hosts."""

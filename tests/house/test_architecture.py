@@ -1,0 +1,329 @@
+"""Does the source keep its shape: imports that point down, a core without torch, small files and functions?
+
+1. Every import of the package is found by parsing, also those inside functions and under TYPE_CHECKING.
+2. A module's layer is that of its top folder; it may import its own layer and those below.
+3. What must load without torch is loaded in a fresh interpreter, which reports the modules it holds.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+LAYERS = {
+    "geometry": 0,
+    "transfer": 1,
+    "comm": 2,
+    "tensor": 3,
+    "ops": 3,
+    "compiler": 4,
+    "nn": 4,
+    "checkpoint": 4,
+    "compat": 4,
+    "tracing": 4,
+    "hf": 5,
+    "planner": 5,
+    "view": 5,
+    "page": 5,
+    "cli": 6,
+    "testing": 7,
+    "__main__": 7,
+}
+LEAF, TOP = -1, 7
+PURE = ("geometry", "transfer")
+LAZY = ("shardwise", "shardwise.cli", "shardwise.testing")  # may import inside functions: start-up must not load torch
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 900, 70
+IMPORT_CALLS = {"importlib.import_module", "import_module", "__import__"}
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "tensor", "zeros"}
+FACTORIES |= {"rand", "randint", "randn", "randperm"}
+DEFAULT_DEVICE_USERS = ("shardwise.cli.demo", "shardwise.comm.local")  # a user's program; asks which device it is
+TEXT_SUFFIXES = {".py", ".js", ".html", ".css"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, where it stands, and whether it runs when the module is loaded."""
+
+    target: str
+    line: int
+    in_function: bool
+    only_for_types: bool
+
+
+def modules(root: Path = SRC) -> dict[str, Path]:
+    """All modules under root by dotted name."""
+    paths = sorted(root.rglob("*.py"))
+    return {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+
+
+def imports_of(name: str, path: Path) -> list[Import]:
+    """Every import statement of a module, relative ones made absolute; `from a import b` gives `a.b`."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return list(_walk(ast.parse(path.read_text()), package, False, False))
+
+
+def _walk(node: ast.AST, package: str, in_function: bool, only_for_types: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for target in _targets(child, package):
+            yield Import(target, getattr(child, "lineno", 0), in_function, only_for_types)
+        called = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = only_for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        yield from _walk(child, package, called, typing)
+
+
+def _targets(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*up, *([node.module] if node.module else [])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORT_CALLS:
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return []
+
+
+def layer_of(name: str) -> int:
+    """The layer of a dotted name of the package; a root module whose name starts with one underscore is a leaf."""
+    parts = name.split(".")
+    if len(parts) == 1:
+        return TOP
+    if parts[1] in LAYERS:
+        return LAYERS[parts[1]]
+    return LEAF if parts[1].startswith("_") and not parts[1].startswith("__") else TOP
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def upward_imports(root: Path) -> list[str]:
+    """Imports of a higher layer, one line each."""
+    return [
+        f"{name}:{item.line} (L{layer_of(name)}) imports {item.target} (L{layer_of(item.target)})"
+        for name, path in modules(root).items()
+        for item in imports_of(name, path)
+        if inside(item.target, "shardwise") and layer_of(item.target) > layer_of(name)
+    ]
+
+
+def load_time_graph(root: Path) -> dict[str, set[str]]:
+    """Which modules of the package each module imports when it is loaded."""
+    known = modules(root)
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        wanted = [i.target for i in imports_of(name, path) if not i.in_function and not i.only_for_types]
+        found = {t if t in known else t.rpartition(".")[0] for t in wanted}
+        graph[name] = {t for t in found if t in known}
+    return graph
+
+
+def imports_in_functions(root: Path) -> list[str]:
+    """Imports of the package inside functions, where the module is not one that loads names on first use."""
+    return [
+        f"{name}:{item.line} imports {item.target} inside a function"
+        for name, path in modules(root).items()
+        if name != LAZY[0] and not any(inside(name, lazy) for lazy in LAZY[1:])
+        for item in imports_of(name, path)
+        if item.in_function and inside(item.target, "shardwise")
+    ]
+
+
+def imports_matching(root: Path, target: str, packages: tuple[str, ...] = ()) -> list[str]:
+    """Imports of a package called target in the modules of the given top folders (all when none is given)."""
+    return [
+        f"{name}:{item.line} imports {item.target}"
+        for name, path in modules(root).items()
+        if not packages or any(inside(name, f"shardwise.{p}") for p in packages)
+        for item in imports_of(name, path)
+        if inside(item.target, target)
+    ]
+
+
+def torch_modules_after(statement: str) -> list[str]:
+    """The modules of torch that a fresh interpreter holds after running a statement."""
+    report = "import sys; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
+    command = [sys.executable, "-c", f"{statement}\n{report}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def too_long(root: Path) -> list[str]:
+    """Files and functions over the limits, one line each."""
+    files = [p for p in sorted(root.rglob("*")) if p.suffix in TEXT_SUFFIXES]
+    lengths = {p: len(p.read_text().splitlines()) for p in files}
+    found = [f"{p.relative_to(root)}: {n} lines" for p, n in lengths.items() if n > MAX_FILE_LINES]
+    for path in (p for p in files if p.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    found.append(f"{path.relative_to(root)}:{node.lineno} {node.name}: {length} lines")
+    return found
+
+
+def find_unnamed_devices(root: Path) -> list[str]:
+    """Calls such as `torch.zeros(2)`: their tensors would be on whichever device a user has made torch's default."""
+    found = []
+    for name, path in modules(root).items():
+        if not name.startswith(DEFAULT_DEVICE_USERS):
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            found += [f"{name}:{c.lineno}: {ast.unparse(c)}" for c in calls if _makes_tensor_anywhere(c)]
+    return found
+
+
+def find_gathers(root: Path) -> list[str]:
+    """Calls of `all_gather_bytes` outside of comm, whose `agree.py` asks all small questions to all ranks."""
+    return [
+        f"{name}:{node.lineno}"
+        for name, path in modules(root).items()
+        if not inside(name, "shardwise.comm") and not inside(name, "shardwise.testing")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".all_gather_bytes")
+    ]
+
+
+def _makes_tensor_anywhere(call: ast.Call) -> bool:
+    made = (
+        isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch" and call.func.attr in FACTORIES
+    )
+    return made and not any(k.arg in ("device", None) for k in call.keywords)
+
+
+def test_every_top_module_has_a_layer() -> None:
+    tops = {name.split(".")[1] for name in modules() if "." in name}
+    unknown = {t for t in tops if t not in LAYERS and (not t.startswith("_") or t.startswith("__"))}
+    assert not unknown, f"add {sorted(unknown)} to LAYERS"
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(SRC) == []
+
+
+def test_modules_load_without_cycles() -> None:
+    try:
+        graphlib.TopologicalSorter(load_time_graph(SRC)).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("import cycle: " + " <- ".join(error.args[1]))
+
+
+def test_no_import_hides_in_a_function() -> None:
+    assert imports_in_functions(SRC) == []
+
+
+def test_core_never_names_torch() -> None:
+    assert imports_matching(SRC, "torch", PURE) == []
+
+
+def test_torchs_own_shard_package_is_never_imported() -> None:
+    assert imports_matching(SRC, "torch.distributed._shard") == []
+
+
+def test_nothing_imports_the_drop_in_package() -> None:
+    assert [line for line in imports_matching(SRC, "shardwise.compat") if not line.startswith("shardwise.compat")] == []
+
+
+def test_core_loads_without_torch() -> None:
+    core = [name for name in modules() if any(inside(name, f"shardwise.{p}") for p in PURE)]
+    assert {name.split(".")[1] for name in core} == set(PURE)
+    assert torch_modules_after("import " + ", ".join(core)) == []
+
+
+@pytest.mark.parametrize("name", ["shardwise", "shardwise.cli.main", "shardwise.checkpoint.store"])
+def test_entrances_load_without_torch(name: str) -> None:
+    assert torch_modules_after(f"import {name}") == []
+
+
+def test_files_and_functions_are_small() -> None:
+    assert too_long(SRC) == []
+
+
+# Each check above is shown to fail on a package that breaks its rule.
+
+
+def write_package(root: Path, **sources: str) -> Path:
+    for dotted, source in sources.items():
+        path = root / "shardwise" / (dotted.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return root
+
+
+def test_tensors_name_their_device() -> None:
+    assert find_unnamed_devices(SRC) == []
+
+
+def test_questions_to_all_ranks_go_through_agree() -> None:
+    assert find_gathers(SRC) == []
+
+
+def test_loaded_torch_is_reported() -> None:
+    assert "torch" in torch_modules_after("import torch")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from shardwise.tensor import api\n",
+        "from ..tensor import api\n",
+        "def f():\n    import shardwise.tensor.api\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.tensor.api import X\n",
+        "import importlib\nx = importlib.import_module('shardwise.tensor.api')\n",
+        "from shardwise import Box\n",
+    ],
+)
+def test_upward_import_is_reported(tmp_path: Path, source: str) -> None:
+    root = write_package(tmp_path, geometry__box=source, tensor__api="")
+    assert len(upward_imports(root)) == 1
+    assert upward_imports(root)[0].startswith("shardwise.geometry.box:")
+
+
+def test_downward_import_is_accepted(tmp_path: Path) -> None:
+    root = write_package(tmp_path, geometry__box="", tensor__api="from ..geometry.box import Box\n", _version="")
+    assert upward_imports(root) == []
+
+
+def test_cycle_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, geometry__a="from shardwise.geometry import b\n", geometry__b="from . import a\n")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(load_time_graph(root)).prepare()
+
+
+def test_import_in_function_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, ops__a="def f():\n    from shardwise.tensor import b\n", cli__main="")
+    assert imports_in_functions(root) == ["shardwise.ops.a:2 imports shardwise.tensor.b inside a function"]
+
+
+@pytest.mark.parametrize("source", ["import torch\n", "def f():\n    from torch import nn\n"])
+def test_torch_in_the_core_is_reported(tmp_path: Path, source: str) -> None:
+    root = write_package(tmp_path, transfer__plan=source)
+    assert len(imports_matching(root, "torch", PURE)) == 1
+
+
+def test_import_of_torchs_shard_package_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, compat__x="from torch.distributed import _shard\n")
+    assert imports_matching(root, "torch.distributed._shard") == [
+        "shardwise.compat.x:1 imports torch.distributed._shard"
+    ]
+
+
+def test_long_file_and_function_are_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, a="x = 1\n" * 901, b="def f():\n" + "    x = 1\n" * 70)
+    assert too_long(root) == ["shardwise/a.py: 901 lines", "shardwise/b.py:1 f: 71 lines"]
+
+
+def test_tensor_on_the_default_device_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, nn__a="torch.zeros(2)\ntorch.ones(2, device='cpu')\ntorch.zeros(2, **options)\n")
+    assert find_unnamed_devices(root) == ["shardwise.nn.a:1: torch.zeros(2)"]
+
+
+def test_question_that_does_not_go_through_agree_is_reported(tmp_path: Path) -> None:
+    root = write_package(tmp_path, nn="def f(comm):\n    comm.all_gather_bytes(b'', label='x')\n")
+    assert find_gathers(root) == ["shardwise.nn:2"]

@@ -1,0 +1,51 @@
+"""The names at the top of the package: each loads, and those of modules that need torch are those modules' own."""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import shardwise
+
+
+@pytest.mark.parametrize("name", [*shardwise.__all__, "open", "compile"])
+def test_every_name_loads(name: str) -> None:
+    assert getattr(shardwise, name) is not None
+    assert name in dir(shardwise)
+
+
+def test_names_of_modules_are_those_of_the_package() -> None:
+    nn = import_module("shardwise.nn")
+    both = sorted(set(nn.__all__) & set(shardwise.__all__))
+    assert {"ModelPlan", "BalancedPlanner", "ShardedOptimizer", "load_plan", "shard_module"} <= set(both)
+    assert all(getattr(shardwise, name) is getattr(nn, name) for name in both)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'shard_modul'"):
+        shardwise.shard_modul  # noqa: B018  # the attribute is what is asked for
+
+
+def test_packages_load_on_first_use_and_do_not_hide_names_of_the_caller() -> None:
+    """As the README has it: `import shardwise; shardwise.compat.install()`, without another import."""
+    code = "import shardwise; print(shardwise.compat.install, shardwise.compat._shard, shardwise.nn.ModelPlan)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert {"checkpoint", "compat", "nn", "testing"} <= set(dir(shardwise))
+    assert not {"checkpoint", "compat", "nn", "testing"} & set(shardwise.__all__)
+    with pytest.raises(AttributeError, match=r"module 'shardwise.compat' has no attribute '_shards'"):
+        shardwise.compat._shards  # type: ignore[attr-defined]  # noqa: B018  # the attribute is what is asked for
+
+
+def test_no_builtin_is_hidden_by_a_star_import() -> None:
+    assert not set(dir(builtins)) & {*shardwise.__all__, *shardwise.checkpoint.__all__}
+    assert {"open", "compile"} <= set(dir(shardwise)) and "open" in dir(shardwise.checkpoint)
+
+
+def test_the_drop_in_names_come_with_the_operators() -> None:
+    code = "import shardwise.compat._shard, sys; print('shardwise.ops.engine' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,181 @@
+"""A rank that has no part of a tensor takes part in the same exchanges as the others, and knows where the tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.comm import Comm, run_local
+from shardwise.comm.local import LocalComm
+from shardwise.comm.process_group import ProcessGroupComm
+from shardwise.comm.protocol import Capabilities, CompletedWork, Work
+
+PLACES = {
+    "outside": "on tp=2 @ 0,2: S(0)",
+    "outside, summed": "on tp=2 @ 0,2: P",
+    "empty": "on tp=3: S(0) sizes(0,4,0)",
+    "boxes": "as pieces 0[0:2,0:6], 2[2:4,0:6]",
+}
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "mean of columns": lambda x: x.mean(0),
+    "product": lambda x: F.gelu(x @ x.mT).sum(1),
+    "maximum": lambda x: x.amax(0) * x.std(),
+}
+
+
+def values() -> Tensor:
+    return torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_without_parts_choose_as_the_others(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU memory may be lent instead of packed: what a rank has must not decide that."""
+    monkeypatch.setattr(LocalComm, "capabilities", Capabilities(reads_peers=True, fuses_moves=True))
+
+    def body(comm: Comm) -> None:
+        for name, program in PROGRAMS.items():
+            whole = values().requires_grad_()
+            x = sw.shard(values(), PLACES[place]).requires_grad_()
+            expected, found = program(whole), program(x)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            assert x.grad is not None and whole.grad is not None
+            torch.testing.assert_close(found.full_tensor(), expected, msg=name)
+            torch.testing.assert_close(x.grad.full_tensor(), whole.grad, msg=name)
+
+    run_local(body, 3, timeout=60)
+
+
+IN_PLACE_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(1, 0),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze(0).squeeze_(0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE_VIEWS)
+@pytest.mark.parametrize("place", PLACES)
+def test_views_in_place_have_their_shape_on_every_rank(place: str, name: str) -> None:
+    view = IN_PLACE_VIEWS[name]
+
+    def body(comm: Comm) -> None:
+        whole, x = values().requires_grad_(), sw.shard(values(), PLACES[place]).requires_grad_()
+        expected, held = whole * 2, x * 2
+        seen, found = view(expected), view(held)
+        if name != "squeeze_":
+            assert found is held and tuple(held.shape) == tuple(expected.shape)
+        assert tuple(found.shape) == tuple(found.sharding.shape) == tuple(seen.shape)
+        torch.testing.assert_close((found * 3).full_tensor(), seen * 3)
+        (found * found).sum().backward()
+        (seen * seen).sum().backward()
+        assert x.grad is not None and whole.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+    run_local(body, 3, timeout=60)
+
+
+def test_a_leaf_is_not_turned_in_place_on_any_rank() -> None:
+    def body(comm: Comm) -> None:
+        x = sw.shard(values(), PLACES["outside"]).requires_grad_()
+        with pytest.raises(RuntimeError, match="in place, as a leaf"):
+            x.t_()
+        assert tuple(x.shape) == (4, 6)
+
+    run_local(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_ranks_that_pass_nothing_have_their_part_where_the_source_has_its(grad: bool) -> None:
+    def body(comm: Comm) -> list[str]:
+        assert isinstance(comm, LocalComm)
+        comm.device = torch.device("meta")  # no part may be made there
+        whole = values().requires_grad_(grad)
+        mine = [values().requires_grad_(grad)] if comm.rank == 0 else []
+        made = [
+            sw.shard(whole if comm.rank == 1 else None, "on tp=2: S(0)", src_rank=1),
+            sw.shard(whole, "on tp=1 @ 0: R"),
+            sw.from_local(mine, "on tp=1 @ 0: R", (4, 6)),
+        ]
+        moved = [x.redistribute("on tp=2: S(1)") for x in made]
+        return [str(x.device) for x in made] + [str(x.local_tensor().device) for x in moved]
+
+    here = str(values().device)
+    assert run_local(body, 2, timeout=60) == [[here] * 6] * 2
+
+
+def test_what_a_rank_receives_is_where_the_tensor_is() -> None:
+    """Also where the comm has another device and the rank had no part before."""
+
+    def body(comm: Comm) -> list[str]:
+        assert isinstance(comm, LocalComm)
+        x = sw.shard(values(), "on tp=1 @ 0: R").requires_grad_()
+        comm.device = torch.device("meta")  # no result may be made there
+        moved = x.redistribute("on tp=2: S(0)")
+        plain = x.detach().redistribute("on tp=2: S(1)")
+        started = x.detach().redistribute("on tp=2: R", async_op=True).wait()
+        found = [str(t.local_tensor().device) for t in (moved, plain, started)]
+        assert moved.local_tensor().sum() == values()[2 * comm.rank : 2 * comm.rank + 2].sum()
+        return found
+
+    here = str(values().device)
+    assert run_local(body, 2, timeout=60) == [[here] * 3] * 2
+
+
+def test_states_of_an_optimizer_are_where_the_parameter_is() -> None:
+    """Also on a rank that has no part of it, and learns of them from the others."""
+
+    def body(comm: Comm) -> set[str]:
+        assert isinstance(comm, LocalComm)
+        comm.device = torch.device("meta")  # no state may be made there
+        weight = torch.nn.Parameter(sw.shard(values(), "on tp=1 @ 0: R"))
+        optimizer = sw.ShardedOptimizer({"w": weight}, torch.optim.Adam, lr=0.5)
+        (weight * weight).sum().backward()
+        optimizer.step()
+        states = optimizer.state_dict()["state"]["w"]
+        assert {"exp_avg", "exp_avg_sq", "step"} <= set(states)
+        return {str(states[name].device) for name in ("exp_avg", "exp_avg_sq")}
+
+    assert run_local(body, 2, timeout=60) == [{str(values().device)}] * 2
+
+
+class NotingEngine:
+    """An engine that lends device memory, and notes the calls that ranks compare."""
+
+    device = torch.device("meta")
+    awaited = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def exchange_boxes(self, *boxes: Any, call: str) -> Work:
+        self.calls.append(call)
+        return CompletedWork()
+
+    lend = exchange_boxes
+
+
+def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
+    """Where a rank's tensors are must not show in the call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm, engine = ProcessGroupComm(), NotingEngine()
+        comm._engine = engine  # type: ignore[assignment]  # as much of one as is used
+        for bases in ([], [torch.empty(2)], [torch.empty(2, device="meta")]):
+            comm.exchange_boxes({0: bases}, {}, label="move").wait()
+        comm.exchange_boxes({}, {}, label="move").wait()
+        assert len(engine.calls) == 4 and len(set(engine.calls)) == 1
+        comm.lend({}, (), lambda lent: None, label="move").wait()
+        assert engine.calls[-1] != engine.calls[0]  # these do not fit together
+    finally:
+        dist.destroy_process_group()
