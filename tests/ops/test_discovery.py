@@ -13,7 +13,6 @@ from torch import Tensor
 import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.call import split_call
 from shardwise.ops.discovery import limit_integers
 from shardwise.ops.registration import (
     AutoRule,
@@ -23,7 +22,7 @@ from shardwise.ops.registration import (
     register_sharding,
     remove_sharding,
 )
-from shardwise.ops.rule import TensorMeta, find_rule, normalise_strategies
+from shardwise.ops.rule import TensorMeta, find_rule, normalise_strategies, split_call
 
 aten = torch.ops.aten
 X, Y = torch.zeros(8, 6), torch.zeros(6, 5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import Comm, Mesh, MeshSpec, Partial, Placement, Replicate, Shard, ShardedTensor, explain, shard
 from shardwise.comm import run_local
 from shardwise.ops.explain import Log
-from shardwise.ops.placement_cost import change_cost
+from shardwise.ops.propagation import change_cost
 
 RANKS, WIDTH, TOKENS, HEAD = 2, 8, 6, 2
 ROWS, COLUMNS = ("query", "key", "value", "up"), ("out", "down")

@@ -24,9 +24,9 @@ from shardwise.ops.dispatch_cache import call_fast_path
 from shardwise.ops.dtensor_rules import TorchRule, torch_placements
 from shardwise.ops.engine import call_operator
 from shardwise.ops.explain import LogEntry, check_may_communicate, layout_brief, record_entry
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Rule
+from shardwise.ops.views import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, bind_dispatch, enter_function, sharded_leaves
 from shardwise.tensor.functions import TENSOR_MODULE, from_dtensor
 from shardwise.tensor.move import describe_tensor

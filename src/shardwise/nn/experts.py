@@ -36,8 +36,7 @@ from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import bounds, chunk_sizes
 from shardwise.ops.explain import check_may_communicate
 from shardwise.ops.implicit_replication import replicate
-from shardwise.ops.placement_cost import mesh_view
-from shardwise.ops.views import redistribute_to
+from shardwise.ops.views import mesh_view, redistribute_to
 from shardwise.tensor.execute import exchange_blocks
 from shardwise.tensor.recorder import notify_watchers
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

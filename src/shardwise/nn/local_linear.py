@@ -19,8 +19,8 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Mesh, MeshSpec, Shard
 from shardwise.nn.lookup import as_matrix, default_implementation, is_local_batch
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.unshard import vary_along
+from shardwise.ops.views import mesh_view
 from shardwise.tensor.dispatch import register_function
 from shardwise.tensor.move import move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

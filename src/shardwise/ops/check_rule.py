@@ -20,7 +20,6 @@ from torch import Tensor
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.ops.call import OperatorCall, is_pointwise, resolve_op, split_call
 from shardwise.ops.discovery import (
     COARSE,
     TOLERANCE,
@@ -37,9 +36,21 @@ from shardwise.ops.discovery import (
     written_tensors,
 )
 from shardwise.ops.engine import compute
-from shardwise.ops.placement_cost import same_kind
+from shardwise.ops.propagation import same_kind
 from shardwise.ops.registration import format_strategy
-from shardwise.ops.rule import Rule, Steps, Strategy, TensorMeta, ask_rule, find_rule, set_rule
+from shardwise.ops.rule import (
+    OperatorCall,
+    Rule,
+    Steps,
+    Strategy,
+    TensorMeta,
+    ask_rule,
+    find_rule,
+    is_pointwise,
+    resolve_op,
+    set_rule,
+    split_call,
+)
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import chunk_sizes
-from shardwise.ops.call import OperatorCall, Slot, written_slots
-from shardwise.ops.rule import Strategy
+from shardwise.ops.rule import OperatorCall, Slot, Strategy, written_slots
 
 InputPlacements = tuple[Placement, ...]
 INF, NAN = float("inf"), float("nan")

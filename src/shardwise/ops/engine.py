@@ -38,16 +38,6 @@ from shardwise._cache import Cache, cached
 from shardwise._torch import aten, decompose, decomposition_table, is_composite, pytree
 from shardwise.comm import Comm, CommError
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.call import (
-    OperatorCall,
-    find_functional,
-    has_tag,
-    is_pointwise,
-    key_without_numbers,
-    name_of,
-    split_call,
-    written_slots,
-)
 from shardwise.ops.dispatch_cache import is_function_recorded, note_entry, note_operator, note_special
 from shardwise.ops.explain import LogEntry, is_explaining_or_forbidding, layout_brief, record_entry
 from shardwise.ops.implicit_replication import (
@@ -61,12 +51,21 @@ from shardwise.ops.implicit_replication import (
 )
 from shardwise.ops.irregular import is_irregular, mark_views_of_moved, put_on_mesh, run_on_pieces
 from shardwise.ops.non_participating import count_versions, leave, refuse_unknown_shapes, take_part
-from shardwise.ops.placement_cost import mesh_spec
 from shardwise.ops.propagation import Decision, WrittenMoveError, cut_like, decide, first_positions
-from shardwise.ops.rule import Steps, find_rule
+from shardwise.ops.rule import (
+    OperatorCall,
+    Steps,
+    find_functional,
+    find_rule,
+    has_tag,
+    is_pointwise,
+    key_without_numbers,
+    name_of,
+    split_call,
+    written_slots,
+)
 from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, move_input, vary_along
-from shardwise.ops.views import LocalView, redistribute_to
-from shardwise.ops.writes import allow_writes, note_strides
+from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharded_leaves
 from shardwise.tensor.move import format_layout_text, is_differentiated
 from shardwise.tensor.recorder import user_line

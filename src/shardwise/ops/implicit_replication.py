@@ -14,9 +14,8 @@ from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.call import OperatorCall, Slot
-from shardwise.ops.placement_cost import find_mesh, mesh_view, view_on_mesh
-from shardwise.ops.views import redistribute_to
+from shardwise.ops.rule import OperatorCall, Slot
+from shardwise.ops.views import find_mesh, mesh_view, redistribute_to, view_on_mesh
 from shardwise.tensor.dispatch import UnsupportedOpError, is_plain_passed, register_function, run_function
 from shardwise.tensor.move import is_differentiated
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -37,11 +37,10 @@ from shardwise.geometry import (
     Replicate,
     Shard,
 )
-from shardwise.ops.call import OperatorCall, is_pointwise
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.propagation import WrittenMoveError
+from shardwise.ops.rule import OperatorCall, is_pointwise
 from shardwise.ops.unshard import vary_along
-from shardwise.ops.views import all_dims, arguments_by_name, redistribute_to
+from shardwise.ops.views import all_dims, arguments_by_name, mesh_view, redistribute_to
 from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 from shardwise.tensor.writes import check_leaf_without_data, gives_views, mark_copied

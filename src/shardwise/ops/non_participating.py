@@ -23,11 +23,10 @@ from shardwise._torch import aten, is_composite, pytree
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import MeshSpec
-from shardwise.ops.call import OperatorCall, has_tag, is_pointwise
 from shardwise.ops.dispatch_cache import note_special
 from shardwise.ops.implicit_replication import copy_mesh_note
 from shardwise.ops.irregular import is_irregular
-from shardwise.ops.rule import Steps, find_rule
+from shardwise.ops.rule import OperatorCall, Steps, find_rule, has_tag, is_pointwise
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -45,15 +45,69 @@ from shardwise.geometry import (
     Shard,
     format_placement,
 )
-from shardwise.ops.call import OperatorCall, is_pointwise, is_pure
-from shardwise.ops.placement_cost import change_cost, mesh_spec, mesh_view, result_cost, same_kind
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, ask_rule, find_rule, rule_ignores_lengths
+from shardwise.ops.rule import (
+    OperatorCall,
+    Steps,
+    Strategy,
+    TensorMeta,
+    ask_rule,
+    find_rule,
+    is_pointwise,
+    is_pure,
+    rule_ignores_lengths,
+)
 from shardwise.ops.rules.pointwise import pointwise_rule
 from shardwise.ops.unshard import is_summed
+from shardwise.ops.views import mesh_spec, mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.writes import gives_views
+
+
+def same_kind(one: Placement, other: Placement) -> bool:
+    """Whether two placements agree up to how a Shard is cut."""
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.dim == other.dim
+    return one == other
+
+
+def change_cost(now: Placement, then: Placement, nbytes: float, ranks: int) -> float:
+    """The bytes that a rank receives when one axis of `ranks` ranks changes what it does to a tensor of `nbytes` bytes.
+
+    One direction is counted, and the gradients take as much on their way back: what is gathered forward is summed and
+    scattered backward. A sum takes both at once, wherever it goes: what is saved by scattering it is paid when the
+    gradients are gathered. A change that moves nothing costs a fraction of a byte, so of two free strategies the one
+    without changes wins, and a sum stays pending where it may.
+    """
+    share = nbytes * (ranks - 1) / ranks
+    if same_kind(now, then):
+        recut = isinstance(then, Shard) and not then.is_plain and then != now  # a plain Shard means: as it is cut
+        return 0.5 + share / ranks if recut else 0.0
+    if isinstance(now, Partial):
+        return share + (1.5 if isinstance(then, Shard) else 1.0)
+    if isinstance(then, Partial):
+        return 2.0 if isinstance(now, Shard) else 0.5
+    if isinstance(now, Replicate):
+        return 0.25
+    return 0.5 + (share if isinstance(then, Replicate) else share / ranks)
+
+
+def result_cost(
+    result: Placement | None, belongs: Sequence[Placement | None], split: bool, nbytes: float, ranks: int
+) -> float:
+    """The bytes that a rank receives until a result of `nbytes` bytes is where it belongs, counted as by `change_cost`.
+
+    `belongs` are the splits of results for which an input stays as it is split; `split`: an input is split.
+    A pending result is summed. One that every rank has, though the inputs were split, counts as much: all that follows
+    is computed by every rank.
+    """
+    share = nbytes * (ranks - 1) / ranks
+    if isinstance(result, Partial):
+        return share
+    if not split or result is None or any(p is not None and same_kind(result, p) for p in belongs):
+        return 0.0
+    return share / ranks if belongs and isinstance(result, Shard) else share
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How is a rule registered? Built-in ones and users' own use the same decorator; `registry.py` says what a rule is.
+"""How is a rule registered? Built-in ones and users' own use the same decorator; `rule.py` says what a rule is.
 
 A rule that discovers its strategies by experiment, when it first sees a new kind of arguments.
 
@@ -32,7 +32,6 @@ from torch import Tensor
 from shardwise._text import package_logger
 from shardwise._torch import present_ops
 from shardwise.geometry import Placement, Shard
-from shardwise.ops.call import OperatorCall, Slot, resolve_op, split_call
 from shardwise.ops.discovery import (
     UNIT,
     Findings,
@@ -43,7 +42,18 @@ from shardwise.ops.discovery import (
     make_runnable,
 )
 from shardwise.ops.dtensor_rules import register_dtensor_rule, remove_dtensor_rule
-from shardwise.ops.rule import OperatorCode, Steps, Strategy, TensorMeta, find_rule, set_rule
+from shardwise.ops.rule import (
+    OperatorCall,
+    OperatorCode,
+    Slot,
+    Steps,
+    Strategy,
+    TensorMeta,
+    find_rule,
+    resolve_op,
+    set_rule,
+    split_call,
+)
 
 log = package_logger(__name__)
 SMALLEST_LENGTH = 6

@@ -1,49 +1,151 @@
-"""How do the cuts of a tensor's dims become cuts of its dims after a view?
+"""A layout seen on a mesh, what views do to it, and which of their results are views of the whole tensor.
 
-1. Dims of input and output are matched into groups of equal products; an unchanged dim keeps its cut.
-2. In the other groups all dims are merged into one flat dim. A cut of one of them becomes a *pattern*: runs of these
-   lengths, repeated with a period (the length of the dim times all that is inside it).
-3. Each pattern is given to the output dim that has this period. A pattern without such a dim is kept as blocks or
-   groups inside a longer dim; it is refused where a boundary falls inside a row of the output.
-
-Which layout does a tensor take before a view that cannot carry its cuts over?
-
-Each axis is decided on its own, from the lengths of the dims that are merged or split, so that a batch of any length is
-treated alike. An axis takes the first of these for which the view can be expressed:
-
-1. the cut that it has;
-2. the same dim, cut in even chunks;
-3. the same dim, cut so that one dim of the result is: one that the ranks divide evenly first, then any;
-4. no cut: the axis replicates.
-
-What computations over sharded dims need: which axes split a dim, pending values reduced, one row for each rank.
-
-A reduction over a sharded dim that is not a plain sum or maximum takes two steps: each rank reduces what it has
-to one row, the rows (one for each rank along the dim) are gathered, and the small result is reduced again.
-Gradients follow from the tape: gathering rows is a move, and its backward sends nothing.
-
-Where are this rank's local tensors in the global ones? What a strategy's function may ask.
+1. `mesh_view`: the placements that mean a layout. What computations over sharded dims ask of them: which axes split a
+   dim, where this rank's local tensors are in the global ones (`LocalView`), pending values reduced, one row for each
+   rank. A reduction over a sharded dim that is not a plain sum or maximum takes two steps: each rank reduces its part
+   to one row, the rows (one for each rank along the dim) are gathered, and the small result is reduced again.
+2. `view_spec`: how cuts of dims become cuts of dims after a view. Dims of input and output are matched into groups of
+   equal products; an unchanged dim keeps its cut. In the other groups all dims are merged into one flat dim. A cut of
+   one of them becomes a *pattern*: runs of these lengths, repeated with a period (the length of the dim times all that
+   is inside it). Each pattern is given to the output dim that has this period. A pattern without such a dim is kept as
+   blocks or groups inside a longer dim; it is refused where a boundary falls inside a row of the output.
+3. `recut_for_view`: which layout a tensor takes before a view that cannot carry its cuts over. Each axis is decided on
+   its own, from the lengths of the dims that are merged or split, so that a batch of any length is treated alike. It
+   takes the first of these for which the view can be expressed: the cut that it has; the same dim, cut in even chunks;
+   the same dim, cut so that one dim of the result is, one that the ranks divide evenly first; no cut, it replicates.
+4. `note_strides`: which strides the results of an operator would have as whole tensors (`tensor/views.py`). Torch
+   answers: it runs the operator once for each kind of call on tensors without memory.
+5. `allow_writes`: what is written to a copied view is written to the tensor that it was taken from. A row of a sharded
+   dim, a slice of a dim cut in blocks or a view in another cut is a copy, where torch returns a view. Each operator
+   that takes such a view has one that puts values in its place, by which `x[2] += 1` reaches `x`. Where a mesh leaves
+   out ranks, writes stay refused: those ranks have no copies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise._cache import cache_by_identity
-from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
+from shardwise._cache import Cache, cache_by_identity, cached
+from shardwise._torch import aten, no_dispatch_modes
+from shardwise.comm import Comm
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
+from shardwise.geometry.layout import Cells
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.explain import check_may_communicate
-from shardwise.ops.placement_cost import mesh_view
+from shardwise.ops.rule import OperatorCall, is_pointwise, written_slots
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
+from shardwise.tensor.views import Strides, find_strides, make_stand_in
+from shardwise.tensor.writes import gives_views
+
+
+@cache_by_identity
+def mesh_view(layout: Layout) -> MeshSpec | None:
+    """The mesh spec with one local tensor per rank for this layout, or None for irregular layouts.
+
+    >>> from shardwise.geometry import ChunkSpec
+    >>> mesh_view(ChunkSpec(0, (2, 0)).layout((4,)))
+    MeshSpec(chunks=2 @ 2,0, (Shard(0),))
+    """
+    spec = layout.spec
+    if isinstance(spec, MeshSpec):
+        return spec.resolved(layout.shape)
+    return None if layout.cells is None or layout.cells.replicas > 1 else find_mesh(layout)
+
+
+@cache_by_identity
+def find_mesh(layout: Layout) -> MeshSpec | None:
+    """The mesh spec with one local tensor per rank that means this layout, also where pieces or replicas are listed.
+
+    >>> from shardwise.geometry import Box, EnumerableSpec, Piece
+    >>> find_mesh(EnumerableSpec([Piece(Box((0,), (3,)), 1), Piece(Box((3,), (1,)), 0)]).layout((4,)))
+    MeshSpec(chunks=2 @ 1,0, (Shard(0, sizes=(3, 1)),))
+    """
+    if isinstance(layout.spec, MeshSpec):
+        return mesh_view(layout)
+    if len(set(layout.table.ranks.tolist())) != len(layout.table):
+        return None
+    found = _boxes_view(layout) if layout.cells is None else _cells_view(layout, layout.cells)
+    return found if found is not None and found.layout(layout.shape) == layout else None
+
+
+def _cells_view(layout: Layout, cells: Cells) -> MeshSpec:
+    """Cells of a grid, one on each rank: an axis for each dim that is cut, and one for replicas."""
+    cut = [d for d, c in enumerate(cells.dims) if c.count > 1]
+    if not cut and layout.shape and cells.replicas == 1:
+        cut = [0]
+    names = ["chunks"] if len(cut) == 1 else [f"cells{d}" for d in cut]
+    counts = [cells.dims[d].count for d in cut]
+    if cells.replicas > 1:
+        names, counts = [*names, "replicas"], [*counts, cells.replicas]
+    sizes = {d: tuple(cells.dims[d].lengths.tolist()) for d in cut}
+    placements = [Shard(d, None if s == chunk_sizes(sum(s), len(s)) else s) for d, s in sizes.items()]
+    more = [Replicate()] if cells.replicas > 1 else []
+    return MeshSpec(Mesh(names, cells.owners.reshape(counts)), [*placements, *more])
+
+
+def _boxes_view(layout: Layout) -> MeshSpec | None:
+    """Boxes, one on each rank, that are the runs of one dim: an axis for this dim."""
+    table = layout.table
+    cut = [d for d in range(layout.ndim) if len(set(table.offsets[:, d].tolist())) > 1]
+    if len(cut) > 1 or not len(table) or not layout.shape:
+        return None
+    dim = cut[0] if cut else 0
+    order = np.argsort(table.offsets[:, dim], kind="stable")
+    sizes = tuple(table.sizes[order, dim].tolist())
+    plain = sizes == chunk_sizes(sum(sizes), len(sizes))
+    if sum(sizes) != layout.shape[dim]:
+        return None
+    return MeshSpec(Mesh(("chunks",), table.ranks[order]), [Shard(dim, None if plain else sizes)])
+
+
+@cache_by_identity
+def view_on_mesh(layout: Layout, mesh: Mesh) -> MeshSpec | None:
+    """The placements on a mesh that mean this layout, which may be described on another one; None if there are none.
+
+    >>> layout = MeshSpec(Mesh.of(dp=2), (Shard(0),)).layout((4,))
+    >>> view_on_mesh(layout, Mesh.of(pp=1, tp=2))
+    MeshSpec(pp=1,tp=2, (Replicate(), Shard(0)))
+    """
+    own = mesh_view(layout)
+    found = own if own is None or own.mesh == mesh else _carry_to_mesh(own, mesh)
+    return found if found is not None and found.layout(layout.shape) == layout else None
+
+
+def _carry_to_mesh(spec: MeshSpec, mesh: Mesh) -> MeshSpec | None:
+    """The placements of axes that differ in name only, or that all replicate; axes of one rank do not count."""
+    own, axes = ([a for a, n in enumerate(m.shape) if n > 1] for m in (spec.mesh, mesh))
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    kinds = {spec.placements[a] for a in own}
+    if np.array_equal(spec.mesh.ranks.squeeze(), mesh.ranks.squeeze()):
+        for a, b in zip(own, axes, strict=True):
+            placements[b] = spec.placements[a]
+        names = {spec.mesh.axes[a]: mesh.axes[b] for a, b in zip(own, axes, strict=True)}
+        return MeshSpec(mesh, placements, [names[n] for n in spec.order if n in names])
+    if len(kinds) != 1 or isinstance(next(iter(kinds)), Shard):
+        return None
+    return MeshSpec(mesh, [next(iter(kinds)) if a in axes else p for a, p in enumerate(placements)])
+
+
+def mesh_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...]) -> MeshSpec:
+    """A mesh spec, made and checked once unless rows have owners."""
+    if any(isinstance(p, Shard) and p.owners is not None for p in placements):
+        return MeshSpec(mesh, placements, order)
+    return _known_spec(mesh, placements, order)
+
+
+@cached(8192)
+def _known_spec(mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...]) -> MeshSpec:
+    return MeshSpec(mesh, placements, order)
 
 
 class NoViewError(Exception):
@@ -482,3 +584,130 @@ class LocalView:
     def runs(self, tensor: int, dim: int) -> tuple[DimRun, ...]:
         """The runs of a dim that this rank has: start, stop, and where they begin in the local tensor."""
         return find_runs(self.layouts[tensor], self.rank, dim)
+
+
+_KEEP_CONTIGUOUS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.detach.default,
+    aten.alias.default,
+}
+_GIVE_PERMUTED = {aten.einsum.default}  # the product is a view of a batch of matrix products
+_COPIES = {aten.clone.default, aten._to_copy.default}
+_known: Cache[Hashable, tuple[Strides | None, ...]] = Cache(16384, on_change=True)
+
+
+def note_strides(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> None:
+    """Note on the results of a call which strides they would have as whole tensors, unless contiguous ones."""
+    op, args = call.op, call.args
+    if all(t._dense_strides is None for t in given):
+        keeps = op in _KEEP_CONTIGUOUS or not (gives_views(op) or op in _GIVE_PERMUTED)
+        if keeps or _cuts_first_dim(op, args):
+            return
+    elif not (gives_views(op) or op in _COPIES | _GIVE_PERMUTED or is_pointwise(op)) or written_slots(op):
+        return
+    outputs = result if isinstance(result, list | tuple) else (result,)
+    for output, strides in zip(outputs, _ask_torch(call), strict=False):
+        if strides is not None and isinstance(output, ShardedTensor):
+            output._dense_strides, output._fingerprint = strides, None
+
+
+def _cuts_first_dim(op: Any, args: Sequence[Any]) -> bool:
+    """Whether consecutive rows are taken, which are contiguous."""
+    return op is aten.slice.Tensor and (len(args) < 2 or args[1] == 0) and len(args) < 5
+
+
+def _ask_torch(call: OperatorCall) -> tuple[Strides | None, ...]:
+    """The strides of all results."""
+    kinds = tuple((tuple(t.shape), _strides_of(t), t.dtype) for t in call.tensors)
+    key = (call.key, kinds)
+    found = _known.get(key)
+    return _known.put(key, _run_without_memory(call, kinds)) if found is None else found
+
+
+def _strides_of(tensor: Tensor) -> Strides | None:
+    return tensor._dense_strides if isinstance(tensor, ShardedTensor) else find_strides(tensor)
+
+
+def _run_without_memory(
+    call: OperatorCall, kinds: Sequence[tuple[tuple[int, ...], Strides | None, torch.dtype]]
+) -> tuple[Strides | None, ...]:
+    """What torch returns has these strides; what it refuses to view it copies, and copies are contiguous."""
+    with no_dispatch_modes(), torch.no_grad():
+        args, kwargs = call.fill_slots([make_stand_in(*kind) for kind in kinds])
+        try:
+            result = call.op(*args, **{**kwargs, **({"device": "meta"} if kwargs.get("device") is not None else {})})
+        except (RuntimeError, NotImplementedError, TypeError):
+            return ()
+        outputs = result if isinstance(result, list | tuple) else (result,)
+        return tuple(find_strides(o) if isinstance(o, Tensor) else None for o in outputs)
+
+
+Scatter = Callable[..., Any]
+
+
+def _reshape_back(base: ShardedTensor, value: ShardedTensor, *size: Any) -> Any:
+    return aten.reshape.default(value, tuple(base.shape))
+
+
+def _permute_back(base: ShardedTensor, value: ShardedTensor, dims: Sequence[int]) -> Any:
+    order = [d % base.ndim for d in dims]
+    return aten.permute.default(value, [order.index(d) for d in range(base.ndim)])
+
+
+_SCATTERS: dict[Any, Scatter] = {
+    aten.alias.default: lambda base, value: value,  # `x[:]`, a slice of all rows
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.view.default: _reshape_back,
+    aten.reshape.default: _reshape_back,
+    aten.unsqueeze.default: _reshape_back,
+    aten.squeeze.default: _reshape_back,
+    aten.squeeze.dim: _reshape_back,
+    aten.squeeze.dims: _reshape_back,
+    aten.t.default: lambda base, value: aten.t.default(value),
+    aten.transpose.int: lambda base, value, one, other: aten.transpose.int(value, one, other),
+    aten.permute.default: _permute_back,
+}
+
+
+def allow_writes(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> None:
+    """Let writes to what a call returned as a copy be written to the tensor it was taken from."""
+    op, args, kwargs = call.op, call.args, call.kwargs
+    if len(given) != 1:
+        return
+    if op is aten.unbind.int:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        for row, output in enumerate(result):
+            _allow_writes_to(given[0], output, aten.select_scatter.default, (dim, row), {})
+    elif op in _SCATTERS:
+        _allow_writes_to(given[0], result, _SCATTERS[op], args[1:], kwargs)
+    if isinstance(result, list | tuple):
+        views = [o._copied_from for o in result if isinstance(o, ShardedTensor) and o._copied_from is not None]
+        for view in views:
+            view.siblings = tuple(v for v in views if v is not view)
+
+
+def _allow_writes_to(
+    base: ShardedTensor, copy: ShardedTensor, scatter: Scatter, rest: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    view, parts = copy._copied_from, copy.local_parts
+    spec = mesh_view(base.sharding)
+    reaches_all = spec is None or spec.mesh.ranks.size == base.comm.world_size
+    if view is None or view is base._copied_from or view.write is not None or not reaches_all:
+        return
+
+    def put(x: ShardedTensor, value: ShardedTensor) -> Any:
+        return scatter(x, value, *rest, **options)
+
+    view.allow_writes(parts, partial(_write_copy, base, copy.sharding, parts, put, base.comm))
+
+
+def _write_copy(base: ShardedTensor, layout: Layout, parts: tuple[Tensor, ...], put: Scatter, comm: Comm) -> None:
+    aten.copy_.default(base, put(base, wrap(layout, parts, comm)))

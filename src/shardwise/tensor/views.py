@@ -1,6 +1,6 @@
 """Is a view that had to be copied still what a view would be? Not after the tensor it was taken from is written to.
 
-What is written to the copy is written to that tensor as well, where the engine knows how (`ops/writes.py`).
+What is written to the copy is written to that tensor as well, where the engine knows how (`ops/views.py`).
 
 Which strides would the whole tensor have? By them contiguous() and reshape() copy exactly where torch copies.
 

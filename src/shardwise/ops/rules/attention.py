@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardwise._torch import aten, pytree
 from shardwise.geometry import Placement, Replicate, Shard
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta
+from shardwise.ops.views import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError
 
 Mask = TensorMeta | None

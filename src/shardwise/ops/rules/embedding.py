@@ -13,14 +13,12 @@ from torch import Tensor
 from shardwise._torch import aten
 from shardwise.comm import Comm, gather_values
 from shardwise.geometry import MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.call import split_call
 from shardwise.ops.implicit_replication import convert_plain_tensors, plain_as_replicated, register_plain_maker
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, split_call
 from shardwise.ops.rules.index import check_range, find_local_entries, locate_in_runs
 from shardwise.ops.rules.view import pending_kinds
-from shardwise.ops.views import find_runs, redistribute_to, resolve_partial
+from shardwise.ops.views import find_runs, mesh_view, redistribute_to, resolve_partial
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from shardwise._torch import aten, operator_names
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
-from shardwise.ops.call import written_slots
 from shardwise.ops.implicit_replication import MixedTensorsError
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps
-from shardwise.ops.views import cutting_axes, mesh_spec_of
+from shardwise.ops.rule import Steps, written_slots
+from shardwise.ops.views import cutting_axes, mesh_spec_of, mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import is_differentiated, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

@@ -28,7 +28,6 @@ from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, 
 from shardwise.geometry.placements import bounds
 from shardwise.ops.engine import compute
 from shardwise.ops.implicit_replication import register_plain_maker, run_plain_maker
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta
 from shardwise.ops.rules.view import index_rows, keeps_rows, pending_kinds, renumber_dims, select_rows
@@ -39,6 +38,7 @@ from shardwise.ops.views import (
     dim_patterns,
     express_shard,
     is_in_one_run,
+    mesh_view,
     redistribute_to,
     resolve_partial,
     split_axes,

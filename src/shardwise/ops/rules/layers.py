@@ -24,7 +24,6 @@ from torch import Tensor
 from shardwise._torch import EnableTorchFunction, aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import MixedTensorsError, replicate
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
 from shardwise.ops.rules.index import zeros_on_tape
@@ -36,6 +35,7 @@ from shardwise.ops.views import (
     all_dims,
     cutting_axes,
     empty_result_like,
+    mesh_view,
     redistribute_to,
     replace_placements,
     resolve_partial,

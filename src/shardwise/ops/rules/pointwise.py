@@ -10,9 +10,8 @@ import torch
 
 from shardwise._torch import aten
 from shardwise.geometry import Partial, Placement, Replicate, Shard
-from shardwise.ops.call import is_pointwise
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Strategy, TensorMeta
+from shardwise.ops.rule import Strategy, TensorMeta, is_pointwise
 
 # Operators through which a pending sum stays pending, and which of their operands are pending together. Not by a tensor
 # that is divided by, nor by a number that is 0 or not finite: addends of both signs would become zeros or infinities of

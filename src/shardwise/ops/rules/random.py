@@ -36,12 +36,11 @@ from shardwise._torch import DirichletFunction, assert_async, aten, draw_dirichl
 from shardwise.comm import Comm, DisagreementError
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard, ShardingSpec
 from shardwise.ops.implicit_replication import plain_as_replicated, replicate
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta
 from shardwise.ops.rules.pointwise import pointwise_strategies
 from shardwise.ops.rules.view import pending_kinds
-from shardwise.ops.views import gather_dims, mesh_spec_of, redistribute_to, resolve_partial
+from shardwise.ops.views import gather_dims, mesh_spec_of, mesh_view, redistribute_to, resolve_partial
 from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.creation import empty, empty_like, rand, rand_like, randn, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function

@@ -39,8 +39,8 @@ from shardwise._torch import (
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import plain_as_replicated, reads_plain_as_replicated, replicate
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.unshard import vary_along
+from shardwise.ops.views import mesh_view
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.move import format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

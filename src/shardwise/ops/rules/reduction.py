@@ -32,7 +32,6 @@ from torch import Tensor
 from shardwise._torch import aten, forward_ad, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
 from shardwise.ops.unshard import vary_along
@@ -44,6 +43,7 @@ from shardwise.ops.views import (
     global_rows,
     is_in_one_run,
     mesh_spec_of,
+    mesh_view,
     replace_placements,
     resolve_partial,
 )

@@ -40,13 +40,13 @@ from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, 
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.dispatch_cache import note_special
-from shardwise.ops.placement_cost import mesh_view
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.views import (
     NoViewError,
     cutting_axes,
     mesh_spec_of,
+    mesh_view,
     recut_for_view,
     redistribute_to,
     replace_placements,

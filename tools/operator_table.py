@@ -1,6 +1,6 @@
 """Which operators can be computed on ShardedTensors? The page docs/operator_table.md, written from the registry.
 
-`python -m shardwise.ops.table docs/operator_table.md` writes it; without a path it is printed.
+`python tools/operator_table.py docs/operator_table.md` writes it; without a path it is printed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 
 import shardwise.ops  # registers the rules
 from shardwise._torch import OpOverload, operator_names
-from shardwise.ops.call import is_pointwise
-from shardwise.ops.rule import Steps, find_rule, registered_ops
+from shardwise.ops.rule import Steps, find_rule, is_pointwise, registered_ops
 from shardwise.tensor.dispatch import find_function, registered_functions
 
 HEAD = """# Operators on sharded tensors
 
-This page is written from the registry by `python -m shardwise.ops.table docs/operator_table.md`; a test keeps it up to
+This page is written from the registry by `python tools/operator_table.py docs/operator_table.md`; a test keeps it up to
 date. How to write, find and check a rule of your own is on the page [operators](operators.md).
 
 - **rule**: strategies for one mesh axis, of which the cheapest is chosen for each axis.
