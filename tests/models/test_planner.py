@@ -13,7 +13,7 @@ from shardwise import Mesh
 from shardwise.cli.main import app
 from shardwise.nn import PlanError
 from shardwise.planner import estimate
-from shardwise.planner.model_sources import load_model
+from shardwise.planner.rehearsal import load_model
 from tests.models.environment import import_or_skip
 
 transformers = import_or_skip("transformers")

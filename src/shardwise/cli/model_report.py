@@ -15,16 +15,16 @@ from shardwise.hf.plans import plan as make_plan
 from shardwise.nn import ModelPlan, PlanError, load_plan
 from shardwise.nn.plan import read_mesh
 from shardwise.planner import Estimate, estimate
-from shardwise.planner.estimate import find_device
-from shardwise.planner.model_sources import ModelSource, load_model
-from shardwise.planner.report import (
+from shardwise.planner.estimate import (
     MOVE_HEAD,
     PARAMETER_HEAD,
+    find_device,
     move_rows,
     parameter_rows,
     resharding_bytes,
     summary_rows,
 )
+from shardwise.planner.rehearsal import ModelSource, load_model
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 

@@ -16,8 +16,8 @@ from shardwise.compat.creation import check_same_request
 from shardwise.compat.functions import set_tensor_type
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.geometry import ShardingSpec
+from shardwise.nn.optimizer import teach_state_dict_functions
 from shardwise.nn.plan import ShardingPlan
-from shardwise.nn.state_dict import teach_state_dict_functions
 
 
 def shard_parameter(

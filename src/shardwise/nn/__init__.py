@@ -1,8 +1,5 @@
 """Modules: plans that shard a model, lookups in sharded tables, and optimizers over sharded parameters."""
 
-from shardwise.nn import local_linear as _local_linear  # noqa: F401  # registers linear of local batches
-from shardwise.nn import lookup as _lookup  # noqa: F401  # registers embeddings of local batches
-from shardwise.nn.balanced import Balance, BalancedPlanner
 from shardwise.nn.experts import GroupedExperts, RowSwap, TokenRoute, route_tokens, swap_rows
 from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
@@ -17,7 +14,7 @@ from shardwise.nn.plan import (
     plan_to_data,
     save_plan,
 )
-from shardwise.nn.plan_table import PlanTable, describe_plan
+from shardwise.nn.plan_costs import Balance, BalancedPlanner, PlanTable, describe_plan
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
 
 __all__ = [

@@ -23,8 +23,7 @@ from shardwise.geometry import LayoutError, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
 from shardwise.page.layout_facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
-from shardwise.planner.model_sources import load_model
-from shardwise.planner.rehearsal import Inputs
+from shardwise.planner.rehearsal import Inputs, load_model
 from shardwise.transfer import Topology, plan_transfer
 
 COLUMNS = ("name", "module", "shape", "dtype", "layout", "parameters", "gradients", "optimizer", "traffic")
