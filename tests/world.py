@@ -1,16 +1,21 @@
-"""One persistent world of spawned gloo ranks per test file.
+"""One persistent world of gloo ranks per test file.
 
 A test file says `world = world_fixture(3)` and its tests take `world`; functions given to `world.run` are defined at
 the top of that file, so that the ranks can import them. Files whose tests leave no trace in the ranks may share one
-world (`shared=True`): starting one costs more than most files.
+world (`shared=True`).
+
+Ranks are forks of one server process that has imported what they need and has one thread: importing torch costs a rank
+more than most files. `SHARDWISE_TEST_START=spawn` starts each as a new interpreter, so that its lines can be counted.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +30,10 @@ from tests.device import DEVICE, load_device
 LIMIT = 480.0
 PATIENT = 60.0  # the time-out of what must not fail, however busy the machine is
 WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
+# A GPU cannot be used after a fork; a process that was forked counts no lines.
+CAN_FORK = DEVICE == "cpu" and "COVERAGE_PROCESS_START" not in os.environ
+START_METHOD: Any = os.environ.get("SHARDWISE_TEST_START", "forkserver" if CAN_FORK else "spawn")
+PRELOADED = ["torch", "torch.distributed.tensor", "torch.testing", "shardwise.ops", "shardwise.nn", "tests.world"]
 
 
 class Ranks:
@@ -49,9 +58,24 @@ class Ranks:
 class DeviceWorld(LocalWorld):
     """A world of this machine whose ranks work on the device of the tests."""
 
+    _start_method = START_METHOD
+
     def __init__(self, nprocs: int, *, timeout: float) -> None:
         super().__init__(nprocs, timeout=timeout, device=WORLD_DEVICE)
-        self._prepare = load_device
+
+    def _start(self) -> None:
+        if self._start_method == "forkserver":
+            multiprocessing.set_forkserver_preload(PRELOADED)
+        self._prepare = partial(_prepare_rank, dict(os.environ))
+        super()._start()
+
+
+def _prepare_rank(environment: Mapping[str, str], rank: int) -> None:
+    """Give a rank the environment of the process that starts it; the server's is older."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    load_device(rank)
 
 
 @contextmanager

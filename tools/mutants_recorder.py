@@ -42,6 +42,7 @@ def pytest_load_initial_conftests() -> None:
     starter.mkdir()
     (starter / "sitecustomize.py").write_text(_STARTER.format(src=str(SRC)))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(starter), os.environ.get("PYTHONPATH", "")])
+    os.environ["SHARDWISE_TEST_START"] = "spawn"  # a forked rank would not count its lines
     _running.start()
 
 

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from shardwise.cli import doctor as doctor_command
 from shardwise.cli.doctor import FAILED, SLOWER, DoctorFinding, advise_memory_reading, examine_gpus, examine_torch
 from shardwise.cli.main import app
-from shardwise.comm import CommError, LocalWorld
+from shardwise.comm import CommError
 from shardwise.comm.launch import ProbeResult
+from tests.world import DeviceWorld
 
 probes = import_module("shardwise.comm.launch")
 
@@ -25,7 +26,7 @@ def never_ends() -> tuple[None, str]:
 
 def test_transports_are_tried_and_a_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "LIMIT_SECONDS", 240.0)
-    with LocalWorld(2, timeout=60) as world:
+    with DeviceWorld(2, timeout=60) as world:
         sockets = probes._run_probe(world, "sockets", probes.try_sockets)
         memory = probes._run_probe(world, "memory", probes.try_memory)
         ipc = probes._run_probe(world, "cuda ipc", probes.try_cuda_ipc)

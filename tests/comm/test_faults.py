@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import CommError, LocalWorld, default_comm
+from shardwise.comm import CommError, default_comm
 from shardwise.comm.launch import results_of
-from tests.world import PATIENT, Ranks, set_up_comm, shorten_timeout, world_fixture
+from tests.world import PATIENT, DeviceWorld, Ranks, set_up_comm, shorten_timeout, world_fixture
 
 TIMEOUT = 4.0
 IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
@@ -68,7 +68,7 @@ def one_rank_raises() -> Any:
 
 
 def test_an_exception_comes_back_with_its_rank_and_the_others_are_told() -> None:
-    with LocalWorld(3, timeout=PATIENT) as ranks:
+    with DeviceWorld(3, timeout=PATIENT) as ranks:
         outcomes = ranks.outcomes(one_rank_raises, limit=240, last=True)
     expected = ("'move w': rank 2 raised KeyError: \"no weight 'w'\"", (2,), True)
     assert [outcome.value for outcome in outcomes[:2]] == [expected] * 2
@@ -207,7 +207,7 @@ def sleep_long() -> None:
 
 
 def test_a_world_over_its_limit_is_stopped_and_starts_anew() -> None:
-    with LocalWorld(2, timeout=TIMEOUT) as ranks:
+    with DeviceWorld(2, timeout=TIMEOUT) as ranks:
         with pytest.raises(CommError, match="it had not ended when its world was shut down"):
             ranks.run(sleep_long, limit=0.2)
         assert ranks.run(dist.get_rank, limit=240) == [0, 1]

@@ -11,13 +11,14 @@ import pytest
 from shardwise.comm import LocalWorld
 from tests.chaos.disks import disk_errors_of_processes
 from tests.chaos.soak import MORE_MEMORY, SAMPLES, Held, find_growth, soak_rank
+from tests.world import DeviceWorld
 
 FLAT = Held(300 << 20, 17, 7, 0, 0)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LocalWorld]:
-    with LocalWorld(2, timeout=60.0) as world:
+    with DeviceWorld(2, timeout=60.0) as world:
         yield world
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import CommError, LocalWorld, ProcessGroupComm
+from shardwise.comm import CommError, ProcessGroupComm
 from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import CompletedWork
 from shardwise.comm.transports.device_connect import SameHostDeviceEngine
@@ -23,7 +23,7 @@ from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
 from tests.device import DEVICE
 from tests.killing import die_with_a_living_child
-from tests.world import PATIENT, Ranks, announce, set_up_comm, wait_for, world_fixture
+from tests.world import PATIENT, DeviceWorld, Ranks, announce, set_up_comm, wait_for, world_fixture
 
 TIMEOUT = 4.0
 LARGE = 1 << 18
@@ -303,7 +303,7 @@ def sum_without_the_dead() -> str:
 
 def test_a_killed_rank_whose_child_lives_is_seen() -> None:
     """Long before the time-out of its comm: the limit of the call is shorter."""
-    with LocalWorld(2, timeout=PATIENT) as ranks:
+    with DeviceWorld(2, timeout=PATIENT) as ranks:
         survivor, killed = ranks.outcomes(sum_without_the_dead, limit=100)
     assert "'w': rank 1 did not take part" in str(survivor.value)
     assert "rank 1 ended with exit code -9" in str(killed.error)

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import CommError, DisagreementError, LocalWorld, default_comm
+from shardwise.comm import CommError, DisagreementError, default_comm
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Partial, Shard
 from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
 from tests.moving import local_parts, same_bytes, values
-from tests.world import PATIENT, Ranks, set_up_comm, world_fixture
+from tests.world import PATIENT, DeviceWorld, Ranks, set_up_comm, world_fixture
 
 TIMEOUT = 4.0
 IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
@@ -211,7 +211,7 @@ def raises_before_the_move() -> Any:
 
 
 def test_a_rank_that_raises_before_the_move_is_named_with_its_error() -> None:
-    with LocalWorld(3, timeout=PATIENT) as ranks:
+    with DeviceWorld(3, timeout=PATIENT) as ranks:
         outcomes = ranks.outcomes(raises_before_the_move, limit=240, last=True)
     expected = ("'redistribute': rank 1 raised KeyError: \"no weight 'w'\"", (1,), True, True)
     assert [outcomes[0].value, outcomes[2].value] == [expected] * 2

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -157,6 +157,8 @@ class LocalWorld:
     [8, 8]
     """
 
+    _start_method: Literal["spawn", "forkserver"] = "spawn"  # a copy of this process would lack its threads
+
     def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT, device: str | None = None) -> None:
         if nprocs < 1:
             raise ValueError(f"a world of {nprocs} processes: pass at least 1")
@@ -164,7 +166,7 @@ class LocalWorld:
         self._address = LOOPBACK
         self._prepare: Callable[[int], None] | None = None
         self._store: TCPStore | None = None
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -206,7 +208,7 @@ class LocalWorld:
     def _start(self) -> None:
         self._store = self._open_store()
         world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._device, self._prepare)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self._start_method)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         with _hold_interrupts():
             for rank in range(self._size):
