@@ -4,9 +4,9 @@ Importing this package is light: names are loaded on first use, and are listed i
 that needs torch the operators are loaded too.
 """
 
-from shardwise._lazy import attach_stub
+from shardwise._lazy import attach_stub, keep_moved_modules
 
-_WITHOUT_TORCH = ("shardwise._version", "shardwise.geometry", "shardwise.transfer", "shardwise.view.show")
+_WITHOUT_TORCH = ("shardwise._version", "shardwise.geometry", "shardwise.transfer", "shardwise.view.draw")
 
 __getattr__, __dir__, __all__ = attach_stub(
     __name__,
@@ -14,3 +14,5 @@ __getattr__, __dir__, __all__ = attach_stub(
     first="shardwise.ops",
     unless=_WITHOUT_TORCH,
 )
+
+keep_moved_modules()

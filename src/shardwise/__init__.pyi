@@ -115,4 +115,4 @@ from shardwise.transfer import (
     plan_transfer as plan_transfer,
     transfer_from_json as transfer_from_json,
 )
-from shardwise.view.show import draw as draw
+from shardwise.view.draw import draw as draw

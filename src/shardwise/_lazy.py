@@ -1,6 +1,8 @@
 """Names of a package that are imported on first use, listed once: in the package's stub, `__init__.pyi`.
 
 Type checkers and editors read the stub; this module reads the same lines when the package is imported.
+
+Pickles name the module of each class: `MOVED` has the modules that classes were in before, so that old pickles load.
 """
 
 from __future__ import annotations
@@ -11,9 +13,39 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardwise._version import SUPPORTED_TORCH
+
+MOVED = {
+    "shardwise.checkpoint.errors": "shardwise.checkpoint.files",
+    "shardwise.geometry.dtypes": "shardwise.geometry.notation",
+    "shardwise.geometry.errors": "shardwise.geometry.box",
+    "shardwise.geometry.notation.read": "shardwise.geometry.notation",
+    "shardwise.nn.model_plan": "shardwise.nn.plan",
+    "shardwise.nn.patterns": "shardwise.nn.plan",
+}
+
+
+class MovedModule(ModuleType):
+    """The earlier name of a module; the names in it are looked up in the present one, which is loaded then.
+
+    >>> import pickle
+    >>> pickle.loads(b"cshardwise.geometry.errors\\nLayoutError\\n.")
+    <class 'shardwise.geometry.box.LayoutError'>
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # tools that walk over all modules ask for files and paths
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(MOVED[self.__name__]), name)
+
+
+def keep_moved_modules() -> None:
+    """Let the earlier names of modules be imported; loads nothing."""
+    for name in MOVED:
+        sys.modules.setdefault(name, MovedModule(name))
 
 
 def read_stub(stub: Path, package: str) -> dict[str, tuple[str, str | None]]:

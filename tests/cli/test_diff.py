@@ -26,7 +26,7 @@ from shardwise.checkpoint.verify import (
     has_numbers,
 )
 from shardwise.cli.main import app
-from shardwise.geometry.dtypes import DTYPES, DType
+from shardwise.geometry.notation import DTYPES, DType
 
 TYPES = [d for d in DTYPES if has_numbers(d) and d.itemsize <= 2]
 SPECS: dict[str, ShardingSpec] = {

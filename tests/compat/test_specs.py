@@ -25,8 +25,7 @@ from shardwise.compat._shard.sharded_tensor import shard as compat_shard
 from shardwise.compat._shard.sharded_tensor import utils
 from shardwise.compat._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.compat._shard.sharding_spec import _internals as internals
-from shardwise.compat.metadata import rank_of
-from shardwise.compat.specs import build_piece_table
+from shardwise.compat.specs import build_piece_table, rank_of
 from shardwise.geometry import ChunkSpec, EnumerableSpec, Mesh, MeshSpec, Replicate, Shard
 from shardwise.tensor.shards import describe_layout, spec_on_device
 from tests.device import PLACE

@@ -27,10 +27,11 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
-from shardwise.geometry.dtypes import DTYPES, find_dtype
 from shardwise.geometry.layout import Cells, PieceTable
 from shardwise.geometry.notation import (
+    DTYPES,
     TensorType,
+    find_dtype,
     format_layout,
     format_placement,
     parse_layout,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
 import shardwise
+from shardwise._lazy import MOVED
 
 
 @pytest.mark.parametrize("name", [*shardwise.__all__, "open", "compile"])
@@ -49,3 +52,37 @@ def test_the_drop_in_names_come_with_the_operators() -> None:
     code = "import shardwise.compat._shard, sys; print('shardwise.ops.engine' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "name"),
+    [
+        ("shardwise.checkpoint.errors", "CheckpointError"),
+        ("shardwise.geometry.dtypes", "DType"),
+        ("shardwise.geometry.errors", "LayoutError"),
+        ("shardwise.geometry.notation.read", "TensorType"),
+        ("shardwise.nn.model_plan", "ModelPlan"),
+        ("shardwise.nn.model_plan", "ShardingPlan"),
+        ("shardwise.nn.patterns", "PlanError"),
+    ],
+)
+def test_pickles_of_earlier_releases_find_their_classes(earlier: str, name: str) -> None:
+    found = pickle.loads(f"c{earlier}\n{name}\n.".encode())
+    assert found.__name__ == name and earlier in MOVED
+    assert getattr(import_module(earlier), name) is found
+
+
+def test_moved_modules_are_loaded_on_first_use_only() -> None:
+    assert all(find_spec(now) is not None for now in MOVED.values())
+    code = "import shardwise, sys; print('torch' in sys.modules, 'shardwise.nn.model_plan' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False True\n"
+    with pytest.raises(AttributeError, match="no attribute '__file__'"):
+        import_module("shardwise.geometry.errors").__file__  # noqa: B018  # the attribute is what is asked for
+
+
+def test_errors_of_the_notation_pass_through_pickle() -> None:
+    with pytest.raises(shardwise.NotationError) as caught:
+        shardwise.parse_layout("f32[8] on tp=2: Q(0)")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.position) == (str(caught.value), caught.value.position)

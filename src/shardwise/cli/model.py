@@ -1,16 +1,30 @@
-"""`shardwise model`: memory, traffic and time of a training step of a model, before anything is allocated."""
+"""`shardwise model`: memory, traffic and time of a training step of a model, before anything is allocated.
+
+What estimates a step loads torch, which `--help` and the other commands do without: functions import it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import NO, AsJson, parse_bytes
+from shardwise.cli.output import NO, AsJson, parse_bytes, print_json, table_lines
 from shardwise.geometry import LayoutError
 from shardwise.transfer import Link, Topology
 from shardwise.transfer.topology import BETWEEN_HOSTS, WITHIN_HOST
+from shardwise.transfer.transfer import format_bytes
+from shardwise.view import Line, line, print_lines
+
+if TYPE_CHECKING:
+    from shardwise.nn import ModelPlan
+    from shardwise.planner import Estimate
+    from shardwise.planner.rehearsal import ModelSource
 
 Source = Annotated[
     str,
@@ -59,8 +73,6 @@ def model(
       shardwise model llama/config.json --mesh dp=128,tp=8 --device h200
       shardwise model llama/config.json --plan a.toml --compare b.toml --json
     """
-    from shardwise.cli.model_report import report_model  # loads torch, which other commands do without
-
     if (plan is None) == (mesh is None):
         raise LayoutError("pass one of --plan (a file) and --mesh (a plan is made for it)")
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "compute_dtype": compute_dtype}
@@ -87,3 +99,80 @@ def read_topology(text: str) -> Topology:
     within, between = (float(parse_bytes(rate)) for rate in rates)
     links = Link(WITHIN_HOST.latency, within), Link(BETWEEN_HOSTS.latency, between)
     return Topology(int(count), within=links[0], between=links[1])
+
+
+def report_model(
+    source: str,
+    plan: Path | str,
+    compare: Path | None,
+    device: tuple[str, int | None],
+    options: dict[str, Any],
+    as_json: bool,
+) -> bool:
+    """Print the estimate of a model under the plan of a file, or one made for a mesh; return whether it fits."""
+    from shardwise.nn import PlanError, load_plan
+    from shardwise.planner import estimate
+    from shardwise.planner.estimate import find_device
+    from shardwise.planner.rehearsal import load_model
+
+    name, memory = device
+    try:
+        with redirect_stdout(sys.stderr):  # the user's module and its forward pass may print
+            loaded, found = load_model(source), find_device(name)
+            options["device"] = found if memory is None else replace(found, memory_bytes=memory)
+            plans = [load_plan(plan) if isinstance(plan, Path) else make_plan_for(loaded, plan)]
+            plans += [load_plan(compare)] if compare is not None else []
+            made = [estimate(loaded.model, one, inputs=loaded.inputs, **options) for one in plans]
+    except PlanError as error:
+        raise LayoutError(str(error)) from error
+    if as_json:
+        print_json(estimates_to_json(made))
+    else:
+        print_lines(estimate_lines(loaded, made), sys.stdout)
+    return made[0].fits
+
+
+def make_plan_for(loaded: ModelSource, mesh: str) -> ModelPlan:
+    """A plan for a mesh; the arguments of a forward pass that a factory returned show what follows what."""
+    from shardwise.hf.plans import plan as make_plan
+    from shardwise.nn.plan import read_mesh
+
+    given = loaded.inputs
+    if isinstance(given, tuple):
+        given = inspect.signature(loaded.model.forward).bind(*given).arguments
+    return make_plan(loaded.model, read_mesh(mesh), given)
+
+
+def estimate_lines(loaded: ModelSource, found: list[Estimate]) -> list[Line]:
+    """The figures of one plan, or of two side by side; then parameters and moves of the first."""
+    from shardwise.planner.estimate import (
+        MOVE_HEAD,
+        PARAMETER_HEAD,
+        move_rows,
+        parameter_rows,
+        resharding_bytes,
+        summary_rows,
+    )
+
+    first = found[0]
+    title = f"{type(loaded.model).__name__}, {first.elements:,} parameters; one step on rank {first.rank}"
+    step = f"batch {first.batch} x {first.sequence} on each rank, {first.tokens:,} tokens in all, {first.optimizer}"
+    head = ("", "plan") if len(found) == 1 else ("", "plan", "compared")
+    lines = [line(title), line(step), line(), *table_lines(head, summary_rows(found), left=len(head))]
+    if len(found) > 1:
+        cost = resharding_bytes(*found)
+        text = "unknown" if cost is None else format_bytes(cost)
+        lines.append(line(f"moving the parameters from one plan to the other sends {text}"))
+    lines += [line(), *table_lines(PARAMETER_HEAD, parameter_rows(first), left=3)]
+    moves = move_rows(first)
+    return [*lines, line(), *table_lines(MOVE_HEAD, moves, left=4)] if moves else lines
+
+
+def estimates_to_json(found: list[Estimate]) -> dict[str, Any]:
+    """The first estimate as plain data; a second one is under `compare`, with what moving between them sends."""
+    data = found[0].to_json()
+    if len(found) > 1:
+        from shardwise.planner.estimate import resharding_bytes
+
+        data |= {"compare": found[1].to_json(), "resharding_bytes": resharding_bytes(*found)}
+    return data

@@ -34,7 +34,7 @@ from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import Comm, CommError
 from shardwise.comm.stand_in import traced_comm
 from shardwise.geometry import Mesh
-from shardwise.geometry.torch_interop import is_device_mesh, to_mesh
+from shardwise.geometry.mesh import is_device_mesh, to_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

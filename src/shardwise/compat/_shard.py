@@ -23,11 +23,23 @@ import shardwise.ops  # what sharded tensors can compute
 from shardwise._torch import DisableTorchFunctionSubclass, _remote_device
 from shardwise.comm.current import GroupOrComm, load_with_process_group, resolve_comm
 from shardwise.comm.current import get_current_process_group as _get_current_process_group
+from shardwise.compat.creation import TorchShardedOptimizer as ShardedOptimizer
 from shardwise.compat.creation import check_before as _sharded_op_common
 from shardwise.compat.creation import check_chunk_spec as _chunk_sharding_spec_check
-from shardwise.compat.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from shardwise.compat.creation import (
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    rand,
+    randn,
+    shard_module,
+    shard_parameter,
+    zeros,
+)
 from shardwise.compat.creation import register_on_local_shards as _register_sharded_op_on_local_shards
 from shardwise.compat.creation import register_on_local_tensor as _register_sharded_op_on_local_tensor
+from shardwise.compat.creation import reshard_output as _reshard_output
 from shardwise.compat.creation import shard_tensor as _shard_tensor
 from shardwise.compat.custom_ops import (
     Decorator,
@@ -42,19 +54,6 @@ from shardwise.compat.custom_ops import check_op_arguments as _basic_validation
 from shardwise.compat.custom_ops import dispatch_custom_op as _dispatch_custom_op
 from shardwise.compat.custom_ops import has_custom_op as _has_custom_op
 from shardwise.compat.custom_ops import sharded_op_impl as _sharded_op_impl
-from shardwise.compat.metadata import check_gather_output as _validate_output_tensor_for_gather
-from shardwise.compat.metadata import check_no_overlap as validate_non_overlapping_shards_metadata
-from shardwise.compat.metadata import check_tiles as check_tensor
-from shardwise.compat.metadata import flatten_size as _flatten_tensor_size
-from shardwise.compat.metadata import global_metadata as build_global_metadata
-from shardwise.compat.metadata import metadata_from_local_shards as build_metadata_from_local_shards
-from shardwise.compat.metadata import pair_overlaps as _check_shard_metadata_pair_overlap
-from shardwise.compat.metadata import rank_and_device as _parse_and_validate_remote_device
-from shardwise.compat.metadata import rank_of
-from shardwise.compat.metadata import stack_along_dim as recalc_global_sharded_tensor_metadata
-from shardwise.compat.modules import TorchShardedOptimizer as ShardedOptimizer
-from shardwise.compat.modules import reshard_output as _reshard_output
-from shardwise.compat.modules import shard_module, shard_parameter
 from shardwise.compat.sharded_tensor import TorchShardedTensor as ShardedTensor
 from shardwise.compat.sharded_tensor import TorchShardedTensorBase as ShardedTensorBase
 from shardwise.compat.sharded_tensor import _sharded_tensor_map, pre_load_state_dict_hook, state_dict_hook
@@ -67,9 +66,19 @@ from shardwise.compat.specs import (
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
+    rank_of,
 )
 from shardwise.compat.specs import PlacementShardingSpec as ShardingSpec
+from shardwise.compat.specs import check_gather_output as _validate_output_tensor_for_gather
+from shardwise.compat.specs import check_no_overlap as validate_non_overlapping_shards_metadata
+from shardwise.compat.specs import check_tiles as check_tensor
+from shardwise.compat.specs import flatten_size as _flatten_tensor_size
+from shardwise.compat.specs import global_metadata as build_global_metadata
 from shardwise.compat.specs import infer_sharding_spec as _infer_sharding_spec_from_shards_metadata
+from shardwise.compat.specs import metadata_from_local_shards as build_metadata_from_local_shards
+from shardwise.compat.specs import pair_overlaps as _check_shard_metadata_pair_overlap
+from shardwise.compat.specs import rank_and_device as _parse_and_validate_remote_device
+from shardwise.compat.specs import stack_along_dim as recalc_global_sharded_tensor_metadata
 from shardwise.nn.optimizer import named_params_with_sharded_tensor
 from shardwise.nn.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.nn.shard_module import collect_local_shard as _collect_local_shard

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise._torch import pytree
 from shardwise.comm.current import find_device_mesh
 from shardwise.geometry import LayoutError, MeshSpec
-from shardwise.geometry.torch_interop import to_mesh
+from shardwise.geometry.mesh import to_mesh
 from shardwise.ops.dispatch_cache import call_fast_path
 from shardwise.ops.dtensor_rules import TorchRule, torch_placements
 from shardwise.ops.engine import call_operator

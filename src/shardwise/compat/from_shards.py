@@ -27,15 +27,15 @@ from torch import Tensor
 from shardwise.comm import Comm, agree, default_comm, fold_texts, gather_raw, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.comm.stand_in import StandInComm
-from shardwise.compat.metadata import (
+from shardwise.compat.specs import (
     check_no_overlap,
     check_tiles,
     flatten_size,
     global_metadata,
+    infer_sharding_spec,
     metadata_from_local_shards,
     rank_of,
 )
-from shardwise.compat.specs import infer_sharding_spec
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap

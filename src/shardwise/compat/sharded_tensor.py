@@ -41,7 +41,7 @@ from torch.distributed import rpc
 from shardwise._torch import _remote_device, pytree
 from shardwise.comm import Comm, default_comm, gather_values, name_ranks
 from shardwise.comm.current import GroupOrComm, group_of
-from shardwise.compat.custom_ops import ask_custom_ops
+from shardwise.compat.custom_ops import ask_custom_ops, call_torch_meaning, set_tensor_type
 from shardwise.compat.from_shards import (
     TensorParts,
     agree_on_parts_of_tensor,
@@ -52,9 +52,14 @@ from shardwise.compat.from_shards import (
     outside_comm,
     resolve_group,
 )
-from shardwise.compat.functions import call_torch_meaning, set_tensor_type
-from shardwise.compat.metadata import check_gather_output, flatten_size, rank_of
-from shardwise.compat.specs import ChunkShardingSpec, EnumerableShardingSpec, PlacementShardingSpec
+from shardwise.compat.specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    PlacementShardingSpec,
+    check_gather_output,
+    flatten_size,
+    rank_of,
+)
 from shardwise.geometry import Box, Layout, ShardingSpec
 from shardwise.geometry.layout import rebuild_layout
 from shardwise.tensor import pickling

@@ -1,11 +1,13 @@
 """L0: what is where. Boxes, meshes, placements, specs and layouts; never imports torch."""
 
 from shardwise.geometry.box import Box, LayoutError, NotationError, Piece
-from shardwise.geometry.dtypes import DTYPES, DType, find_dtype
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import Mesh
 from shardwise.geometry.notation import (
+    DTYPES,
+    DType,
     TensorType,
+    find_dtype,
     format_layout,
     format_placement,
     format_rule,

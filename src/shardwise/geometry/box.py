@@ -36,8 +36,12 @@ class NotationError(LayoutError):
 
     def __init__(self, message: str, text: str, position: int) -> None:
         super().__init__(f"{message}\n  {text}\n  {' ' * position}^")
+        self.message = message
         self.text = text
         self.position = position
+
+    def __reduce__(self) -> tuple[type[NotationError], tuple[str, str, int]]:
+        return type(self), (self.message, self.text, self.position)
 
 
 def to_int_tuple(values: Iterable[object], what: str) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""How are ranks arranged? A `Mesh` is an n-D array of ranks with a name for each axis; it needs no devices."""
+"""How are ranks arranged? A `Mesh` is an n-D array of ranks with a name for each axis; it needs no devices.
+
+Torch's DeviceMesh is taken for one. Torch is not imported: its objects are recognised by their attributes.
+"""
 
 from __future__ import annotations
 
@@ -183,6 +186,31 @@ class Mesh:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Mesh:
         return cls(data["axes"], data["ranks"])
+
+
+def is_device_mesh(value: object) -> bool:
+    """Whether this is torch's DeviceMesh."""
+    return hasattr(value, "mesh_dim_names") and hasattr(value, "mesh")
+
+
+def to_mesh(value: Any) -> Mesh:
+    """A Mesh, or torch's DeviceMesh as one; axes without names are called axis0, axis1...
+
+    >>> to_mesh((2, 2))
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.box.LayoutError: a mesh is a Mesh, such as Mesh.of(dp=2, tp=4), or torch's DeviceMesh; ...
+    """
+    if isinstance(value, Mesh):
+        return value
+    if not is_device_mesh(value):
+        raise LayoutError(
+            "a mesh is a Mesh, such as Mesh.of(dp=2, tp=4), or torch's DeviceMesh; got "
+            f"{type(value).__name__}: {value!r}"
+        )
+    ranks = value.mesh.tolist()
+    names = value.mesh_dim_names or tuple(f"axis{i}" for i in range(value.mesh.ndim))
+    return Mesh(tuple(names), ranks)
 
 
 def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:

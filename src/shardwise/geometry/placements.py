@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -370,3 +370,32 @@ def resolve_dim(dim: int, shape: Sequence[int], what: str) -> int:
         fits = f"a dim from {-ndim} to {ndim - 1}" if ndim else "no dim: a 0-dim tensor can only be replicated"
         raise LayoutError(f"{what}: a tensor of shape {tuple(shape)} has {fits}")
     return dim % ndim
+
+
+def to_placement(value: Any, where: str = "") -> Placement:
+    """A placement, or torch's as one of ours; a strided shard is a Shard, and `read_order` says what its stride means.
+
+    >>> to_placement(Shard(0)), to_placement("S(0)")
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.box.LayoutError: a placement is Shard(dim), Replicate() or Partial(), ...got str: 'S(0)'; ...
+    """
+    if isinstance(value, Shard | Replicate | Partial):
+        return value
+    kind = type(value).__name__
+    if any(c.__module__.startswith("torch.") for c in type(value).__mro__):
+        if kind in ("Shard", "_StridedShard"):
+            return Shard(value.dim)
+        if kind == "Replicate":
+            return Replicate()
+        if kind == "Partial":
+            return Partial(value.reduce_op)
+        raise LayoutError(f"{where}{value!r} has no counterpart; redistribute it to Shard, Replicate or Partial first")
+    if isinstance(value, type) and issubclass(value, Shard | Replicate | Partial):
+        called = f"{value.__name__}(0)" if value is Shard else f"{value.__name__}()"
+        raise LayoutError(f"{where}a placement is an object, and this is the class {value.__name__}; write {called}")
+    fix = "; parse_placements reads the notation" if isinstance(value, str) else ""
+    raise LayoutError(
+        f"{where}a placement is Shard(dim), Replicate() or Partial(), of shardwise or of torch.distributed.tensor; got "
+        f"{type(value).__name__}: {value!r}{fix}"
+    )

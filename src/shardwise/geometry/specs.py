@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +24,7 @@ from shardwise.geometry.layout import (
     mesh_cells,
     table_from_boxes,
 )
-from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array
+from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array, to_mesh
 from shardwise.geometry.placements import (
     Partial,
     Placement,
@@ -32,8 +34,8 @@ from shardwise.geometry.placements import (
     chunk_sizes,
     pending_reduction,
     resolve_dim,
+    to_placement,
 )
-from shardwise.geometry.torch_interop import read_order, to_mesh, to_placement
 
 Devices: TypeAlias = tuple[str | None, ...] | None
 
@@ -284,6 +286,27 @@ class MeshSpec(_ProductSpec):
     def __repr__(self) -> str:
         order = "" if self.splits_in_mesh_order else f", order={self.order}"
         return f"MeshSpec({self.mesh}, {self.placements}{order})"
+
+
+def read_order(mesh: Mesh, placements: Sequence[Any]) -> list[str]:
+    """The order of splits, as axis names, that torch's strided shards represent; empty without any."""
+    strided = {p.dim for p in placements if type(p).__name__ == "_StridedShard"}
+    order: list[str] = []
+    for dim in sorted(strided):
+        axes = [a for a, p in enumerate(placements) if getattr(p, "dim", None) == dim]
+        wanted = {a: getattr(placements[a], "split_factor", 1) for a in axes}
+        fits = [p for p in permutations(axes) if all(split_factor(mesh, p, a) == wanted[a] for a in axes)]
+        if not fits:
+            raise LayoutError(
+                f"the split factors {wanted} of dim {dim} do not order the axes {mesh}; redistribute to Shard({dim})"
+            )
+        order += [mesh.axes[a] for a in fits[0]]
+    return order
+
+
+def split_factor(mesh: Mesh, order: Sequence[int], axis: int) -> int:
+    """Torch's split factor: the ranks of the axes that split earlier but come later in the mesh."""
+    return prod(mesh.shape[a] for a in order[: order.index(axis)] if a > axis)
 
 
 def placement_to_json(placement: Placement) -> dict[str, Any]:

@@ -63,8 +63,9 @@ from shardwise.geometry import (
     format_placement,
     parse_spec,
 )
+from shardwise.geometry.mesh import is_device_mesh
 from shardwise.geometry.notation import read_placements
-from shardwise.geometry.torch_interop import is_device_mesh, to_placement
+from shardwise.geometry.placements import to_placement
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
 

@@ -29,7 +29,7 @@ import torch
 
 from shardwise._torch import OpOverload, clear_dtensor_caches
 from shardwise.geometry import LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
-from shardwise.geometry.torch_interop import split_factor
+from shardwise.geometry.specs import split_factor
 from shardwise.ops.rule import Rule, Slot, Steps, Strategy, TensorMeta, ask_rule
 from shardwise.tensor.functions import TENSOR_MODULE, check_even, dtensor_split_order, spec_from_dtensor
 

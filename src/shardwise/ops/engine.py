@@ -79,10 +79,10 @@ _decisions: Cache[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = Cache
 
 
 def call_operator(
-    cls: type | None, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    cls: type | None, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Compute an operator on ShardedTensors, recorded on the tape: `ShardedTensor.__torch_dispatch__`."""
-    return enter_operator(compute, op, args, kwargs or {})
+    return enter_operator(compute, func, args, kwargs or {})
 
 
 def _call(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Shard, parse_layout, shorten_layout
-from shardwise.geometry.dtypes import DType, find_dtype
+from shardwise.geometry.notation import DType, find_dtype
 from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.plan_costs import gradient_bytes_by_axis
 from shardwise.planner.rehearsal import Inputs, Loss, MeteredMove, Rehearsal, count_tokens, make_inputs, rehearse
@@ -86,7 +86,7 @@ def find_device(device: str | Device) -> Device:
 class OptimizerState:
     """What an optimizer keeps for each element: tensors of the parameter's dtype, and further bytes.
 
-    >>> from shardwise.geometry.dtypes import find_dtype
+    >>> from shardwise.geometry.notation import find_dtype
     >>> OptimizerState(tensors=2).bytes_for(10, find_dtype("f32"))
     80
     """
@@ -116,7 +116,7 @@ OPTIMIZERS = {
 def find_optimizer(name: str | OptimizerState) -> OptimizerState:
     """What an optimizer keeps, by its name.
 
-    >>> from shardwise.geometry.dtypes import find_dtype
+    >>> from shardwise.geometry.notation import find_dtype
     >>> find_optimizer("adamw").bytes_for(10, find_dtype("bf16"))
     40
     """

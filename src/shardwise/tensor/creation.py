@@ -30,9 +30,9 @@ from shardwise.comm import (
 from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
 from shardwise.comm.local import number_device
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
+from shardwise.geometry.mesh import is_device_mesh
 from shardwise.geometry.notation import read_spec
 from shardwise.geometry.serialize import infer_from_parts
-from shardwise.geometry.torch_interop import is_device_mesh
 from shardwise.tensor import random_init as _init  # noqa: F401  # registers the in-place functions of random values
 from shardwise.tensor.dispatch import register_function, sharded_leaves
 from shardwise.tensor.execute import Handle

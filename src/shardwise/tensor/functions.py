@@ -43,7 +43,9 @@ from shardwise.comm import Comm, any_rank
 from shardwise.comm.current import comm_of_device_mesh, remember_device_mesh
 from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import LayoutError, Mesh, MeshSpec
-from shardwise.geometry.torch_interop import read_order, to_mesh, to_placement
+from shardwise.geometry.mesh import to_mesh
+from shardwise.geometry.placements import to_placement
+from shardwise.geometry.specs import read_order
 from shardwise.tensor.autograd_mixin import tape_tensors
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, sharded_leaves
 from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout

@@ -59,8 +59,8 @@ from shardwise.geometry import (
     format_layout,
     parse_placements,
 )
+from shardwise.geometry.mesh import is_device_mesh, to_mesh
 from shardwise.geometry.notation import read_spec
-from shardwise.geometry.torch_interop import is_device_mesh, to_mesh
 from shardwise.tensor.execute import (
     Running,
     check_reducible,

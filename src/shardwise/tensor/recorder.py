@@ -32,7 +32,7 @@ from shardwise._text import package_logger
 from shardwise._torch import comm_debug_modes, is_profiling
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, shorten_layout
-from shardwise.geometry.dtypes import find_dtype
+from shardwise.geometry.notation import find_dtype
 from shardwise.transfer.transfer import format_bytes
 
 if TYPE_CHECKING:

@@ -10,18 +10,22 @@ Small pictures for notebooks: a layout as tiles, a transfer as a matrix of ranks
 
 Each is one piece of HTML with an inline SVG and no script. Texts are escaped by the XML writer. Lines and texts have
 the colour of the page around them, so that light and dark pages both show them; tiles are light, with dark labels.
+
+`shardwise.draw`: a picture of a tensor, a layout or a transfer in the terminal.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from shardwise.geometry import Layout, TensorType, shorten_layout
+from shardwise.geometry import Layout, TensorType, parse_layout, shorten_layout
 from shardwise.geometry.mesh import format_ranks
 from shardwise.transfer import Transfer
 from shardwise.transfer.transfer import format_bytes
@@ -458,3 +462,44 @@ def _add_box(svg: Element, x: float, y: float, width: float, height: float, styl
 
 def _write(svg: Element, x: float, y: float, text: str, style: dict[str, str]) -> None:
     SubElement(svg, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", **TEXT, **style}).text = text
+
+
+LEAST_WIDTH = 40
+
+
+def draw(value: Any, *, width: int | None = None, file: TextIO | None = None) -> None:
+    """Print a picture: of a ShardedTensor, a Layout, a text in the notation, or a Transfer (what it moves).
+
+    `width` is that of the terminal if it is not passed. Drawing a tensor needs no other rank.
+
+    >>> import shardwise
+    >>> shardwise.draw("f32[4,6] on tp=3: S(1)", width=60)
+    f32[4,6] on tp=3: S(1)
+    dim 0 (4) down, dim 1 (6) across
+             2           2           2
+       ┌───────────┬───────────┬───────────┐
+       │           │           │           │
+     4 │     0     │     1     │     2     │
+       │           │           │           │
+       └───────────┴───────────┴───────────┘
+    """
+    known = width or max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+    print_lines(_lines_of(value, known), file or sys.stdout)
+
+
+def _lines_of(value: Any, width: int) -> list[Line]:
+    if isinstance(value, str):
+        value = parse_layout(value)
+    if isinstance(value, Transfer):
+        return [line(text) for text in str(value).split("\n")]
+    if isinstance(value, TensorType):
+        return [line(str(value)), *draw_layout(value.layout, width)]
+    if isinstance(value, Layout):
+        return [line(shorten_layout(value)), *draw_layout(value, width)]
+    layout = getattr(value, "sharding", None)
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"draw takes a ShardedTensor, a Layout, a Transfer or a text such as 'f32[8,6] on tp=2: S(0)'; got "
+            f"{type(value).__name__}"
+        )
+    return [line(shorten_layout(layout, str(value.dtype))), *draw_layout(layout, width)]
