@@ -32,7 +32,7 @@ PATIENT = 60.0  # the time-out of what must not fail, however busy the machine i
 WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 # A GPU cannot be used after a fork; a process that was forked counts no lines.
 CAN_FORK = DEVICE == "cpu" and "COVERAGE_PROCESS_START" not in os.environ
-START_METHOD: Any = os.environ.get("SHARDWISE_TEST_START", "forkserver" if CAN_FORK else "spawn")
+START_METHOD = os.environ.get("SHARDWISE_TEST_START", "forkserver" if CAN_FORK else "spawn")
 PRELOADED = ["torch", "torch.distributed.tensor", "torch.testing", "shardwise.ops", "shardwise.nn", "tests.world"]
 
 
@@ -58,13 +58,13 @@ class Ranks:
 class DeviceWorld(LocalWorld):
     """A world of this machine whose ranks work on the device of the tests."""
 
-    _start_method = START_METHOD
+    _context: Any = multiprocessing.get_context(START_METHOD)
 
     def __init__(self, nprocs: int, *, timeout: float) -> None:
         super().__init__(nprocs, timeout=timeout, device=WORLD_DEVICE)
 
     def _start(self) -> None:
-        if self._start_method == "forkserver":
+        if START_METHOD == "forkserver":
             multiprocessing.set_forkserver_preload(PRELOADED)
         self._prepare = partial(_prepare_rank, dict(os.environ))
         super()._start()

@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -157,7 +158,8 @@ class LocalWorld:
     [8, 8]
     """
 
-    _start_method: Literal["spawn", "forkserver"] = "spawn"  # a copy of this process would lack its threads
+    # New interpreters: a copy of this process would lack its threads.
+    _context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 
     def __init__(self, nprocs: int = 4, *, timeout: float = DEFAULT_TIMEOUT, device: str | None = None) -> None:
         if nprocs < 1:
@@ -208,12 +210,11 @@ class LocalWorld:
     def _start(self) -> None:
         self._store = self._open_store()
         world = WorldConfig(self._size, self._address, self._store.port, self._timeout, self._device, self._prepare)
-        context = multiprocessing.get_context(self._start_method)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         with _hold_interrupts():
             for rank in range(self._size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=worker_main, args=(rank, world, theirs), name=f"rank {rank}")
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(target=worker_main, args=(rank, world, theirs), name=f"rank {rank}")
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
