@@ -224,4 +224,4 @@ def test_a_mixture_of_experts_runs_without_a_graph_and_says_where() -> None:
         ended = run_local(body, 2, timeout=60.0)
     for text, is_left_open in ended:
         assert "runs without a graph: ranks 0, 1: DataDependentOutputException" in text
-        assert "(at test_compile_programs.py:" in text and not is_left_open
+        assert "(at test_programs.py:" in text and not is_left_open

@@ -141,7 +141,7 @@ def test_a_recorded_step_has_operators_and_moves_with_lines(tmp_path: Path) -> N
     assert facts["ranks"] == [0, 1] and facts["seconds"] > 0
     moves = [kind for kind in facts["kinds"] if kind[1] == "move"]
     assert {(name, sent) for name, _, sent, _, _ in moves} == {("redistribute", 4 * 4 * 2)}
-    assert all("test_page_plans.py:" in kind[3] for kind in facts["kinds"] if kind[1] != "wait")
+    assert all("test_plans.py:" in kind[3] for kind in facts["kinds"] if kind[1] != "wait")
     assert moves[0][4].endswith(" -> f32[8,4] as chunk(1) over 0-1")
     assert {kind[1] for kind in facts["kinds"]} >= {"operator", "move"}
 

@@ -159,7 +159,12 @@ def gather_values(comm: Comm, value: Any, *, label: str) -> dict[int, Any]:
 
 
 def gather_raw(comm: Comm, data: bytes, *, label: str) -> dict[int, bytes]:
-    """The bytes that each rank passes, for what is not JSON or too long to be read by everyone."""
+    """The bytes that each rank passes, for what is not JSON or too long to be read by everyone.
+
+    >>> from shardwise.comm import run_local
+    >>> run_local(lambda comm: gather_raw(comm, bytes([comm.rank]), label="parts"), 2)[0]
+    {0: b'\\x00', 1: b'\\x01'}
+    """
     return dict(zip(comm.ranks, comm.all_gather_bytes(data, label=label), strict=True))
 
 
