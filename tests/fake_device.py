@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.transports.device_connect import DeviceEntry, SameHostDeviceEngine
-from shardwise.comm.transports.device_memory import DevicePeers, DeviceSegment, OpenedSegments, SharedSegments
+from shardwise.comm.transports.device_memory import (
+    DeviceEntry,
+    DevicePeers,
+    DeviceSegment,
+    OpenedSegments,
+    SameHostDeviceEngine,
+    SharedSegments,
+)
 from shardwise.comm.transports.links import Listener, PeerSockets
 
 CPU = torch.device("cpu")
@@ -153,10 +159,10 @@ class HostEvents:
 
 
 def open_fake_entry(device: FakeDevice, events: Any, **fields: Any) -> tuple[DeviceEntry, dict[str, Any]]:
-    """What `device_connect` makes of a rank's GPU, of a stand-in; `fields` replace those of the card."""
+    """What `device_memory` makes of a rank's GPU, of a stand-in; `fields` replace those of the info."""
     secret, listener, shared = secrets.token_bytes(16), Listener(), SharedSegments(device)
     probe = on_device(device, torch.frombuffer(bytearray(secret), dtype=torch.uint8))
     messages, _ = shared.describe({-1: [probe]})
-    card = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
-    card |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(os.getpid())}
-    return DeviceEntry(CPU, listener, shared, events, probe), card | fields
+    info = {"probe": messages[-1].decode(), "secret": secret.hex(), "events": ["handle"], "pid": os.getpid()}
+    info |= {"listener": listener.name, "token": listener.token.hex(), "host": "here", "process": str(os.getpid())}
+    return DeviceEntry(CPU, listener, shared, events, probe), info | fields

@@ -17,7 +17,7 @@ logging.getLogger("shardwise").addHandler(logging.NullHandler())  # without it P
 def package_logger(module: str) -> logging.Logger:
     """The logger of the package that a module belongs to.
 
-    >>> package_logger("shardwise.comm.transports.gloo").name
+    >>> package_logger("shardwise.comm.transports.backends").name
     'shardwise.comm'
     """
     return logging.getLogger(".".join(module.split(".")[:2]))

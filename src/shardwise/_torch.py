@@ -332,9 +332,17 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def saved_tensors_hook() -> Callable[[Tensor], Any] | None:
-    """The hook that tensors go through when they are saved: one for each run of checkpointed code, both times."""
+    """The hook that tensors go through when they are saved: one for each run of checkpointed code, both times.
+
+    A hook of ours that is put before a user's one names it as its attribute `before`.
+    """
     hooks = _top_saved_tensors_hooks(True)
-    return None if hooks is None else hooks[0]
+    return None if hooks is None else getattr(hooks[0], "before", hooks[0])
+
+
+def saved_tensors_hook_pair() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks for saving a tensor and for unpacking it, or None."""
+    return _top_saved_tensors_hooks(True)  # type: ignore[no-any-return]  # untyped in torch
 
 
 def is_dual_level() -> bool:

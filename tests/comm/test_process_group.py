@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import DisagreementError, ProcessGroupComm, agree, comm_from_device_mesh, default_comm, launch
-from shardwise.comm.transports import gloo
+from shardwise.comm.transports import backends
 from tests.device import DEVICE
 from tests.world import Ranks, world_fixture
 
@@ -119,11 +119,11 @@ def test_reductions_in_rank_order_with_the_same_bits_everywhere(world: Ranks, sh
 
 
 def reduce_in_many_windows(op: str) -> tuple[bool, bool]:
-    usual, gloo._WINDOW = gloo._WINDOW, 1 << 12
+    usual, backends._WINDOW = backends._WINDOW, 1 << 12
     try:
         found = [reduce_all_ways(False, count, op)[:2] for count in (20_001, 100_003, 20_001)]
     finally:
-        gloo._WINDOW = usual
+        backends._WINDOW = usual
     return all(right for right, _ in found), all(untouched for _, untouched in found)
 
 

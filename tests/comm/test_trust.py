@@ -14,11 +14,10 @@ import torch.distributed as dist
 from shardwise.comm import CommError, ProcessGroupComm
 from shardwise.comm.launch import host_store
 from shardwise.comm.protocol import CompletedWork
-from shardwise.comm.transports.device_connect import SameHostDeviceEngine
-from shardwise.comm.transports.gloo import GlooEngine
+from shardwise.comm.transports.backends import GlooEngine, NativeEngine
+from shardwise.comm.transports.device_memory import SameHostDeviceEngine
 from shardwise.comm.transports.host_memory import SameHostEngine
 from shardwise.comm.transports.links import FrameKind
-from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
 from tests.device import DEVICE

@@ -190,25 +190,25 @@ def run_local(
     if world_size < 1:
         raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
     device = default_device() if device is None else number_device(device)
-    room = ThreadWorldState(device=device)
-    hub = RendezvousHub(tuple(range(world_size)), room)
+    world = ThreadWorldState(device=device)
+    hub = RendezvousHub(tuple(range(world_size)), world)
     results: dict[int, T] = {}
     comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]
     intra_op_threads = torch.get_num_threads()
     try:
-        threads = [_start_rank(comm, fn, args, results, room) for comm in comms]
-        _join_ranks(threads, room, timeout)
+        threads = [_start_rank(comm, fn, args, results, world) for comm in comms]
+        _join_ranks(threads, world, timeout)
     finally:
         torch.set_num_threads(intra_op_threads)
-    if room.failure is not None:
-        rank, error = room.failure
+    if world.failure is not None:
+        rank, error = world.failure
         error.add_note(f"on rank {rank} of run_local (world of {world_size})")
         raise error
     return [results[rank] for rank in range(world_size)]
 
 
 def _start_rank(
-    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], room: ThreadWorldState
+    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], world: ThreadWorldState
 ) -> threading.Thread:
     grad, device = torch.is_grad_enabled(), find_default_device()
     gpu = _find_gpu(comm.device)
@@ -219,9 +219,9 @@ def _start_rank(
             if gpu is not None:
                 _enter_gpu(gpu)
             results[comm.rank] = _run_as_rank(fn, comm, args, grad, device)
-            room.leave(comm.rank)
+            world.leave(comm.rank)
         except BaseException as error:
-            room.fail(comm.rank, error)
+            world.fail(comm.rank, error)
 
     thread = threading.Thread(target=context.run, args=(body,), name=f"rank {comm.rank}", daemon=True)
     thread.start()
@@ -252,14 +252,14 @@ def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: 
         return fn(comm, *args)
 
 
-def _join_ranks(threads: list[threading.Thread], room: ThreadWorldState, timeout: float) -> None:
+def _join_ranks(threads: list[threading.Thread], world: ThreadWorldState, timeout: float) -> None:
     """Wait for the ranks; once one has failed, for the others no longer than the time-out."""
     try:
         for thread in threads:
-            while thread.is_alive() and room.failure is None:
+            while thread.is_alive() and world.failure is None:
                 thread.join(0.05)
     except BaseException as error:
-        room.fail(-1, CommError(f"run_local was interrupted by {type(error).__name__}"))
+        world.fail(-1, CommError(f"run_local was interrupted by {type(error).__name__}"))
         raise
     for thread in threads:
         thread.join(timeout)

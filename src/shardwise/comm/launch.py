@@ -2,7 +2,7 @@
 
 1. The parent hosts the store through which ranks find each other, so that no rank's death takes it away.
 2. Ranks are spawned (never forked), talk over the loopback interface, and end when the parent ends.
-3. Whatever happens, they are stopped: told to end, then terminated, then killed. Ctrl-C reaches the parent alone,
+3. Whatever happens, they are stopped: asked to end, then terminated, then killed. Ctrl-C reaches the parent alone,
    which stops them; ranks of a terminal would else each print where they were.
 
 Which transports work between two processes of this host? Each is tried by two ranks, with a time-out.
@@ -10,11 +10,12 @@ Which transports work between two processes of this host? Each is tried by two r
 1. Every probe is a function that both ranks run. It returns what it measured, or why it failed; it ends with a barrier,
    so that no rank ends while the other one still reads its memory.
 2. A rank that hangs or dies is stopped by the world that started it, and the probe counts as failed.
+
+One spawned rank: joins the world, then runs the functions its parent sends.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,9 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,12 +44,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import TCPStore
+from shardwise.comm.agree import gather_values
 from shardwise.comm.current import given_world, use_comm
+from shardwise.comm.faults import report_exception
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
 from shardwise.comm.transports import host_memory as remote_memory
 from shardwise.comm.transports.device_memory import CudaMemory
-from shardwise.comm.transports.worker import LOOPBACK, WorkerReply, WorkerTask, WorldConfig, worker_main
 
 T = TypeVar("T")
 _STOP_GRACE_SECONDS = 5.0
@@ -402,8 +406,8 @@ def try_memory() -> tuple[float | None, str]:
     """Read the other process's memory; run by both ranks."""
     comm = _socket_comm()
     mine = torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8, device="cpu")
-    cards = comm.all_gather_bytes(json.dumps([os.getpid(), mine.data_ptr()]).encode(), label="probe")
-    pid, address = json.loads(cards[1 - comm.rank])
+    infos = gather_values(comm, [os.getpid(), mine.data_ptr()], label="probe")
+    pid, address = infos[1 - comm.rank]
     remote_memory.allow_readers([pid])
     comm.barrier(label="probe")
 
@@ -444,16 +448,16 @@ def try_cuda_ipc() -> tuple[float | None, str]:
         device = torch.device("cuda", comm.rank % max(1, torch.cuda.device_count()))
         shared.append(torch.full((PROBE_BYTES,), comm.rank, dtype=torch.uint8, device=device))
         torch.cuda.synchronize(device)
-        card = _describe_device_memory(shared[0])
+        info = _describe_device_memory(shared[0])
     except Exception as error:
-        card = {"problem": _first_line(error)}
-    cards = [json.loads(told) for told in comm.all_gather_bytes(json.dumps(card).encode(), label="probe")]
+        info = {"problem": _first_line(error)}
+    infos = gather_values(comm, info, label="probe")
 
     def run() -> float:
-        problem = next((card["problem"] for card in cards if "problem" in card), None)
+        problem = next((info["problem"] for info in infos.values() if "problem" in info), None)
         if problem is not None:
             raise RuntimeError(problem)
-        theirs, mine = cards[1 - comm.rank], shared[0]
+        theirs, mine = infos[1 - comm.rank], shared[0]
         memory = CudaMemory(mine.device)
         segment = memory.open(bytes.fromhex(theirs["handle"]), theirs["size"])
         received = torch.empty_like(mine)
@@ -502,3 +506,104 @@ def read_memory_limits() -> tuple[int | None, bool]:
         int(scope.read_text()) if scope.exists() else None,
         capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_SYS_PTRACE & 1),
     )
+
+
+LOOPBACK = "127.0.0.1"
+_SLOW_START = 60.0  # ranks on a busy machine begin seconds apart, however short the time-out of later collectives
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """What a spawned rank needs to know to join: where the store is, and what to do first."""
+
+    size: int
+    address: str
+    port: int
+    timeout: float
+    device: str | None = None
+    prepare: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """A function to run; after the last one the process ends, and at once if it raised."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    last: bool
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    """What a rank's function returned or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def worker_main(rank: int, world: WorldConfig, pipe: Connection) -> None:
+    """Serve tasks until there are no more."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
+    if world.prepare is not None:
+        world.prepare(rank)
+    store = TCPStore(world.address, world.port, is_master=False, wait_for_workers=False)
+    limit = timedelta(seconds=max(world.timeout, _SLOW_START))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=limit)
+    if world.device is not None and torch.device(world.device).type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    with use_comm(ProcessGroupComm.of(timeout=world.timeout, device=world.device)):
+        while _serve(rank, pipe):
+            pass
+    dist.destroy_process_group()
+
+
+def _serve(rank: int, pipe: Connection) -> bool:
+    """Run one task and reply; return whether to continue."""
+    try:
+        data = pipe.recv_bytes()
+    except EOFError:
+        return False
+    last = False
+    try:
+        task: WorkerTask | None = pickle.loads(data)
+        if task is None:
+            return False
+        last = task.last
+        reply = WorkerReply(task.fn(*task.args))
+    except BaseException as error:
+        reply = WorkerReply(error=error, trace=traceback.format_exc())
+    if last and reply.error is not None:
+        report_exception(rank, reply.error)
+    pipe.send_bytes(_pickle_reply(reply))
+    if last and reply.error is not None:
+        _exit_now(1)
+    return not last
+
+
+def _pickle_reply(reply: WorkerReply) -> bytes:
+    try:
+        data = pickle.dumps(reply)
+        pickle.loads(data)
+        return data
+    except Exception as problem:
+        if reply.error is None:
+            text = f"the result of type {type(reply.value).__name__} cannot be pickled: {problem}"
+            return pickle.dumps(WorkerReply(error=TypeError(text), trace=""))
+        stand_in = RuntimeError(f"{type(reply.error).__name__}: {reply.error}")
+        return pickle.dumps(WorkerReply(error=stand_in, trace=reply.trace))
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        _exit_now(1)
+
+
+def _exit_now(code: int) -> None:
+    """Exit at once: the other ranks see the closed connections."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -314,22 +314,22 @@ class Rendezvous:
 class RendezvousHub:
     """The meetings of one group of ranks of a world of threads."""
 
-    def __init__(self, ranks: tuple[int, ...], room: ThreadWorldState) -> None:
-        self.ranks, self.room = ranks, room
+    def __init__(self, ranks: tuple[int, ...], world: ThreadWorldState) -> None:
+        self.ranks, self.world = ranks, world
         self._posted = dict.fromkeys(ranks, 0)
         self._open: dict[int, Rendezvous] = {}
         self._children: dict[tuple[int, ...], RendezvousHub] = {}
 
     def child(self, ranks: tuple[int, ...]) -> RendezvousHub:
         """Return the hub of a subset, the same one for all its members."""
-        with self.room.lock:
-            return self._children.setdefault(ranks, RendezvousHub(ranks, self.room))
+        with self.world.lock:
+            return self._children.setdefault(ranks, RendezvousHub(ranks, self.world))
 
     def post(
         self, rank: int, call: CollectiveCall, plan: Callable[[Mapping[int, Any]], list[RendezvousJob]]
     ) -> Rendezvous:
         """Add one rank's call to its next meeting; the last one turns the calls into jobs."""
-        with self.room.lock:
+        with self.world.lock:
             number = self._posted[rank]
             self._posted[rank] = number + 1
             meeting = self._open.get(number)
@@ -358,11 +358,11 @@ class RendezvousHub:
         elif sum(call.nbytes for call in meeting.calls.values()) <= AT_ONCE_BYTES:
             _run_at_once(meeting)
         meeting.complete = True
-        self.room.changed.notify_all()
+        self.world.changed.notify_all()
 
     def _queue_jobs(self, meeting: Rendezvous, stream: int) -> None:
         """Do all jobs on one stream, after what the streams of all ranks have to do."""
-        wait_for_streams(self.room.device, stream, [call.stream for call in meeting.calls.values()])
+        wait_for_streams(self.world.device, stream, [call.stream for call in meeting.calls.values()])
         _run_at_once(meeting)
         meeting.stream = stream
 
@@ -376,51 +376,51 @@ class RendezvousHub:
     def _complete(self, rank: int, meeting: Rendezvous, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         if not meeting.complete:
-            with self.room.lock:
+            with self.world.lock:
                 while not meeting.complete:
                     self._check(rank, meeting)
-                    if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
+                    if not self.world.changed.wait(max(0.0, deadline - time.monotonic())):
                         absent = self._absent_ranks(meeting)
                         self._give_up(meeting, _absence_error(meeting.calls[rank], absent, f"within {timeout:g} s"))
         self._run_jobs(meeting)
         if not meeting.running:
             return
-        with self.room.lock:
+        with self.world.lock:
             while meeting.running and meeting.error is None:
-                if not self.room.changed.wait(max(0.0, deadline - time.monotonic())):
+                if not self.world.changed.wait(max(0.0, deadline - time.monotonic())):
                     self._give_up(meeting, CommError(f"{meeting.calls[rank]}: copying took longer than {timeout:g} s"))
 
     def _give_up(self, meeting: Rendezvous, error: CommError) -> NoReturn:
         """End a meeting for all its ranks: a late one must not read what this rank's program writes from now on."""
         meeting.error = meeting.error or error
-        self.room.changed.notify_all()
+        self.world.changed.notify_all()
         raise error
 
     def _run_jobs(self, meeting: Rendezvous) -> None:
         """Do jobs that nobody does. Others look at `jobs`, then at `running`, without the lock."""
         while meeting.jobs:
-            with self.room.lock:
+            with self.world.lock:
                 if not meeting.jobs or meeting.error is not None:
                     return
                 meeting.running += 1
                 job = meeting.jobs.pop()
             error = _run_job(job, meeting)
-            with self.room.lock:
+            with self.world.lock:
                 meeting.error = error or meeting.error
                 meeting.running -= 1
                 if not meeting.running:
-                    self.room.changed.notify_all()
+                    self.world.changed.notify_all()
 
     def _check(self, rank: int, meeting: Rendezvous) -> None:
         call = meeting.calls[rank]
         if meeting.error is not None:
             raise CommError(str(meeting.error), meeting.error.ranks)
-        if self.room.failure is not None:
-            who, error = self.room.failure
+        if self.world.failure is not None:
+            who, error = self.world.failure
             if isinstance(error, CommError):
                 raise CommError(str(error), error.ranks) from error
             raise CommError(f"{call}: rank {who} raised {type(error).__name__}: {error}", (who,)) from error
-        gone = [r for r in self.ranks if r in self.room.left and r not in meeting.calls]
+        gone = [r for r in self.ranks if r in self.world.left and r not in meeting.calls]
         if gone:
             raise _absence_error(call, gone, "before it returned")
 

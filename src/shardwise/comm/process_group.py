@@ -4,7 +4,7 @@ Which engine moves the bytes is decided once, at the first operation, together b
 
 1. the backend for the comm's device is not gloo (nccl): torch's own collectives, on the device, unless ranks of one
    host share a GPU (`choose_device_engine`);
-2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`device_connect`);
+2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`device_memory`);
 3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`host_memory`);
 4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`hosts`);
 5. gloo otherwise: point to point over its sockets.
@@ -59,12 +59,11 @@ from shardwise.comm.protocol import (
     TensorsByRank,
     Work,
 )
-from shardwise.comm.transports.device_connect import choose_device_engine, connect_devices, find_request
+from shardwise.comm.transports.backends import GlooEngine, NativeEngine
+from shardwise.comm.transports.device_memory import choose_device_engine, connect_devices, find_request
 from shardwise.comm.transports.engine import Engine, Stage
-from shardwise.comm.transports.gloo import GlooEngine
 from shardwise.comm.transports.host_memory import connect_same_host
 from shardwise.comm.transports.hosts import compose_engines
-from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.transfer.topology import Topology
 
 _GRACE_SECONDS = 1.0

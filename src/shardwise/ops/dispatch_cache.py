@@ -59,12 +59,12 @@ from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Replicate
 from shardwise.ops.explain import active_watchers, is_explaining_or_forbidding
 from shardwise.ops.unshard import free_after_forward, has_kept_sum, is_summed, move_input, vary_along
+from shardwise.tensor.autograd_mixin import can_view, copy_if_shared
 from shardwise.tensor.dispatch import call_function, enter_function, override_for, sharded_leaves
 from shardwise.tensor.functions import convert_dtensors
 from shardwise.tensor.move import format_layout_text, is_differentiated
 from shardwise.tensor.recorder import find_recorder, recorders, user_line, write_tensor
 from shardwise.tensor.sharded_tensor import ShardedTensor, derived_types, wrap
-from shardwise.tensor.views import can_view, copy_if_shared
 from shardwise.tensor.writes import check_writable, count_write, is_writable
 
 

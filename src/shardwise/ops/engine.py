@@ -47,10 +47,11 @@ from shardwise.ops.implicit_replication import (
     is_placeholder,
     needs_one_mesh,
     plain_as_replicated,
+    reads_plain_as_replicated,
     refuse_lost_gradients,
 )
 from shardwise.ops.irregular import is_irregular, mark_views_of_moved, put_on_mesh, run_on_pieces
-from shardwise.ops.non_participating import count_versions, leave, refuse_unknown_shapes, take_part
+from shardwise.ops.non_participating import count_versions, leave, refuse_unknown_shapes, show_to_hooks, take_part
 from shardwise.ops.propagation import Decision, WrittenMoveError, cut_like, decide, first_positions
 from shardwise.ops.rule import (
     OperatorCall,
@@ -66,14 +67,15 @@ from shardwise.ops.rule import (
 )
 from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, move_input, vary_along
 from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to
+from shardwise.tensor.autograd_mixin import allow_writes_to_copies
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharded_leaves
 from shardwise.tensor.move import format_layout_text, is_differentiated
 from shardwise.tensor.recorder import user_line
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.views import followed_writes
 from shardwise.tensor.writes import check_writable, count_write, gives_views, mark_moved_views, note_copies
 
 Fallback = Callable[..., Any]
+_INDEXING = frozenset([aten.index.Tensor])
 _REFUSED = frozenset(["set_"])  # lets one tensor share the memory of another
 _decisions: Cache[Hashable, tuple[Decision | Steps, tuple[Layout, ...]]] = Cache(16384, on_change=True)
 
@@ -94,6 +96,8 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on ShardedTensors, in the layers of torch that the caller has entered."""
     note_entry(op)
     call = split_call(op, args, kwargs)
+    if op in _INDEXING and reads_plain_as_replicated():
+        call = _read_plain_masks(call)
     given = [t for t in call.tensors if isinstance(t, ShardedTensor)]
     for tensor in given:
         if tensor._copied_from is not None:
@@ -101,11 +105,28 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_unknown_shapes(op, given)
     here = take_part(call)
     versions = count_versions(here) if here is not call else ()
-    with followed_writes() if written_slots(op) else nullcontext():
+    hooks = show_to_hooks(given[0].device) if here is not call else nullcontext()
+    with allow_writes_to_copies() if written_slots(op) else nullcontext(), hooks:
         result = propagate(here)()
     if here is not call:
         result = leave(call, here, versions, result)
     return _finish(call, given, result)
+
+
+def _read_plain_masks(call: OperatorCall) -> OperatorCall:
+    """Indexing by plain masks as indexing by numbers: every rank has the mask, so the shape depends on no values."""
+    if not any(_is_mask(t) for t in call.tensors):
+        return call
+    args, kwargs = call.arguments
+    indices: list[Any] = []
+    for one in args[1]:
+        indices += one.nonzero().unbind(1) if _is_mask(one) else [one]
+    return split_call(call.op, (args[0], indices, *args[2:]), kwargs)
+
+
+def _is_mask(tensor: Any) -> bool:
+    plain = isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor)
+    return plain and tensor.ndim > 0 and tensor.dtype in (torch.bool, torch.uint8)
 
 
 def propagate(call: OperatorCall) -> Callable[[], Any]:

@@ -9,7 +9,7 @@
 4. For everything else the tensors are put on a mesh: where chunks are one for each of some ranks nothing moves, and the
    mesh is that of these ranks. Otherwise they are cut along their longest dim over all ranks of the comm.
 5. A tensor that is written to is never moved: such operators are computed without writing, and the result copied.
-   A view of tensors that had to be moved is a copy (`tensor/views.py`).
+   A view of tensors that had to be moved is a copy (`tensor/autograd_mixin.py`).
 
 All of this is decided from shapes and layouts, so all ranks decide the same.
 """
@@ -194,13 +194,13 @@ def _cut_into_pieces(tensor: ShardedTensor, lead: ShardedTensor, layout: Layout,
     if tensor.shape == lead.shape:
         parts = redistribute_to(tensor, lead.sharding, name)._tape_tensors()
         if not lead.local_parts:
-            return [_stand_for_nothing(tensor, parts[0])]
+            return [_make_empty_stand_in(tensor, parts[0])]
         more = (1,) * (layout.ndim - lead.ndim)
         return [part.reshape(more + tuple(part.shape)) for part in parts] if more else parts
     return _cut_whole(tensor, layout, name)
 
 
-def _stand_for_nothing(tensor: ShardedTensor, held: Tensor) -> Tensor:
+def _make_empty_stand_in(tensor: ShardedTensor, held: Tensor) -> Tensor:
     """What a rank without pieces computes with: a tensor without elements, on the tape.
 
     One without dims has an element nevertheless, since numbers count less in the dtype of a result.
@@ -221,7 +221,7 @@ def _cut_whole(tensor: ShardedTensor, layout: Layout, name: str) -> Sequence[Ten
     value = vary_along(whole, target, (0,) if len(ranks) > 1 else ())
     rows = layout.rows_of(rank)
     if not len(rows):
-        return [_stand_for_nothing(tensor, value)]
+        return [_make_empty_stand_in(tensor, value)]
     found = [_cut_box(value, piece.box) for piece in layout.pieces_of(rank)]
     if value.requires_grad:
         for part, is_first in zip(found, np.isin(rows, _first_copies(layout)), strict=True):
@@ -269,8 +269,9 @@ def _reduce_pieces(call: OperatorCall) -> Any:
     if all_dims(given.get("dim"), ndim) != tuple(range(ndim)):
         return NotImplemented
     rest = {name: value for name, value in given.items() if name not in ("self", "dim", "keepdim")}
-    if given.get("dim") is not None:
-        rest["dim"] = 0 if isinstance(given["dim"], int) else [0]
+    if "dim" in given:
+        dim = given["dim"]
+        rest["dim"] = dim if dim is None else 0 if isinstance(dim, int) else [0]
     found = call.op(flatten_pieces(tensors[0]), **rest)
     if not given.get("keepdim"):
         return found

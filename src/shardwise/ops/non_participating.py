@@ -6,6 +6,8 @@
    tensors, so that the backward pass meets the same moves as on the mesh's ranks.
 3. Operators that ask all ranks of the comm, for a value or a seed, run as they are: they need no local tensors.
 4. Where shapes depend on values there is nothing to compute them from: refused on every rank, from the layouts alone.
+5. Hooks of users that see what is saved for the backward pass (`save_on_cpu`, checkpointed code) get tensors on the
+   device, which have one element in memory and no values of use.
 
 Apart from the exchanges of the comm, nothing here waits for another rank.
 """
@@ -13,13 +15,14 @@ Apart from the exchanges of the comm, nothing here waits for another rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._cache import cached
-from shardwise._torch import aten, is_composite, pytree
+from shardwise._torch import aten, is_composite, pytree, saved_tensors_hook_pair
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import StandInComm
 from shardwise.geometry import MeshSpec
@@ -110,8 +113,8 @@ def take_part(call: OperatorCall) -> OperatorCall:
     """The call as this rank computes it: the call itself, or one of stand-ins where this rank is outside of the mesh.
 
     Exceptions run as they are: operators that ask all ranks, draw by a seed that all agree on, or compute each tensor
-    of a list by itself where this rank has some; irregular tensors, which all ranks compute; and what torch breaks down
-    into other operators, each of which comes here.
+    of a list by itself; irregular tensors, which all ranks compute; and what torch breaks down into other operators,
+    each of which comes here.
     """
     given: list[ShardedTensor] = [t for t in call.tensors if isinstance(t, ShardedTensor)]
     left_out = [t for t in given if _leaves_out_this_rank(t)]
@@ -120,9 +123,7 @@ def take_part(call: OperatorCall) -> OperatorCall:
         return call
     if isinstance(rule, Steps) and has_tag(op, torch.Tag.nondeterministic_seeded):
         return call
-    if (_takes_lists(op) and len(left_out) < len(given)) or (
-        rule is None and not is_pointwise(op) and is_composite(op)
-    ):
+    if (isinstance(rule, Steps) and _takes_lists(op)) or (rule is None and not is_pointwise(op) and is_composite(op)):
         return call
     note_special()
     spec = left_out[0].sharding.spec
@@ -153,6 +154,28 @@ def leave(call: OperatorCall, here: OperatorCall, versions: Sequence[int], resul
     return pytree.tree_map_only(
         ShardedTensor, lambda t: own[id(t)] if id(t) in own else _wrap_without_data(t, left_out), result
     )
+
+
+def show_to_hooks(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which hooks of users get a tensor on the device for each stand-in that is saved."""
+    hooks = saved_tensors_hook_pair()
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_stand_in(tensor: Tensor) -> Any:
+        if not tensor.is_meta:
+            return None, pack(tensor)
+        shown = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return (tuple(tensor.shape), tensor.stride(), tensor.dtype), pack(shown)
+
+    def unpack_stand_in(saved: Any) -> Tensor:
+        form, packed = saved
+        found = unpack(packed)
+        return found if form is None else torch.empty_strided(*form[:2], dtype=form[2], device="meta")
+
+    pack_stand_in.before = getattr(pack, "before", pack)  # type: ignore[attr-defined]  # sums that are kept look for it
+    return torch.autograd.graph.saved_tensors_hooks(pack_stand_in, unpack_stand_in)
 
 
 def count_versions(here: OperatorCall) -> list[int]:

@@ -13,8 +13,8 @@
    its own, from the lengths of the dims that are merged or split, so that a batch of any length is treated alike. It
    takes the first of these for which the view can be expressed: the cut that it has; the same dim, cut in even chunks;
    the same dim, cut so that one dim of the result is, one that the ranks divide evenly first; no cut, it replicates.
-4. `note_strides`: which strides the results of an operator would have as whole tensors (`tensor/views.py`). Torch
-   answers: it runs the operator once for each kind of call on tensors without memory.
+4. `note_strides`: which strides the results of an operator would have as whole tensors (`tensor/autograd_mixin.py`).
+   Torch answers: it runs the operator once for each kind of call on tensors without memory.
 5. `allow_writes`: what is written to a copied view is written to the tensor that it was taken from. A row of a sharded
    dim, a slice of a dim cut in blocks or a view in another cut is a copy, where torch returns a view. Each operator
    that takes such a view has one that puts values in its place, by which `x[2] += 1` reaches `x`. Where a mesh leaves
@@ -41,10 +41,10 @@ from shardwise.geometry.layout import Cells
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.explain import check_may_communicate
 from shardwise.ops.rule import OperatorCall, is_pointwise, written_slots
+from shardwise.tensor.autograd_mixin import Strides, find_strides, make_stand_in
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.views import Strides, find_strides, make_stand_in
 from shardwise.tensor.writes import gives_views
 
 

@@ -5,24 +5,39 @@
 2. `LocalMemoryMixin`: a ShardedTensor has no memory of its own. torch's versions of these methods would read or share
    the wrapper's missing storage, which ends the process.
 3. `AutogradMixin`: gradients. The local tensors are on the tape, the wrapper never is.
-
-Torch's names for what a ShardedTensor has and does, with the meaning that DTensor gives them.
+4. `TorchNamesMixin`: torch's names for what a ShardedTensor has and does, with the meaning that DTensor gives them.
+5. `CopiedView`: a view that had to be copied is what a view would be until the tensor it was taken from is written to.
+   What is written to the copy is written to that tensor as well, where the engine knows how (`ops/views.py`).
+6. Strides: by those of the whole tensor `contiguous()` and `reshape()` copy exactly where torch copies. A local tensor
+   cannot answer this: some columns of the whole may be all that a rank has, and contiguous there. So a tensor that
+   would not be contiguous as a whole has a note (`_dense_strides`), the same on every rank; one without is read as
+   contiguous.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
 
-from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level
+from shardwise._torch import DisableTorchFunctionSubclass, is_dual_level, no_dispatch_modes, storage_identity
 from shardwise.comm import Comm, agree
 from shardwise.comm.current import find_device_mesh
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Placement, Replicate
-from shardwise.tensor.dispatch import find_wrapper, is_called_by_fully_shard, on_local_tensors, refuse_wrapper
+from shardwise.tensor.dispatch import (
+    UnsupportedOpError,
+    find_wrapper,
+    is_called_by_fully_shard,
+    on_local_tensors,
+    refuse_wrapper,
+)
 from shardwise.tensor.move import (
     NO_TANGENT,
     Move,
@@ -34,10 +49,153 @@ from shardwise.tensor.move import (
     tape_inputs,
     with_moved_gradient,
 )
-from shardwise.tensor.views import CopiedView, Strides, copy_strides, has_format, make_stand_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Versions = tuple[int, ...]
+
+
+_WRITES = "shardwise_writes"
+
+
+def _count_writes(tensors: Sequence[Tensor]) -> Versions:
+    return tuple(t.untyped_storage().__dict__.get(_WRITES, 0) if t.is_inference() else t._version for t in tensors)
+
+
+def count_inference_write(local: Tensor) -> None:
+    """Count a write to a local tensor of inference mode, for which torch keeps no version."""
+    if local.is_inference():
+        notes = local.untyped_storage().__dict__
+        notes[_WRITES] = notes.get(_WRITES, 0) + 1
+
+
+@dataclass(slots=True, eq=False)
+class CopiedView:
+    """What a copy was taken from, and how often that had been written to then.
+
+    Local tensors share their count of writes with all their views and with what they are detached from. They are kept
+    as long as the copy is, as torch keeps the memory of a view's base. `behind` is what the source was copied from.
+    `write` writes the copy, whose local tensors are `parts`, to the source; `siblings` were taken with it and do not
+    overlap.
+    """
+
+    name: str
+    sources: tuple[Tensor, ...]
+    versions: Versions
+    behind: CopiedView | None = None
+    write: Callable[[], None] | None = None
+    parts: tuple[Tensor, ...] = ()
+    written: Versions = ()
+    siblings: tuple[CopiedView, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, sources: Sequence[Tensor], behind: CopiedView | None = None) -> CopiedView:
+        counted = tuple(local.detach() for local in sources)
+        return cls(name, counted, _count_writes(counted), behind)
+
+    def allow_writes(self, parts: tuple[Tensor, ...], write: Callable[[], None]) -> None:
+        """Let what is written to these local tensors be written to the source by a function."""
+        self.parts, self.written, self.write = parts, _count_writes(parts), write
+
+    def check(self) -> None:
+        """Raise if the copy is out of date."""
+        if self.behind is not None:
+            self.behind.check()
+        if self.versions != _count_writes(self.sources):
+            raise UnsupportedOpError(
+                f"{self.name} was copied and shares no memory with the tensor it was taken from, which was written to "
+                "since, so it is out of date; take it again, or clone() it at once if the old values are meant"
+            )
+
+    def write_back(self) -> None:
+        """Write the copy to its source, if it was written to."""
+        if self.write is None or self.written == _count_writes(self.parts):
+            return
+        fresh = [view for view in (self, *self.siblings) if view.versions == _count_writes(view.sources)]
+        self.write()
+        self.written = _count_writes(self.parts)
+        for view in fresh:
+            view.versions = _count_writes(view.sources)
+
+
+class _WritesToCopies(threading.local):
+    on: bool = False
+
+
+_writes_to_copies = _WritesToCopies()
+
+
+@contextmanager
+def allow_writes_to_copies() -> Iterator[None]:
+    """A context after which the caller writes copies back that were written to in it."""
+    before, _writes_to_copies.on = _writes_to_copies.on, True
+    try:
+        yield
+    finally:
+        _writes_to_copies.on = before
+
+
+def is_written_back(view: CopiedView | None) -> bool:
+    """Whether a write to a copy, made now, will be written to its source."""
+    return _writes_to_copies.on and view is not None and view.write is not None
+
+
+Strides = tuple[int, ...]
+
+
+def make_stand_in(shape: Sequence[int], strides: Strides | None, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory that has the shape and strides of a whole tensor; None stands for contiguous."""
+    if strides is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
+
+
+def has_format(
+    shape: Sequence[int], strides: Strides | None, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
+    """Whether a whole tensor with these strides is contiguous, in the sense of a memory format.
+
+    >>> has_format((2, 3), None), has_format((2, 3), (1, 2)), has_format((2, 3), (9, 1))
+    (True, False, False)
+    """
+    if strides is None and memory_format is torch.contiguous_format:
+        return True
+    with no_dispatch_modes():
+        return make_stand_in(shape, strides, torch.uint8).is_contiguous(memory_format=memory_format)
+
+
+def find_strides(made: Tensor) -> Strides | None:
+    """The note for a whole tensor of which this is the stand-in."""
+    return None if made.is_contiguous() else tuple(made.stride())
+
+
+def copy_strides(shape: Sequence[int], strides: Strides | None, memory_format: torch.memory_format) -> Strides | None:
+    """The note for a copy, in a memory format, of a whole tensor with these strides."""
+    with no_dispatch_modes():
+        return find_strides(make_stand_in(shape, strides, torch.uint8).clone(memory_format=memory_format))
+
+
+def can_view(shape: Sequence[int], strides: Strides | None, size: Sequence[int]) -> bool:
+    """Whether torch views a whole tensor with these strides in another shape, instead of copying it.
+
+    >>> can_view((2, 3), (1, 2), (6,)), can_view((2, 3), (9, 1), (2, 1, 3))
+    (False, True)
+    """
+    if strides is None:
+        return True
+    try:
+        with no_dispatch_modes():
+            make_stand_in(shape, strides, torch.uint8).view(tuple(size))
+    except RuntimeError:
+        return False
+    return True
+
+
+def copy_if_shared(local: Tensor, source: Tensor) -> Tensor:
+    """A tensor that shares no memory with another."""
+    shared = storage_identity(local.untyped_storage()) == storage_identity(source.untyped_storage())
+    return local.clone() if shared else local
 
 
 class AttributesMixin(Tensor):
@@ -226,10 +384,13 @@ class AutogradMixin(AttributesMixin):
 
     def _gradient(self, grads: tuple[Tensor, ...]) -> Self:
         """The gradients of the tensors on the tape put together."""
-        whole = gradient_of_whole(self.sharding, grads, self.comm) if self.local_parts else ()
-        return self._like(
-            dual_layout(self.sharding), tuple(g * self._divisor for g in whole) if self._divisor > 1 else whole
-        )
+        whole = gradient_of_whole(self.sharding, grads, self.comm)
+        scaled = tuple(g * self._divisor for g in whole) if self._divisor > 1 else whole
+        return self._from_tape(dual_layout(self.sharding), scaled, bool(self.local_parts))
+
+    def _from_tape(self, layout: Layout, taped: tuple[Tensor, ...], has_parts: bool) -> Self:
+        """A tensor like this one from what represents it on this rank's tape: local tensors, or an anchor."""
+        return self._like(layout, taped) if has_parts else self._like(layout, (), taped[0])
 
     @property
     def _divisor(self) -> int:
@@ -295,10 +456,8 @@ class AutogradMixin(AttributesMixin):
             return tuple(torch.full_like(t, 1.0 / divisor) for t in self._tape_tensors())
         if not isinstance(gradient, AutogradMixin):
             gradient = self._like(replicated_layout(tuple(self.shape), self.comm.ranks), (gradient,))
-        held = gradient.redistribute(dual_layout(self.sharding), label="backward").local_parts
-        if not self.local_parts:
-            return tuple(torch.zeros_like(t) for t in self._tape_tensors())
-        own = gradient_of_addends(self.sharding, held, self.comm)
+        held = gradient.redistribute(dual_layout(self.sharding), label="backward")
+        own = gradient_of_addends(self.sharding, held._tape_tensors(), self.comm)
         return own if divisor == 1 else tuple(t / divisor for t in own)
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> Any:
@@ -308,12 +467,12 @@ class AutogradMixin(AttributesMixin):
 
         def on_local(grad: Tensor) -> Tensor | None:
             scaled = grad if alike._divisor == 1 else grad * alike._divisor
-            changed = hook(alike._like(dual_layout(alike.sharding), (scaled,) if has_parts else ()))
-            if changed is not None:
-                alike._check_gradient(changed)
-            if changed is None or not has_parts:
+            changed = hook(alike._from_tape(dual_layout(alike.sharding), (scaled,), has_parts))
+            if changed is None:
                 return None
-            return changed.local_parts[0] if alike._divisor == 1 else changed.local_parts[0] / alike._divisor
+            alike._check_gradient(changed)
+            own = changed._tape_tensors()[0]
+            return own if alike._divisor == 1 else own / alike._divisor
 
         return self._only_one_on_tape("register_hook").register_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -329,12 +488,11 @@ class AutogradMixin(AttributesMixin):
         return one.register_post_accumulate_grad_hook(on_local)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _only_one_on_tape(self, name: str) -> Tensor:
-        tape = self._tape_tensors()
-        if len(tape) != 1:
-            raise NotImplementedError(
-                f"{name} needs one local tensor on each rank, this one has {len(tape)}; use local_tensors()"
-            )
-        return tape[0]
+        ranks, counts = np.unique(self.sharding.table.ranks, return_counts=True)
+        if counts.max(initial=0) > 1:
+            where = f"rank {ranks[counts.argmax()]} has {counts.max()}"
+            raise NotImplementedError(f"{name} needs one local tensor on each rank, and {where}; use local_tensors()")
+        return self._tape_tensors()[0]
 
     def retain_grad(self) -> None:
         """Keep the gradient although this is not a leaf."""

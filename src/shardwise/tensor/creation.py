@@ -38,6 +38,7 @@ from shardwise.tensor.dispatch import register_function, sharded_leaves
 from shardwise.tensor.execute import Handle
 from shardwise.tensor.functions import from_dtensor, is_dtensor
 from shardwise.tensor.move import (
+    can_start_early,
     describe_tensor,
     find_move,
     format_layout_text,
@@ -49,7 +50,6 @@ from shardwise.tensor.move import (
     start_moving,
     start_while_agreeing,
     target_layout,
-    travels_early,
 )
 from shardwise.tensor.pickling import PLAIN_SPECS
 from shardwise.tensor.random import Distribution, normal, uniform
@@ -395,7 +395,7 @@ def redistribute_many(
     def finish(results: Sequence[tuple[Tensor, ...]]) -> list[ShardedTensor]:
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
-    if problem is None and not async_op and all(map(travels_early, tensors, dsts)):
+    if problem is None and not async_op and all(map(can_start_early, tensors, dsts)):
         return finish(start_while_agreeing(tensors, dsts, asked, label, max_buffer_bytes).wait())
     agree(tensors[0].comm, asked, label=label, problem=problem)
     if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):

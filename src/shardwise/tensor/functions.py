@@ -46,11 +46,10 @@ from shardwise.geometry import LayoutError, Mesh, MeshSpec
 from shardwise.geometry.mesh import to_mesh
 from shardwise.geometry.placements import to_placement
 from shardwise.geometry.specs import read_order
-from shardwise.tensor.autograd_mixin import tape_tensors
+from shardwise.tensor.autograd_mixin import allow_writes_to_copies, has_format, tape_tensors
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, sharded_leaves
 from shardwise.tensor.move import check_move, format_layout_text, move_to, replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.views import followed_writes, has_format
 from shardwise.tensor.writes import check_leaf_without_data, check_writable, count_write, note_write_without_data
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _copy_into(types: Types, args: Args, kwargs: Kwargs, comm: Comm) -> Any:
         return target.copy_(source.full())  # as `load_state_dict` of a plain model does, on every rank
     if tuple(source.shape) != tuple(target.shape):
         source = _broadcast_source(source, tuple(target.shape))
-    with followed_writes():
+    with allow_writes_to_copies():
         check_writable(target)
     if isinstance(source, ShardedTensor) and source.dtype != target.dtype and _is_pending(source, target):
         return NotImplemented

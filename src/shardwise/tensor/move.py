@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from threading import Lock
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -89,8 +89,10 @@ from shardwise.tensor.recorder import (
     remember_debug_modes,
     user_line,
 )
-from shardwise.tensor.views import CopiedView
 from shardwise.transfer import Transfer, plan_transfer
+
+if TYPE_CHECKING:
+    from shardwise.tensor.autograd_mixin import CopiedView
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 AGAIN = ", again in backward"  # ends the label of a move whose result is not kept for the backward pass
@@ -563,7 +565,7 @@ def check_and_move(
         if moved is not None and not is_move_recorded(held):
             return moved, None
         return move_to(held, dst, label, limit, lambda: moved)
-    if move.problem is not None or not travels_early(held, dst):
+    if move.problem is not None or not can_start_early(held, dst):
         check_move(held, dst, label, fields)
         return move_to(held, dst, label, limit)
     with profiled_move(label, held.sharding, dst):
@@ -581,7 +583,7 @@ def _is_plain(held: MovableTensor) -> bool:
     return held._copied_from is None and not is_dispatch_mode_on() and not is_dual_level()
 
 
-def travels_early(held: MovableTensor, dst: Layout) -> bool:
+def can_start_early(held: MovableTensor, dst: Layout) -> bool:
     """Whether a move is nothing but an exchange that can be started and taken back: no tape, trace or reduction."""
     src = held.sharding
     copies = src.pending is None and dst.pending is None and not (src.depends_on_data or dst.depends_on_data)
@@ -618,8 +620,8 @@ def _start_many(
     for move in moves:
         _ = move.transfer  # a limit that is too small is an error before anyone hears of the move
         notify_watchers(move)
-    room = DEFAULT_BUFFER_BYTES if limit is None else limit
-    return start(moves, [one.local_parts for one in held], limit=room)
+    buffer_bytes = DEFAULT_BUFFER_BYTES if limit is None else limit
+    return start(moves, [one.local_parts for one in held], limit=buffer_bytes)
 
 
 def is_move_recorded(held: MovableTensor) -> bool:

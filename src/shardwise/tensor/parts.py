@@ -132,14 +132,14 @@ def _group_by_round_and_peer(moves: Sequence[BoxMessage], itemsize: int) -> Mess
 def cut_messages(moves: Iterable[BoxMessage], itemsize: int) -> list[Message]:
     """Cut an edge's moves into messages: large boxes alone, runs of small ones together."""
     cut: list[list[BoxMessage]] = []
-    room = 0
+    bytes_left = 0
     for move in moves:
         size = move.box.numel * itemsize
-        if size >= SMALL_MESSAGE_BYTES or size > room:
+        if size >= SMALL_MESSAGE_BYTES or size > bytes_left:
             cut.append([])
-            room = 0 if size >= SMALL_MESSAGE_BYTES else SMALL_MESSAGE_BYTES
+            bytes_left = 0 if size >= SMALL_MESSAGE_BYTES else SMALL_MESSAGE_BYTES
         cut[-1].append(move)
-        room -= size
+        bytes_left -= size
     return [tuple(message) for message in cut]
 
 

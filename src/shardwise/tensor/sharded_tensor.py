@@ -1,4 +1,4 @@
-"""The tensor itself: a layout, this rank's local tensors, and a comm, in the clothes of a `torch.Tensor`.
+"""The tensor itself: a layout, this rank's local tensors, and a comm, as a `torch.Tensor`.
 
 The ShardedTensor is not on the autograd tape: its local tensors are. `requires_grad`, `grad`, `is_leaf` and
 `backward` are answered from them. What moves data is in `move.py`; this file offers it as methods.
@@ -20,7 +20,7 @@ from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry import Layout, ShardingSpec
 from shardwise.geometry.notation import read_spec
 from shardwise.tensor import pickling
-from shardwise.tensor.autograd_mixin import AutogradMixin, LocalMemoryMixin, TorchNamesMixin
+from shardwise.tensor.autograd_mixin import AutogradMixin, CopiedView, LocalMemoryMixin, TorchNamesMixin
 from shardwise.tensor.dispatch import call_function, enter_function, enter_operator, on_local_tensors, refuse_operator
 from shardwise.tensor.execute import Handle, check_conversion, limit_addend
 from shardwise.tensor.move import (
@@ -40,7 +40,6 @@ from shardwise.tensor.shards import (
     make_local_shards,
     spec_on_device,
 )
-from shardwise.tensor.views import CopiedView
 
 
 def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:

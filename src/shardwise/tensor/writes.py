@@ -12,6 +12,7 @@ from shardwise._cache import cached
 from shardwise._torch import is_dispatch_mode_on, set_wrapper_shape, storage_identity
 from shardwise.comm import DisagreementError
 from shardwise.geometry import Layout, LayoutError
+from shardwise.tensor.autograd_mixin import CopiedView, count_inference_write, is_written_back
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.random import (
@@ -23,7 +24,6 @@ from shardwise.tensor.random import (
     next_stream,
 )
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.views import CopiedView, count_inference_write, is_written_back
 
 _COPIED_BY = "shardwise_copied_by"
 WITNESS, _VIEW_OF = "_witness", "_view_of"

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import ProcessGroupComm
-from shardwise.comm.transports import device_connect
-from shardwise.comm.transports.device_connect import (
+from shardwise.comm.transports import device_memory
+from shardwise.comm.transports.backends import NativeEngine
+from shardwise.comm.transports.device_memory import (
     DeviceEntry,
+    OpenedSegments,
     SameHostDeviceEngine,
     choose_device_engine,
     connect_devices,
     find_request,
 )
-from shardwise.comm.transports.device_memory import OpenedSegments
-from shardwise.comm.transports.nccl import NativeEngine
 from tests.fake_device import CPU, FakeDevice, NoEvents, open_fake_entry
 
 
@@ -50,28 +50,28 @@ class OpenEvents(NoEvents):
 
 
 def connect(
-    monkeypatch: pytest.MonkeyPatch, cards: list[dict[str, Any]], device: FakeDevice | None = None
+    monkeypatch: pytest.MonkeyPatch, infos: list[dict[str, Any]], device: FakeDevice | None = None
 ) -> list[SameHostDeviceEngine | None]:
-    """Connect a thread for each card; a card's fields replace those that the rank would write."""
+    """Connect a thread for each info; an info's fields replace those that the rank would write."""
     device, recorded = device or FakeDevice(), set[tuple[int, int, int]]()
     local = threading.local()
 
     def open_entry(_: torch.device) -> tuple[DeviceEntry | None, dict[str, Any]]:
-        given = cards[local.rank]
+        given = infos[local.rank]
         if "problem" in given:
             return None, given
         fields = {"process": str(local.rank)} | given
         return open_fake_entry(device, OpenEvents(local.rank, recorded), **fields)
 
-    monkeypatch.setattr(device_connect, "_open_entry", open_entry)
-    monkeypatch.setattr(device_connect, "opened_segments", lambda _: OpenedSegments(device))
-    ranks, gatherer = tuple(range(len(cards))), ThreadGatherer(len(cards))
+    monkeypatch.setattr(device_memory, "_open_entry", open_entry)
+    monkeypatch.setattr(device_memory, "opened_segments", lambda _: OpenedSegments(device))
+    ranks, gatherer = tuple(range(len(infos))), ThreadGatherer(len(infos))
 
     def body(rank: int) -> SameHostDeviceEngine | None:
         local.rank = rank
         return connect_devices(gatherer.of(rank), rank, ranks, CPU, 20.0, wanted=True, instead="nccl is used")
 
-    with ThreadPoolExecutor(len(cards)) as pool:
+    with ThreadPoolExecutor(len(infos)) as pool:
         return list(pool.map(body, ranks))
 
 
@@ -101,8 +101,8 @@ def choose(
             return str(error)
         return "nccl" if found is native else found
 
-    monkeypatch.setattr(device_connect, "connect_devices", connect)
-    monkeypatch.setattr(device_connect, "_identify_gpu", lambda _: "GPU-0" if shares_gpu else f"GPU-{local.rank}")
+    monkeypatch.setattr(device_memory, "connect_devices", connect)
+    monkeypatch.setattr(device_memory, "_identify_gpu", lambda _: "GPU-0" if shares_gpu else f"GPU-{local.rank}")
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(body, ranks))
 
@@ -141,7 +141,7 @@ def test_request_is_that_of_the_argument_or_the_variable(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("cards", "why"),
+    ("infos", "why"),
     [
         ([{}, {"problem": "memory of cuda:0 cannot be opened"}, {}], "rank 1: memory of cuda:0 cannot be opened"),
         ([{}, {}, {"secret": "00" * 16}], "other bytes are read than rank 2 wrote"),
@@ -149,10 +149,10 @@ def test_request_is_that_of_the_argument_or_the_variable(monkeypatch: pytest.Mon
     ],
 )
 def test_one_rank_that_cannot_is_enough_and_every_rank_says_which(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cards: list[dict[str, Any]], why: str | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, infos: list[dict[str, Any]], why: str | None
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="shardwise"):
-        assert connect(monkeypatch, cards) == [None] * 3
+        assert connect(monkeypatch, infos) == [None] * 3
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == (0 if why is None else 3)
     assert all(why is not None and why in text and text.endswith(": nccl is used") for text in texts), texts
@@ -173,9 +173,9 @@ def test_memory_that_cannot_be_opened_is_a_reason(
 
 
 def test_rank_without_a_driver_declines() -> None:
-    entry, card = device_connect._open_entry(torch.device("cuda"))
+    entry, info = device_memory._open_entry(torch.device("cuda"))
     if entry is None:
-        assert "\n" not in card["problem"]
+        assert "\n" not in info["problem"]
     else:
         entry.listener.close()
     assert (entry is None) != torch.cuda.is_available()

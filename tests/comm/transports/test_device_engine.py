@@ -16,9 +16,8 @@ from torch import Tensor
 from shardwise.comm import Comm, DisagreementError, LocalComm, run_local
 from shardwise.comm.faults import TransportError
 from shardwise.comm.protocol import Capabilities
-from shardwise.comm.transports import device_connect
-from shardwise.comm.transports.device_connect import SameHostDeviceEngine
-from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
+from shardwise.comm.transports import device_memory
+from shardwise.comm.transports.device_memory import OpenedSegments, SameHostDeviceEngine, SharedSegments
 from shardwise.geometry import Layout
 from shardwise.tensor import wrap
 from tests.fake_device import FakeDevice, engines, on_device, run
@@ -101,7 +100,7 @@ def test_boxes_are_exchanged() -> None:
 @pytest.mark.parametrize("one_shot", [False, True])
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 def test_all_ranks_get_the_same_bits_by_each_path(monkeypatch: pytest.MonkeyPatch, op: Any, one_shot: bool) -> None:
-    monkeypatch.setattr(device_connect, "_ONE_CALL_BYTES", 1 << 20 if one_shot else 0)
+    monkeypatch.setattr(device_memory, "_ONE_CALL_BYTES", 1 << 20 if one_shot else 0)
     generator = torch.Generator("cpu").manual_seed(4)
     given = [torch.randn(1003, generator=generator, device="cpu") for _ in range(3)]
     wanted = torch.maximum(torch.maximum(*given[:2]), given[2]) if op == "max" else given[0] + given[1] + given[2]

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import CommError, DisagreementError, ProcessGroupComm
-from shardwise.comm.transports import device_connect
+from shardwise.comm.transports import device_memory
+from shardwise.comm.transports.backends import GlooEngine, NativeEngine
 from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
-from shardwise.comm.transports.gloo import GlooEngine
-from shardwise.comm.transports.nccl import NativeEngine
 from shardwise.geometry import Layout, Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.tensor import ShardedTensor, wrap
 from tests.fake_device import CPU, HostEvents, SharedFileDevice, on_device, open_fake_entry
@@ -49,16 +48,16 @@ def connect(folder: str, *, native: bool = False) -> tuple[ProcessGroupComm, Sha
     dist.barrier()
     comm = ProcessGroupComm(timeout=TIMEOUT, shared_memory=False)
     device = SharedFileDevice(Path(mkdtemp(dir=folder)))
-    entry, card = open_fake_entry(device, HostEvents())
+    entry, info = open_fake_entry(device, HostEvents())
     entry.shared.__class__ = CopyingSegments
     entry.shared.device = device  # type: ignore[attr-defined]  # of the other class
-    device_connect._open_entry = lambda _: (entry, card)  # type: ignore[assignment]
-    device_connect.opened_segments = lambda _: OpenedSegments(device)
+    device_memory._open_entry = lambda _: (entry, info)  # type: ignore[assignment]
+    device_memory.opened_segments = lambda _: OpenedSegments(device)
     host = GlooEngine(comm.process_group, comm.rank, comm.ranks, TIMEOUT)
     if native:
         comm._use_engine(NativeEngine(comm.process_group, comm.rank, comm.ranks, CPU, host))
         return comm, device
-    engine = device_connect.connect_devices(host, comm.rank, comm.ranks, CPU, TIMEOUT, wanted=True)
+    engine = device_memory.connect_devices(host, comm.rank, comm.ranks, CPU, TIMEOUT, wanted=True)
     assert engine is not None
     comm._use_engine(engine)
     return comm, device

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.faults import TransportError
 from shardwise.comm.transports import device_memory
-from shardwise.comm.transports.device_connect import SameHostDeviceEngine
-from shardwise.comm.transports.device_memory import LENT, READ, DevicePeers
+from shardwise.comm.transports.device_memory import LENT, READ, DevicePeers, SameHostDeviceEngine
 from shardwise.comm.transports.links import FrameKind
 from tests.fake_device import FakeDevice, engines, on_device, run
 

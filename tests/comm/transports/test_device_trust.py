@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import CommError, ProcessGroupComm
-from shardwise.comm.transports import device_connect
-from shardwise.comm.transports.device_connect import connect_devices
-from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments
-from shardwise.comm.transports.gloo import GlooEngine
+from shardwise.comm.transports import device_memory
+from shardwise.comm.transports.backends import GlooEngine
+from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegments, connect_devices
 from tests.comm.test_trust import CALLS, LARGE, LATER, MOVES, SENT, TIMEOUT
 from tests.fake_device import CPU, HostEvents, SharedFileDevice, on_device, open_fake_entry
 from tests.killing import die_with_a_living_child
@@ -41,10 +40,10 @@ def comm_for(folder: str, timeout: float = TIMEOUT) -> tuple[ProcessGroupComm, S
     dist.barrier()
     comm = ProcessGroupComm(timeout=PATIENT)
     device = SharedFileDevice(Path(folder))
-    entry, card = open_fake_entry(device, HostEvents())
+    entry, info = open_fake_entry(device, HostEvents())
     object.__setattr__(entry, "shared", CopyingSegments(device))
-    device_connect._open_entry = lambda _: (entry, card)
-    device_connect.opened_segments = lambda _: OpenedSegments(device)
+    device_memory._open_entry = lambda _: (entry, info)
+    device_memory.opened_segments = lambda _: OpenedSegments(device)
     gloo = GlooEngine(comm.process_group, comm.rank, comm.ranks, PATIENT)
     engine = connect_devices(gloo, comm.rank, comm.ranks, CPU, PATIENT, wanted=True)
     assert engine is not None

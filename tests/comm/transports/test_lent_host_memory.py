@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from shardwise.comm.transports.calls import LenderGoneError, PeerCall
 from shardwise.comm.transports.host_memory import (
     CopyOperation,
     MemoryLease,
@@ -16,7 +15,7 @@ from shardwise.comm.transports.host_memory import (
     is_supported,
     pack_offer,
 )
-from shardwise.comm.transports.links import Frame, FrameKind
+from shardwise.comm.transports.links import Frame, FrameKind, LenderGoneError, PeerCall
 
 COUNT = 1 << 15  # more than comes along with a message
 

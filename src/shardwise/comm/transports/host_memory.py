@@ -42,17 +42,19 @@ from shardwise._text import package_logger
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, as_bytes, finish_average
 from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.transports.calls import LenderGoneError, PeerCall, PeerEngine
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import (
     Frame,
     FrameKind,
+    LenderGoneError,
     Listener,
+    PeerCall,
+    PeerEngine,
     PeerSockets,
-    describe_door,
+    describe_listener,
     different_sizes_error,
-    door_of,
     identify_host,
+    listener_address,
     number_hosts,
 )
 
@@ -317,17 +319,17 @@ def connect_same_host(
     if len(ranks) == 1:
         return HostNeighbours((0,))
     lease = MemoryLease()
-    listener, card = _open_door(lease) if wanted and is_supported() else (None, {})
+    listener, info = _open_listener(lease) if wanted and is_supported() else (None, {})
     try:
-        card["host"] = identify_host()
-        told = over.all_gather_bytes(json.dumps(card).encode(), call="connect ranks of one host")
-        cards = {r: json.loads(data) for r, data in zip(ranks, told, strict=True)}
-        hosts = number_hosts(over, rank, cards)
-        if hosts is None or len(set(hosts)) == len(ranks) or any("listener" not in each for each in cards.values()):
+        info["host"] = identify_host()
+        gathered = over.all_gather_bytes(json.dumps(info).encode(), call="connect ranks of one host")
+        infos = {r: json.loads(data) for r, data in zip(ranks, gathered, strict=True)}
+        hosts = number_hosts(over, rank, infos)
+        if hosts is None or len(set(hosts)) == len(ranks) or any("listener" not in each for each in infos.values()):
             return HostNeighbours(hosts)
         assert listener is not None
         own = hosts[ranks.index(rank)]
-        near = {r: cards[r] for r, host in zip(ranks, hosts, strict=True) if host == own}
+        near = {r: infos[r] for r, host in zip(ranks, hosts, strict=True) if host == own}
         connected, engine = _connect(over, listener, rank, near, lease, timeout)
         return HostNeighbours(hosts, connected, engine)
     finally:
@@ -335,14 +337,14 @@ def connect_same_host(
             listener.close()
 
 
-def _open_door(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
+def _open_listener(lease: MemoryLease) -> tuple[Listener | None, dict[str, Any]]:
     """Listen, and write down what the others must know; without a listener if the system does not let us."""
     try:
         listener = Listener()
     except OSError as error:
         _log_slower(error)
         return None, {}
-    return listener, {**describe_door(listener), "lease": [lease.address, lease.secret.hex()]}
+    return listener, {**describe_listener(listener), "lease": [lease.address, lease.secret.hex()]}
 
 
 def _log_slower(reason: object) -> None:
@@ -350,17 +352,17 @@ def _log_slower(reason: object) -> None:
 
 
 def _connect(
-    over: Gatherer, listener: Listener, rank: int, cards: Mapping[int, Any], lease: MemoryLease, timeout: float
+    over: Gatherer, listener: Listener, rank: int, infos: Mapping[int, Any], lease: MemoryLease, timeout: float
 ) -> tuple[bool, SameHostEngine | None]:
     """Connect to the others of this host and try to read their memory; nowhere if anything is refused anywhere."""
     leases = {
-        r: RemoteLease(card["pid"], card["lease"][0], bytes.fromhex(card["lease"][1])) for r, card in cards.items()
+        r: RemoteLease(info["pid"], info["lease"][0], bytes.fromhex(info["lease"][1])) for r, info in infos.items()
     }
     links: PeerSockets | None = None
     try:
         allow_readers([each.pid for r, each in leases.items() if r != rank])
-        doors = {r: door_of(card) for r, card in cards.items()}
-        links = listener.connect(rank, doors, min(_CONNECT_SECONDS, timeout / 2))
+        addresses = {r: listener_address(info) for r, info in infos.items()}
+        links = listener.connect(rank, addresses, min(_CONNECT_SECONDS, timeout / 2))
     except OSError as error:
         _log_slower(error)
     connected = over.all_gather_bytes(b"y" if links is not None else b"n", call="ranks of one host connected")

@@ -166,8 +166,8 @@ class SeveralHostsEngine(Engine):
         rooms = [sum(lengths)] * (len(own) + 1) + [len(others) * len(out)]
         memory = self._take(sum(rooms) * out.element_size())
         *addends, sums, rest = memory[: sum(rooms) * out.element_size()].view(out.dtype).split_with_sizes(rooms)
-        for room, piece in zip(addends[self._place].split_with_sizes(lengths), pieces[self._place], strict=True):
-            room.copy_(piece)
+        for target, piece in zip(addends[self._place].split_with_sizes(lengths), pieces[self._place], strict=True):
+            target.copy_(piece)
         sends = {r: pieces[place] for place, r in enumerate(own) if r != self._rank}
         receives = {r: addends[place].split_with_sizes(lengths) for place, r in enumerate(own) if r != self._rank}
         yield self._start_near(_edges(sends), _edges(receives), call)

@@ -16,6 +16,7 @@ import cmath
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from shardwise.ops.implicit_replication import MixedTensorsError
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, written_slots
 from shardwise.ops.views import cutting_axes, mesh_spec_of, mesh_view
+from shardwise.tensor.autograd_mixin import tape_tensors
 from shardwise.tensor.dispatch import UnsupportedOpError
-from shardwise.tensor.move import is_differentiated, move_to, replicated_layout
+from shardwise.tensor.move import is_differentiated, move_to, replicated_layout, tape_inputs
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.writes import check_writable
+from shardwise.tensor.writes import check_writable, note_write_without_data
 
 # Through these a pending sum stays pending: they are linear in the lists, taken together.
 LINEAR = {"aten::_foreach_neg", "aten::_foreach_zero_", "aten::_foreach_clone", "aten::_foreach_copy_"}
@@ -44,20 +46,25 @@ def _is_list(value: Any) -> bool:
 
 
 def run_on_lists(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on the local tensors of lists; each output has the layout of the first list's tensor."""
+    """Run an operator on the local tensors of lists; each output has the layout of the first list's tensor.
+
+    A rank that has nothing of a tensor computes with its anchor: so dtypes, the tape and refusals are those of others.
+    """
     lead = next(value for value in (*args, *kwargs.values()) if _is_list(value))
     if written_slots(op):
         _check_writable(lead)
     _check_pending(op, lead, args)
-    counts = [len(t.local_parts) if isinstance(t, ShardedTensor) else 1 for t in lead]
-    local_args = [_to_local_argument(op, value, lead, counts) for value in args]
-    local_kwargs = {name: _to_local_argument(op, value, lead, counts) for name, value in kwargs.items()}
-    result = op(*local_args, **local_kwargs) if sum(counts) else []
+    own = [tape_tensors(t) for t in lead]
+    local_args = [_to_local_argument(op, value, lead, own) for value in args]
+    local_kwargs = {name: _to_local_argument(op, value, lead, own) for name, value in kwargs.items()}
+    result = op(*local_args, **local_kwargs)
     if written_slots(op):
-        for tensor in lead:
+        for tensor, parts in zip(lead, own, strict=True):
             tensor.__dict__.pop("_varied", None)
+            if isinstance(tensor, ShardedTensor) and not tensor.local_parts:
+                note_write_without_data(tensor, parts[0])
         return None
-    return _regroup(result, lead, counts)
+    return _regroup(result, lead, own)
 
 
 def _check_writable(tensors: Sequence[Tensor]) -> None:
@@ -66,27 +73,32 @@ def _check_writable(tensors: Sequence[Tensor]) -> None:
             check_writable(tensor)
 
 
-def _regroup(result: Sequence[Tensor], lead: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+def _regroup(result: Sequence[Tensor], lead: Sequence[Tensor], own: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Local results put together again."""
-    found: list[Tensor] = []
-    position = 0
-    for tensor, count in zip(lead, counts, strict=True):
-        own = tuple(result[position : position + count])
-        position += count
-        sharded = isinstance(tensor, ShardedTensor)
-        found.append(wrap(tensor.sharding, own, tensor.comm, dtype=tensor.dtype) if sharded else own[0])  # type: ignore[attr-defined]
+    left, found = iter(result), list[Tensor]()
+    for tensor, before in zip(lead, own, strict=True):
+        parts = tuple(islice(left, len(before)))
+        if not isinstance(tensor, ShardedTensor):
+            found.append(parts[0])
+        elif tensor.local_parts:
+            found.append(wrap(tensor.sharding, parts, tensor.comm))
+        else:
+            dtype, device = parts[0].dtype, tensor.device
+            found.append(wrap(tensor.sharding, (), tensor.comm, dtype=dtype, device=device, anchor=parts[0]))
     return found
 
 
-def _to_local_argument(op: Any, value: Any, lead: Sequence[Tensor], counts: Sequence[int]) -> Any:
+def _to_local_argument(op: Any, value: Any, lead: Sequence[Tensor], own: Sequence[Sequence[Tensor]]) -> Any:
     """An argument with local tensors: lists follow the first list, one tensor is wanted whole."""
     if isinstance(value, ShardedTensor):
         return _gather_whole(op, value)
     if not isinstance(value, list | tuple) or len(value) != len(lead):
         return value
+    if value is lead:
+        return [part for parts in own for part in parts]
     if not _is_list(value):
-        return [v for v, count in zip(value, counts, strict=True) for _ in range(count)]
-    return [t for one, first, n in zip(value, lead, counts, strict=True) for t in _align_to_list(op, one, first, n)]
+        return [v for v, parts in zip(value, own, strict=True) for _ in parts]
+    return [t for one, first, p in zip(value, lead, own, strict=True) for t in _align_to_list(op, one, first, len(p))]
 
 
 def _gather_whole(op: Any, tensor: ShardedTensor) -> Tensor:
@@ -113,7 +125,7 @@ def _align_to_list(op: Any, tensor: Tensor, first: Tensor, count: int) -> Sequen
             f"{op}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} is mixed with a ShardedTensor of shape "
             f"{tuple(first.shape)}; shard both alike"
         )
-    return move_to(tensor, first.sharding, str(op))[0]
+    return tape_inputs(*move_to(tensor, first.sharding, str(op)), tensor.dtype, tensor.device)
 
 
 def _check_pending(op: Any, lead: Sequence[Tensor], args: Sequence[Any]) -> None:

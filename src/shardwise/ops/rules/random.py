@@ -45,7 +45,7 @@ from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.creation import empty, empty_like, rand, rand_like, randn, randn_like
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function, run_function
 from shardwise.tensor.execute import check_conversion
-from shardwise.tensor.move import replicated_layout
+from shardwise.tensor.move import format_layout_text, replicated_layout
 from shardwise.tensor.random import Distribution, bernoulli, integers, normal, uniform
 from shardwise.tensor.random_init import draw_bernoulli, draw_integers, draw_normal, draw_uniform, fill_value, sparse_
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -154,7 +154,13 @@ def _fill(tensor: ShardedTensor, value: Any) -> ShardedTensor:
         return fill_value(tensor, value)
     except LayoutError:
         check_writable(tensor)
-        filled: Any = aten.new_full.default(tensor, tuple(tensor.shape), value)
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedOpError(
+                f"{format_layout_text(tensor.sharding)} is filled with a plain tensor that requires grad, and its "
+                "gradient would be lost; redistribute to Shard or Replicate first"
+            ) from None
+        number = value.item() if isinstance(value, Tensor) else value
+        filled: Any = aten.new_full.default(tensor, tuple(tensor.shape), number)
         written: ShardedTensor = aten.copy_.default(tensor, filled)
         return written
 

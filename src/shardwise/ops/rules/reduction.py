@@ -161,7 +161,7 @@ def all_of(x: TensorMeta) -> list[Any]:
 
 @register_sharding([aten.all.dim, aten.all.dims])
 def all_along(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, Partial("min"))
+    return _keep_dims(x) if dim == [] else reduction_strategies(x, dim, keepdim, Partial("min"))
 
 
 @register_sharding(aten.any.default)
@@ -171,7 +171,13 @@ def any_of(x: TensorMeta) -> list[Any]:
 
 @register_sharding([aten.any.dim, aten.any.dims])
 def any_along(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Any]:
-    return reduction_strategies(x, dim, keepdim, Partial("max"))
+    return _keep_dims(x) if dim == [] else reduction_strategies(x, dim, keepdim, Partial("max"))
+
+
+def _keep_dims(x: TensorMeta) -> list[Any]:
+    """Of all and any alone an empty list of dims means none of them: each element by itself."""
+    kept: list[Placement] = [Replicate(), *map(Shard, range(x.ndim))]
+    return [Strategy((p,), (p,)) for p in kept]
 
 
 register_sharding(aten._is_all_true.default, Steps(aten.all.default))

@@ -53,11 +53,11 @@ from shardwise.ops.views import (
     shape_tuple,
     view_spec,
 )
+from shardwise.tensor.autograd_mixin import can_view, copy_if_shared
 from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text, move_to
 from shardwise.tensor.parts import held_rows
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
-from shardwise.tensor.views import can_view, copy_if_shared
 from shardwise.tensor.writes import check_writable, mark_copied, turn_into
 
 
@@ -109,13 +109,29 @@ def take_rows(x: ShardedTensor, rows: IntArray) -> ShardedTensor:
 
 def index_rows(x: ShardedTensor, indices: Any) -> ShardedTensor:
     """`x[index]` along dim 0, by `take_rows`; numbers out of range are refused on every rank."""
+    if _leaves_out_ranks(x):
+        return aten.index.Tensor(_make_whole(x), indices)  # type: ignore[no-any-return]  # untyped in torch
     index: Tensor = indices[0].local_parts[0]
     return take_rows(x, _checked_rows(index, x.shape[0], negative=True))
 
 
 def select_rows(x: ShardedTensor, dim: int, index: ShardedTensor) -> ShardedTensor:
     """`x.index_select(0, index)`, by `take_rows`."""
+    if _leaves_out_ranks(x):
+        return aten.index_select.default(_make_whole(x), dim, index)  # type: ignore[no-any-return]  # untyped in torch
     return take_rows(x, _checked_rows(index.local_parts[0], x.shape[0], negative=False))
+
+
+def _leaves_out_ranks(x: ShardedTensor) -> bool:
+    """Whether some ranks are outside of the mesh: they do not have the index, so they could not know the owners."""
+    spec = mesh_spec_of(x)
+    return spec is not None and spec.mesh.ranks.size < x.comm.world_size
+
+
+def _make_whole(x: ShardedTensor) -> ShardedTensor:
+    spec = mesh_spec_of(x)
+    assert spec is not None
+    return redistribute_to(x, MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tuple(x.shape)), "index")
 
 
 def _checked_rows(index: Tensor, length: int, *, negative: bool) -> IntArray:
