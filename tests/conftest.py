@@ -7,6 +7,7 @@ import os
 # Ranks share few cores. Set before anything can load torch, which reads it once; spawned ranks inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", patient, derandomize=True)
 settings.register_profile("explore", patient, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what lives as long as the session: modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ A test file says `world = world_fixture(3)` and its tests take `world`; function
 the top of that file, so that the ranks can import them. Files whose tests leave no trace in the ranks may share one
 world (`shared=True`).
 
-Ranks are forks of one server process that has imported what they need and has one thread: importing torch costs a rank
-more than most files. `SHARDWISE_TEST_START=spawn` starts each as a new interpreter, so that its lines can be counted.
+Ranks are forks of one server process that has imported what they need (`tests/preloaded.py`) and has one thread:
+importing torch costs a rank more than most files. `SHARDWISE_TEST_START=spawn` starts each as a new interpreter, so
+that its lines can be counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 # A GPU cannot be used after a fork; a process that was forked counts no lines.
 CAN_FORK = DEVICE == "cpu" and "COVERAGE_PROCESS_START" not in os.environ
 START_METHOD = os.environ.get("SHARDWISE_TEST_START", "forkserver" if CAN_FORK else "spawn")
-PRELOADED = ["torch", "torch.distributed.tensor", "torch.testing", "shardwise.ops", "shardwise.nn", "tests.world"]
+if START_METHOD == "forkserver":
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 class Ranks:
@@ -64,8 +66,6 @@ class DeviceWorld(LocalWorld):
         super().__init__(nprocs, timeout=timeout, device=WORLD_DEVICE)
 
     def _start(self) -> None:
-        if START_METHOD == "forkserver":
-            multiprocessing.set_forkserver_preload(PRELOADED)
         self._prepare = partial(_prepare_rank, dict(os.environ))
         super()._start()
 
