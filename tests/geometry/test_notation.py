@@ -1,6 +1,7 @@
 """Is every layout written so that it reads back the same, and does every mistake point at its character?"""
 
 import itertools
+import re
 import time
 from collections.abc import Sequence
 
@@ -30,15 +31,20 @@ from shardwise.geometry import (
 from shardwise.geometry.layout import Cells, PieceTable
 from shardwise.geometry.notation import (
     DTYPES,
+    DType,
     TensorType,
     find_dtype,
     format_layout,
     format_placement,
+    format_rule,
     parse_layout,
     parse_placements,
     parse_ranks,
     parse_spec,
+    read_spec,
+    shorten_layout,
 )
+from shardwise.testing.strategies import layouts as any_layouts
 
 # Texts that print exactly as they are written.
 CANONICAL = [
@@ -348,3 +354,42 @@ def test_a_text_of_a_megabyte_is_refused_soon(text: str) -> None:
 def test_dims_and_axes_that_no_array_has() -> None:
     with pytest.raises(LayoutError, match="a tensor of 60 dims on a mesh with 4 axes that do not shard it"):
         parse_layout(f"f32[{','.join('1' * 60)}] on a=1,b=1,c=1,d=1: R, R, R, R")
+
+
+@given(any_layouts(pending=True), st.sampled_from(DTYPES))
+def test_all_that_is_printed_is_read_where_a_layout_is_wanted(layout: Layout, dtype: DType) -> None:
+    typed = TensorType(dtype.name, layout)
+    printed = [str(typed), f"{dtype.torch_name}{str(typed)[len(dtype.name) :]}", format_layout(layout, None)]
+    printed += [f"torch.{dtype.torch_name}{format_layout(layout, None)}", f"  {typed}\n"]
+    short = shorten_layout(layout, dtype.name)
+    printed += [] if short.endswith("…") else [short]
+    for text in printed:
+        assert read_spec(text, None, ()) == layout
+        assert read_spec(text, Mesh.of(other=3), (7, 8, 9), f"torch.{dtype.torch_name}", layout.shape) == layout
+        assert parse_layout(text, like=typed) == typed
+    if rule := format_rule(layout):
+        assert read_spec(rule, None, ()).layout(layout.shape) == layout  # type: ignore[union-attr]  # a spec
+
+
+MISFITS = [
+    (
+        ("f32[6,4] on tp=2: S(0)", "float64", (6, 4)),
+        "the text says f32[6,4], and the tensor is f64[6,4]; leave out 'f32",
+    ),
+    (("f32[6,4] on tp=2: S(0)", "f32", (8, 4)), "the text says f32[6,4], and the tensor is f32[8,4]; leave out"),
+    (("[6,4] on tp=2: S(0)", "f32", (8, 4)), "the text says [6,4], and the tensor is f32[8,4]; leave out '[6,4]'"),
+    (("f32[6,4]", "f32", (4, 6)), "the text says f32[6,4], and the tensor is f32[4,6]; name a mesh"),
+    (("f33[6,4] on tp=2: S(0)", None, None), "unknown dtype 'f33'; did you mean f32"),
+    (("f32[6,4] on tp=2: S(2)", None, None), "a tensor of shape (6, 4) has a dim from -2 to 1"),
+    (("f32[6,4] on tp=2: S(0)…", None, None), "this text was cut off where it was printed"),
+    (("  ", None, None), "a layout is wanted, and the text is empty; write 'R'"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), MISFITS)
+def test_a_printed_tensor_has_to_be_like_the_one_it_is_for(
+    asked: tuple[str, str | None, tuple[int, ...] | None], message: str
+) -> None:
+    text, dtype, shape = asked
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        read_spec(text, Mesh.of(tp=2), (0, 1), dtype, shape)

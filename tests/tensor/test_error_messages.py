@@ -91,12 +91,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "parts without a shape": (lambda: shardwise.from_local(X, ChunkSpec(0, 1)), "needs the global shape; pass shape="),
     "a plan of texts": (
         lambda: any_.plan_transfer("S(0)", "S(1)", itemsize=4),
-        "the source is str: S.0.; read the text",
+        "expected a dtype and a shape such as f32.8,4.; found 'S'",
     ),
     "a plan of specs": (lambda: any_.plan_transfer(ChunkSpec(0, 2), COLUMNS, itemsize=4), r"spec.layout\(\(8, 4\)\)"),
-    "a plan of parsed types": (
-        lambda: any_.plan_transfer(ROWS, shardwise.parse_layout("f32[8,4] on tp=2: S(1)"), itemsize=4),
-        "the destination is TensorType.*; pass its .layout",
+    "a plan without a width": (
+        lambda: any_.plan_transfer(ROWS, COLUMNS),
+        "needs the bytes of an element, and none is known; pass itemsize=4 for f32",
+    ),
+    "a plan of two widths": (
+        lambda: any_.plan_transfer("f32[8,4] on tp=2: S(0)", "f64[8,4] on tp=2: S(1)"),
+        "needs the bytes of an element, and got 4 and 8",
     ),
     "a plan of tensors": (lambda: any_.plan_transfer(on_chunks(), COLUMNS, itemsize=4), "pass its .sharding"),
     "a pattern with a typing error": (

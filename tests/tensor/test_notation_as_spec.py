@@ -30,6 +30,33 @@ def test_texts_are_taken_in_place_of_specs() -> None:
     run_local(body, 4)
 
 
+def test_a_printed_tensor_is_taken_in_place_of_a_spec() -> None:
+    """What `repr`, `draw` and the commands print is what every function that wants a layout takes."""
+
+    def body(comm: Comm) -> None:
+        rows = shard(X, "f32[4,6] on tp=2: S(0)")
+        assert str(shardwise.TensorType("f32", rows.sharding)) in repr(rows)
+        assert shard(X if comm.rank == 0 else None, "f32[4,6] on tp=2: S(0)").sharding == rows.sharding
+        columns = rows.redistribute("f32[4,6] on tp=2: S(1)")
+        assert columns.sharding == rows.redistribute("torch.float32[4,6] on tp=2: S(1)").sharding
+        assert shardwise.redistribute_many([rows], ["[4,6] on tp=2: S(1)"])[0].sharding == columns.sharding
+        made = shardwise.from_local(rows.local_tensor(), "f32[4,6] on tp=2: S(0)")
+        assert made.sharding == rows.sharding
+        zeros = shardwise.zeros("bf16[4,6] on tp=2: S(0)")
+        assert (zeros.dtype, zeros.sharding) == (torch.bfloat16, rows.sharding)
+        assert shardwise.zeros("[4,6] on tp=2: S(0)", dtype=torch.int8).dtype == torch.int8
+        for wrong, own in (("f64[4,6]", "f32[4,6]"), ("f32[6,4]", "f32[4,6]")):
+            for call in (lambda text: shard(X, text), rows.redistribute):
+                with pytest.raises(
+                    ValueError, match=rf"the text says {wrong}, and the tensor is {own}".replace("[", "\\[")
+                ):
+                    call(f"{wrong} on tp=2: S(0)")
+        with pytest.raises(ValueError, match=r"the text says f32\[4,6\], and the tensor is f32\[6,4\]"):
+            shardwise.zeros("f32[4,6] on tp=2: S(0)", 6, 4)
+
+    run_local(body, 2)
+
+
 def test_texts_that_do_not_say_enough_are_errors_on_every_rank() -> None:
     def body(comm: Comm) -> tuple[str, str]:
         with pytest.raises(DisagreementError) as sizes:

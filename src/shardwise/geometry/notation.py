@@ -17,7 +17,8 @@ The grammar, with blanks allowed between any two tokens (docs/notation.md explai
 
 Placements by the names of axes ("tp: S(0)"), one for each axis ("R, S(0)"), or one for the only axis ("S(0)").
 
-Where a spec is wanted, any of these will do next to a mesh, and so will a whole rule ("on dp=2,tp=2: R, S(0)").
+Where a spec is wanted, any of these will do next to a mesh, and so will a whole rule ("on dp=2,tp=2: R, S(0)") or a
+whole tensor as it is printed ("f32[8,4] on dp=2,tp=2: R, S(0)"); `read_spec` tells them apart.
 
 How is a short text read from left to right, with errors that point at the character?
 
@@ -378,18 +379,16 @@ def parse_layout(text: str, like: TensorType | None = None) -> TensorType:
     f32[4,6] on tp=2: S(1)
     """
     scanner = Scanner(text)
-    if scanner.rest.partition("[")[0].strip().isidentifier() and scanner.peek_word() not in ("on", "as"):
+    head = scanner.rest.partition("[")[0].strip()
+    if head.replace(".", "").isidentifier() and scanner.peek_word() not in ("on", "as"):
         dtype, shape = _read_type(scanner)
+    elif not head and scanner.peek("[") and like is not None:
+        dtype, shape = like.dtype, _read_type(scanner, required=False)[1]
     elif like is not None and scanner.rest:
         dtype, shape = like.dtype, like.shape
     else:
         scanner.fail(f"expected a dtype and a shape such as f32[8,4]; {scanner.found()}")
-    rule = _read_rule(scanner)
-    for at, dim in rule.dims:
-        with scanner.errors_at(at):
-            resolve_dim(dim, shape, f"dim {dim}")
-    with scanner.errors_at(rule.at):
-        return TensorType(dtype, rule.spec.layout(shape))
+    return TensorType(dtype, _read_layout(scanner, shape))
 
 
 def parse_spec(text: str) -> ShardingSpec:
@@ -439,15 +438,31 @@ class _ParsedSpec:
     dims: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _read_type(scanner: Scanner) -> tuple[str, tuple[int, ...]]:
-    with scanner.errors_at(scanner.at):
-        dtype = find_dtype(scanner.word()).name
+def _read_type(scanner: Scanner, required: bool = True) -> tuple[str, tuple[int, ...]]:
+    """An element type, by the short name or torch's ("torch.float32"), and a shape; the type may be left out if not
+    required."""
+    start, dtype = scanner.at, scanner.word()
+    while scanner.take("."):
+        dtype += f".{scanner.word()}"
+    if dtype or required:
+        with scanner.errors_at(start):
+            dtype = find_dtype(dtype).name
     scanner.expect("[", "after the dtype")
     at = scanner.at
     shape = tuple(scanner.items(lambda: scanner.integer("a length"), "]", "in the shape"))
     if len(shape) > MAX_DIMS:
         scanner.fail(f"a tensor has at most {MAX_DIMS} dims, got {len(shape)}", at)
     return dtype, shape
+
+
+def _read_layout(scanner: Scanner, shape: tuple[int, ...]) -> Layout:
+    """The rule after a type, applied to the shape; errors point at the placement that they are about."""
+    rule = _read_rule(scanner)
+    for at, dim in rule.dims:
+        with scanner.errors_at(at):
+            resolve_dim(dim, shape, f"dim {dim}")
+    with scanner.errors_at(rule.at):
+        return rule.spec.layout(shape)
 
 
 def _read_rule(scanner: Scanner) -> _ParsedSpec:
@@ -460,7 +475,8 @@ def _read_rule(scanner: Scanner) -> _ParsedSpec:
         rank = scanner.integer("a rank") if scanner.at > at else 0
         rule = _ParsedSpec(MeshSpec(Mesh((), rank), ()), at)
     else:
-        scanner.fail(f"expected 'on' (a mesh), 'as' (chunk, grid or pieces) or '@' (one rank); {scanner.found()}")
+        fix = "; parse_layout reads a whole tensor" if _TYPE.match(scanner.rest) else ""
+        scanner.fail(f"expected 'on' (a mesh), 'as' (chunk, grid or pieces) or '@' (one rank); {scanner.found()}{fix}")
     scanner.end("after the layout")
     return rule
 
@@ -644,19 +660,37 @@ def _read_side(scanner: Scanner) -> tuple[int, int]:
 
 _LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
-_RULES = re.compile(r"\s*(on|as)\b")
+_RULES = re.compile(r"\s*(?:(?:on|as)\b|@)")
+_TYPE = re.compile(r"\s*([A-Za-z_][\w.]*)?\s*\[")
 
 
-def read_spec(text: str, mesh: Mesh | None, ranks: Sequence[int]) -> ShardingSpec:
-    """The spec that a text means: a whole rule, or placements on a mesh; without a mesh, one axis over all ranks.
+def read_spec(
+    text: str, mesh: Mesh | None, ranks: Sequence[int], dtype: str | None = None, shape: Sequence[int] | None = None
+) -> ShardingSpec | Layout:
+    """What a text means wherever a layout is wanted: all that is printed is read back.
+
+    1. A tensor, as it is printed ("f32[8,4] on tp=2: S(0)", "[8,4] on tp=2: S(0)"): a Layout. A dtype and a shape that
+       the caller knows have to be those of the text.
+    2. A rule ("on dp=2,tp=2: R, S(0)", "as chunk(0) over 0-3", "@ 2"): its spec.
+    3. Placements on a mesh ("tp: S(0)", "R, S(0)"): a MeshSpec; without a mesh, one axis over all ranks.
 
     >>> read_spec("tp: S(0)", None, (0, 1)), read_spec("tp: S(0)", Mesh.of(dp=2, tp=2), ())
     (MeshSpec(tp=2, (Shard(0),)), MeshSpec(dp=2,tp=2, (Replicate(), Shard(0))))
-    >>> read_spec("as chunk(0) over 0-1", None, ()).layout((3,)).local_shapes(1)
+    >>> read_spec("f32[3] as chunk(0) over 0-1", None, ()).local_shapes(1)
     ((1,),)
+    >>> read_spec("f32[6,4] on tp=2: S(0)", None, (), "torch.float64", (8, 4))
+    Traceback (most recent call last):
+    ...
+    shardwise.geometry.box.LayoutError: the text says f32[6,4], and the tensor is f64[8,4]; leave out 'f32[6,4]': ...
     """
+    if text.rstrip().endswith("…"):
+        raise NotationError("this text was cut off where it was printed; format_layout writes the whole", text, 0)
+    if _TYPE.match(text):
+        return _read_typed(text, dtype, shape)
     if _RULES.match(text):
         return parse_spec(text)
+    if not text.strip():
+        raise LayoutError("a layout is wanted, and the text is empty; write 'R', 'tp: S(0)' or 'on dp=2,tp=2: R, S(0)'")
     if mesh is None:
         parts = _split_at_commas(text)
         if len(parts) > 1:
@@ -664,6 +698,19 @@ def read_spec(text: str, mesh: Mesh | None, ranks: Sequence[int]) -> ShardingSpe
         named = _NAMED.match(parts[0])
         mesh = Mesh((named[1] if named else "all",), tuple(ranks))
     return MeshSpec(mesh, read_placements(text, mesh))
+
+
+def _read_typed(text: str, dtype: str | None, shape: Sequence[int] | None) -> Layout:
+    """The layout of a text that begins with a type, checked against what is known of the tensor."""
+    scanner = Scanner(text)
+    named, lengths = _read_type(scanner, required=False)
+    known = None if dtype is None else find_dtype(dtype).name
+    if (shape is not None and tuple(shape) != lengths) or (named and known and named != known):
+        own = f"{known or named}[{_join_numbers(lengths if shape is None else shape)}]"
+        said, rest = f"{named}[{_join_numbers(lengths)}]", scanner.rest
+        fix = f"leave out {text[: scanner.at].strip()!r}: {rest!r}" if rest else "name a mesh: 'on tp=2: S(0)'"
+        raise LayoutError(f"the text says {said}, and the tensor is {own}; {fix}")
+    return _read_layout(scanner, lengths)
 
 
 def read_placements(

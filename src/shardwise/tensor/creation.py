@@ -67,9 +67,10 @@ def shard(
 ) -> ShardedTensor:
     """Lay a whole tensor out: rank `src_rank` holds the data, or every rank does (`src_rank=None`, nothing is sent).
 
-    `spec` is a spec, a Layout, a text in notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)"), or a mesh, with its placements
-    next or by name: `shard(x, mesh, [Shard(0)])`. The mesh and the placements may be torch's; the ranks are then those
-    of the DeviceMesh. A DTensor, which is laid out already, is redistributed.
+    `spec` is a spec, a Layout, a text in notation ("tp: S(0)", "on dp=2,tp=2: R, S(0)", or a tensor as it is printed,
+    "f32[6,4] on tp=2: S(0)"), or a mesh, with its placements next or by name: `shard(x, mesh, [Shard(0)])`. The mesh
+    and the placements may be torch's; the ranks are then those of the DeviceMesh. A DTensor, which is laid out already,
+    is redistributed.
 
     The result is a copy: it never shares memory with the tensor. (`from_local` makes one over existing tensors.) It is
     on the kind of device that the source's tensor is on: of a host tensor, every rank's part is in host memory.
@@ -91,7 +92,8 @@ def shard(
         src_rank = comm.ranks[0]
     if is_dtensor(tensor):
         return _shard_dtensor(tensor, spec, placements, comm)
-    spec, unread = _read_spec(spec, placements, comm)
+    like = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, Tensor) else (None, None)
+    spec, unread = _read_spec(spec, placements, comm, *like)
     given = _agree_on_source(tensor, spec, src_rank, comm, unread)
     shape, dtype = tuple(given["shape"]), getattr(torch, given["dtype"].removeprefix("torch."))
     dst = spec if isinstance(spec, Layout) else spec.layout(shape)
@@ -115,13 +117,22 @@ def _comm_for(spec: Any, comm: Any) -> Comm:
     return comm_of_device_mesh(spec) if comm is None and is_device_mesh(spec) else resolve_comm(comm)
 
 
-def _read_spec(spec: Any, placements: Any, comm: Comm) -> tuple[Any, str | None]:
-    """A mesh and placements, or a text, as a spec, and why that is not possible; anything else as it is."""
+def _read_spec(
+    spec: Any,
+    placements: Any,
+    comm: Comm,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+) -> tuple[Any, str | None]:
+    """A mesh and placements, or a text, as a spec or a Layout, and why that is not possible; anything else as it is.
+
+    A text that names a dtype and a shape has to name those of the tensor.
+    """
     try:
         if isinstance(spec, Mesh) or is_device_mesh(spec):
             return mesh_spec_of(spec, placements), None
         if isinstance(spec, str) and placements is None:
-            return read_spec(spec, None, comm.ranks), None
+            return read_spec(spec, None, comm.ranks, None if dtype is None else str(dtype), shape), None
     except ValueError as error:
         return spec, str(error)
     if placements is not None:
@@ -270,7 +281,9 @@ def from_local(
         problem = problem or unread
     elif given:
         shape = given[0]
-    layout, unread = _read_spec(layout, None, comm) if isinstance(layout, str) else (layout, None)
+    unread = None
+    if isinstance(layout, str):
+        layout, unread = _read_spec(layout, None, comm, held[0].dtype if held else None, shape)
     where, unfit = _resolve_local_layout(layout, shape)
     problem = problem or unread or unfit or _local_problem(held, where, comm)
     asked: dict[str, Any] = {"layout": format_layout_text(where) if problem is None else None}
@@ -411,7 +424,7 @@ def _resolve_target_layouts(
     if len(tensors) != len(targets):
         return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
     try:
-        dsts = [target_layout(t.sharding, target) for t, target in zip(tensors, targets, strict=True)]
+        dsts = [target_layout(t.sharding, target, dtype=t.dtype) for t, target in zip(tensors, targets, strict=True)]
     except ValueError as error:
         return [], str(error)
     moves = [find_move(t, dst, "redistribute_many") for t, dst in zip(tensors, dsts, strict=True)]

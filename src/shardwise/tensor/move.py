@@ -104,10 +104,11 @@ Offer: TypeAlias = tuple[Tensors, Tensors]
 """What a rank brings to a move that one rank makes for all: the tensors that are moved, and memory for the result."""
 
 
-def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout:
+def target_layout(layout: Layout, target: Any, placements: Any = None, dtype: torch.dtype | None = None) -> Layout:
     """The layout that a user requested: a spec, a Layout, or placements on the same mesh or on one that is passed.
 
-    Placements may be in notation; a mesh and placements may be torch's.
+    Placements may be in notation, and so may a whole tensor, whose shape and dtype have to be those of this one; a mesh
+    and placements may be torch's.
     """
     if type(target) is Layout and placements is None and target.shape == layout.shape:
         return target
@@ -124,8 +125,10 @@ def target_layout(layout: Layout, target: Any, placements: Any = None) -> Layout
             raise LayoutError(f"a tensor of shape {layout.shape} cannot take a layout of shape {target.shape}")
         return target
     own = layout.spec.mesh if isinstance(layout.spec, MeshSpec) else None
-    if isinstance(target, str) and (":" in target or target.split()[:1] == ["as"]):
-        return read_spec(target, own, layout.ranks).layout(layout.shape)
+    if isinstance(target, str) and (own is not None or ":" in target or target.lstrip().startswith(("as ", "@", "["))):
+        named = None if dtype is None else str(dtype)
+        found = read_spec(target, own, layout.ranks, named, layout.shape)
+        return found if isinstance(found, Layout) else found.layout(layout.shape)
     listed = parse_placements(target) if isinstance(target, str) else target
     if not isinstance(layout.spec, MeshSpec):
         raise LayoutError(

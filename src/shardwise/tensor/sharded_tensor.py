@@ -18,7 +18,7 @@ from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry import Layout, ShardingSpec
-from shardwise.geometry.notation import read_spec
+from shardwise.geometry.notation import find_dtype, read_spec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, CopiedView, LocalMemoryMixin, TorchNamesMixin
 from shardwise.tensor.dispatch import call_function, enter_function, enter_operator, on_local_tensors, refuse_operator
@@ -160,7 +160,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         process_group: GroupOrComm | None = None,
     ) -> ShardedTensor:
         if isinstance(sharding_spec, str) and cls._reads_notation:
-            sharding_spec = read_spec(sharding_spec, None, cls._resolve_comm(process_group).ranks)
+            sharding_spec, size, dtype = cls._read_notation(sharding_spec, size, dtype, process_group)
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(
                 f"Expecting ShardingSpec but got: {type(sharding_spec)}; the spec comes first, then the size, as in "
@@ -183,6 +183,19 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         derived_types.add(cls)
+
+    @classmethod
+    def _read_notation(
+        cls, text: str, size: Sequence[Any], dtype: torch.dtype | None, process_group: GroupOrComm | None
+    ) -> tuple[ShardingSpec, Sequence[Any], torch.dtype | None]:
+        """The spec, the size and the dtype of a new tensor; a text such as "f32[6,4] on tp=2: S(0)" says all three."""
+        known = size_to_tuple(size) if size else None
+        read = read_spec(text, None, cls._resolve_comm(process_group).ranks, dtype and str(dtype), known)
+        if isinstance(read, Layout):
+            named = text.partition("[")[0].strip()
+            made = getattr(torch, find_dtype(named).torch_name) if named else dtype
+            return read.spec, read.shape, made
+        return read, size, dtype
 
     @staticmethod
     def _resolve_comm(process_group: GroupOrComm | None) -> Comm:
@@ -270,7 +283,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         """
         problem = dst = None
         try:
-            dst = target_layout(self.sharding, device_mesh if target is None else target, placements)
+            dst = target_layout(self.sharding, device_mesh if target is None else target, placements, self.dtype)
         except ValueError as error:
             problem = str(error)
         asked = {"max_buffer_bytes": max_buffer_bytes}

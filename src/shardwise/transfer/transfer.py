@@ -20,6 +20,7 @@ from shardwise._text import draw_html, package_logger
 from shardwise.geometry.box import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
+from shardwise.geometry.notation import TensorType, parse_layout
 from shardwise.geometry.serialize import layout_from_json, layout_to_json
 from shardwise.transfer.reductions import HostSumsSpec, lower_bound_between_hosts, reduction_lower_bound
 from shardwise.transfer.senders import (
@@ -503,17 +504,18 @@ _log = package_logger(__name__)
 
 
 def plan_transfer(
-    src: Layout,
-    dst: Layout,
+    src: Layout | TensorType | str,
+    dst: Layout | TensorType | str,
     *,
-    itemsize: int,
+    itemsize: int | None = None,
     topology: Topology | None = None,
     max_buffer_bytes: int | None = None,
     rank: int | None = None,
 ) -> Transfer:
     """The plan that turns `src` into `dst`, both of one shape, on the same, overlapping or disjoint ranks.
 
-    - `itemsize`: bytes per element.
+    - `src`, `dst`: layouts, or tensors in notation; the second text may leave out the type and shape.
+    - `itemsize`: bytes per element; a tensor in notation says it.
     - `topology`: which ranks share a host; replicas on the receiver's host are preferred.
     - `max_buffer_bytes`: the most bytes a rank has in flight, in and out together; the exchange is cut into rounds.
     - `rank`: plan only the part that this rank takes in.
@@ -522,7 +524,10 @@ def plan_transfer(
     >>> transfer = plan_transfer(ChunkSpec(0, 2).layout((4, 4)), ChunkSpec(1, 2).layout((4, 4)), itemsize=4)
     >>> transfer.bytes_by_edge
     {(0, 1): 16, (1, 0): 16}
+    >>> plan_transfer("f32[4,4] on tp=2: S(0)", "on tp=2: S(1)") == transfer
+    True
     """
+    src, dst, itemsize = _read_plan_texts(src, dst, itemsize)
     _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
     options = PlanOptions(itemsize, topology, max_buffer_bytes)
     transfer = Transfer(src, dst, options, rank)
@@ -530,6 +535,19 @@ def plan_transfer(
         _ = transfer.rounds  # what cannot be planned is refused here
     _log.debug("planned %r", transfer)
     return transfer
+
+
+def _read_plan_texts(src: Any, dst: Any, itemsize: int | None) -> tuple[Any, Any, int]:
+    """Texts as layouts, and the bytes of an element if they say them."""
+    source = parse_layout(src) if isinstance(src, str) else src
+    typed = source if isinstance(source, TensorType) else None
+    target = parse_layout(dst, like=typed) if isinstance(dst, str) else dst
+    sizes = {t.itemsize for t in (source, target) if isinstance(t, TensorType)} | ({itemsize} - {None})
+    if len(sizes) != 1:
+        found = "none is known" if not sizes else f"got {' and '.join(map(str, sorted(sizes)))}"
+        raise LayoutError(f"a transfer needs the bytes of an element, and {found}; pass itemsize=4 for f32")
+    layouts = [t.layout if isinstance(t, TensorType) else t for t in (source, target)]
+    return layouts[0], layouts[1], int(sizes.pop() or 0)
 
 
 def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
@@ -547,11 +565,7 @@ def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_by
 def _describe_other_kind(name: str, given: object) -> str:
     """What to pass in place of something that is not a layout."""
     fix = "a spec lays out a shape: spec.layout((8, 4))"
-    if isinstance(given, str):
-        fix = f"read the text first: parse_layout({given!r}).layout, with its shape, as in 'f32[8,4] on tp=2: S(0)'"
-    elif isinstance(getattr(given, "layout", None), Layout):
-        fix = "pass its .layout"
-    elif isinstance(getattr(given, "sharding", None), Layout):
+    if isinstance(getattr(given, "sharding", None), Layout):
         fix = "pass its .sharding"
     return f"plan_transfer takes layouts, and the {name} is {type(given).__name__}: {str(given)[:80]}; {fix}"
 

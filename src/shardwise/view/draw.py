@@ -27,6 +27,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from shardwise.geometry import Layout, TensorType, parse_layout, shorten_layout
 from shardwise.geometry.mesh import format_ranks
+from shardwise.geometry.notation import read_spec
 from shardwise.transfer import Transfer
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view.picture import Holders, Limits, Panel, Picture, Tile, picture_of
@@ -489,7 +490,7 @@ def draw(value: Any, *, width: int | None = None, file: TextIO | None = None) ->
 
 def _lines_of(value: Any, width: int) -> list[Line]:
     if isinstance(value, str):
-        value = parse_layout(value)
+        value = read_spec(value, None, ()) if value.lstrip().startswith("[") else parse_layout(value)
     if isinstance(value, Transfer):
         return [line(text) for text in str(value).split("\n")]
     if isinstance(value, TensorType):
