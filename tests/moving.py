@@ -264,9 +264,9 @@ class LendingCountingComm(CountingComm):
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
-    """The text of the ValueError that a call raises, with its type; so that every rank can report its own."""
+    """The text of the ValueError or TypeError that a call raises, with its type; so that every rank reports its own."""
     try:
         call(*args, **kwargs)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -143,7 +143,7 @@ def test_a_rank_that_deviates_after_identical_calls(world: Ranks, shared: bool) 
     another, known, nothing, mistake, limit, pending, dtype = texts[:7]
     assert "as chunk(1) over 2,1,0' on rank 2" in another and "as chunk(1) over 1,0,2' on rank 2" in known
     assert "to is '[30,6] as chunk(1) over 0-2' on ranks 0, 1 and '[30,6] as chunk(0) over 0-2' on rank 2" in nothing
-    assert "rank 2: placements need a mesh" in mistake
+    assert "rank 2: redistribute takes a spec, a Layout, placements such as" in mistake
     assert f"max_buffer_bytes is None on ranks 0, 1 and {LIMIT} on rank 2" in limit
     assert "P(sum)' on rank 2" in pending
     assert "dtype is torch.float32 on ranks 0, 1 and torch.float64 on rank 2" in dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import Comm, DisagreementError, Mesh, MeshSpec, Replicate, Shard, run_local, shard
+from shardwise import Comm, LayoutError, Mesh, MeshSpec, Replicate, Shard, run_local, shard
 from shardwise.nn.plan import PlanError, match_patterns
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -59,9 +59,9 @@ def test_a_printed_tensor_is_taken_in_place_of_a_spec() -> None:
 
 def test_texts_that_do_not_say_enough_are_errors_on_every_rank() -> None:
     def body(comm: Comm) -> tuple[str, str]:
-        with pytest.raises(DisagreementError) as sizes:
+        with pytest.raises(LayoutError) as sizes:
             shard(X, "dp: S(0), tp: S(1)")
-        with pytest.raises(DisagreementError) as axis:
+        with pytest.raises(LayoutError) as axis:
             shard(X, "on dp=2,tp=2: R, R").redistribute("pp: S(0)")
         return str(sizes.value), str(axis.value)
 

@@ -6,6 +6,8 @@
 2. Equal digests: done. The number of fields does not matter, so ranks may even pass different ones.
 3. Otherwise the strings are gathered, and every rank raises the same error: which field, and who has which value.
 
+A request that every rank finds wrong, for the same reason, is no disagreement: each rank raises its own error.
+
 `gather_values` and `any_rank` return what the ranks say, so that all of them draw the same conclusion from it.
 
 How are many ranks described in a short message? Runs are folded, equal parts appear once, long lists are cut.
@@ -26,6 +28,7 @@ import torch
 
 from shardwise._text import package_logger
 from shardwise.comm.protocol import Comm, DisagreementError, OfferPlanner
+from shardwise.geometry import LayoutError, NotationError
 
 _MOST_RUNS = 8
 _MOST_TEXTS = 6
@@ -108,11 +111,11 @@ class Request:
     digest: bytes
 
     @staticmethod
-    def of(fields: Mapping[str, object], problem: str | None = None) -> Request:
+    def of(fields: Mapping[str, object], problem: str | Exception | None = None) -> Request:
         """The request of some fields; programs that go round in steps make the same again and again."""
         if problem is None and all(type(value) in _PLAIN for value in fields.values()):
             return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
-        return _write_request(fields, problem)
+        return _write_request(fields, None if problem is None else str(problem))
 
 
 def agree(
@@ -121,14 +124,15 @@ def agree(
     *,
     label: str,
     what: str = "arguments",
-    problem: str | None = None,
+    problem: str | Exception | None = None,
     payload: bytes = b"",
 ) -> dict[int, bytes]:
     """Raise `DisagreementError` on every rank unless all ranks of the comm pass equal fields and have no problem.
 
     Values are compared by their text, so pass values whose `repr` is the same on every rank. `problem` is what this
-    rank alone found wrong with its arguments: it is raised on all ranks, with the number of the rank. `payload` travels
-    along and is not compared; returns that of each rank.
+    rank found wrong with its arguments. If all ranks found the same it is raised as it is, a text as a ValueError;
+    else all ranks raise a DisagreementError with the numbers of the ranks. `payload` travels along and is not compared;
+    returns that of each rank.
 
     >>> from shardwise.comm import run_local
     >>> def body(comm):
@@ -142,7 +146,7 @@ def agree(
     request = Request.of(fields, problem)
     found = comm.all_gather_bytes(request.digest + payload, label=label)
     if problem is not None or {data[:_DIGEST_BYTES] for data in found} != {request.digest}:
-        _raise_difference(comm, request.text, label, what)
+        _raise_difference(comm, request.text, label, what, problem)
     _log_agreement(comm, label)
     return {rank: data[_DIGEST_BYTES:] for rank, data in zip(comm.ranks, found, strict=True)}
 
@@ -237,14 +241,43 @@ def _write_request(fields: Mapping[str, object], problem: str | None) -> Request
     return Request(text, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
 
 
-def _raise_difference(comm: Comm, text: bytes, label: str, what: str) -> NoReturn:
+def raise_problems(
+    problems: Mapping[int, str], label: str, ranks: Iterable[int], own: str | Exception | None = None
+) -> NoReturn:
+    """Raise what some of the ranks found wrong with a call: the error itself where all of them found the same.
+
+    >>> raise_problems({0: "no dim 3", 1: "no dim 3"}, "shard", (0, 1), TypeError("no dim 3"))
+    Traceback (most recent call last):
+    ...
+    TypeError: 'shard': no dim 3
+    """
+    if set(problems) == set(ranks) and len(set(problems.values())) == 1:
+        error = own if isinstance(own, Exception) else ValueError(next(iter(problems.values())))
+        raise label_error(error, label) from None
+    raise DisagreementError(f"{label!r}: {fold_texts(problems)}")
+
+
+def label_error(error: Exception, label: str) -> Exception:
+    """The same error, with the name of the call in its message where that is ours to write; without its traceback."""
+    if str(error).startswith(label.partition(",")[0]):
+        return error.with_traceback(None)
+    if isinstance(error, NotationError):
+        return NotationError(f"{label!r}: {error.message}", error.text, error.position)
+    if type(error) in (LayoutError, TypeError, ValueError):
+        return type(error)(f"{label!r}: {error}")
+    return error.with_traceback(None)
+
+
+def _raise_difference(
+    comm: Comm, text: bytes, label: str, what: str, problem: str | Exception | None = None
+) -> NoReturn:
     """Gather the texts and say who has which; when this returns, no rank reads memory for a call that was withdrawn."""
     comm.withdraw_next_call()
     everyone = [json.loads(data) for data in comm.all_gather_bytes(text, label=label)]
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
     problems = {rank: given[_PROBLEM] for rank, given in by_rank.items() if _PROBLEM in given}
     if problems:
-        raise DisagreementError(f"{label!r}: {fold_texts(problems)}")
+        raise_problems(problems, label, comm.ranks, problem)
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     parts = [part for name in names if (part := _describe_difference(name, by_rank))]
     raise DisagreementError(

@@ -335,7 +335,7 @@ def _save_pretrained(original: Any) -> Any:
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = error
         try:
-            agree(comm, {}, label="save_pretrained", what="calls", problem=None if problem is None else str(problem))
+            agree(comm, {}, label="save_pretrained", what="calls", problem=problem)
         except DisagreementError:
             if problem is not None:
                 raise problem from None

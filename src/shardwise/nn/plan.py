@@ -528,7 +528,7 @@ def check_on_all_ranks(comm: Comm, check: Callable[[], PlanFields]) -> None:
     except Exception as error:  # of any kind: the other ranks must hear of it
         own = error
     try:
-        agree(comm, fields, label="shard_module", what="plans", problem=None if own is None else str(own))
+        agree(comm, fields, label="shard_module", what="plans", problem=own)
     except DisagreementError:
         if own is not None:
             raise own from None

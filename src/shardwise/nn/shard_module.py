@@ -50,7 +50,7 @@ from shardwise._tree import map_nest
 from shardwise.comm import Comm, DisagreementError, agree, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.compiler.compiled import route_torch_compile
-from shardwise.geometry import Layout, ShardingSpec
+from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.nn.inputs import adapt_functions, adapt_methods, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
@@ -399,8 +399,9 @@ def shard_parameter(
     tensor = _find_parameter(module, param_name)
     try:
         sharded = shard_or_allocate(tensor, sharding_spec, src_rank, process_group)
-    except DisagreementError as error:
-        raise DisagreementError(f"{type(module).__name__}.{param_name}: {error}") from error
+    except (DisagreementError, LayoutError, TypeError) as error:
+        kind = LayoutError if isinstance(error, LayoutError) else type(error)
+        raise kind(f"{type(module).__name__}.{param_name}: {error}") from None
     # nn.Parameter keeps the class of a tensor subclass and marks it as a parameter.
     module.register_parameter(param_name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
     register_local_batch_hooks(module)

@@ -22,11 +22,11 @@ from shardwise.comm import (
     DisagreementError,
     advise_ranks,
     agree,
-    fold_texts,
     fold_values,
     gather_values,
     name_ranks,
 )
+from shardwise.comm.agree import label_error, raise_problems
 from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
 from shardwise.comm.local import number_device
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
@@ -123,7 +123,7 @@ def _read_spec(
     comm: Comm,
     dtype: torch.dtype | None = None,
     shape: Sequence[int] | None = None,
-) -> tuple[Any, str | None]:
+) -> tuple[Any, Exception | None]:
     """A mesh and placements, or a text, as a spec or a Layout, and why that is not possible; anything else as it is.
 
     A text that names a dtype and a shape has to name those of the tensor.
@@ -133,21 +133,24 @@ def _read_spec(
             return mesh_spec_of(spec, placements), None
         if isinstance(spec, str) and placements is None:
             return read_spec(spec, None, comm.ranks, None if dtype is None else str(dtype), shape), None
-    except ValueError as error:
-        return spec, str(error)
+    except (TypeError, ValueError) as error:
+        return spec, error
     if placements is not None:
-        return spec, f"placements go with a mesh, and {spec!r} is not one; pass a mesh and placements, or a spec"
+        return spec, TypeError(
+            f"placements go with a mesh, and {spec!r} is not one; pass a mesh and placements, or a spec"
+        )
     return spec, None
 
 
 def _shard_dtensor(tensor: Any, spec: Any, placements: Any, comm: Comm) -> ShardedTensor:
     """A DTensor in another layout, if it is on ranks of the comm."""
-    held, problem = None, None
+    held: ShardedTensor | None = None
+    problem: str | Exception | None = None
     try:
         held = from_dtensor(tensor, comm)
         problem = _outside_problem(held.sharding, comm)
     except ValueError as error:
-        problem = str(error)
+        problem = error
     agree(comm, {}, label="shard", problem=problem)
     assert held is not None
     mesh_and_placements = (spec, placements) if placements is not None else (spec,)
@@ -156,37 +159,50 @@ def _shard_dtensor(tensor: Any, spec: Any, placements: Any, comm: Comm) -> Shard
 
 
 def _agree_on_source(
-    tensor: Any, spec: Any, src_rank: int | None, comm: Comm, unread: str | None = None
+    tensor: Any, spec: Any, src_rank: int | None, comm: Comm, problem: Exception | None = None
 ) -> dict[str, Any]:
     """What all ranks know of the tensor after one small exchange; raises on all of them if they do not agree."""
-    if unread is None and src_rank is not None and (isinstance(src_rank, bool) or not isinstance(src_rank, int)):
-        got = f"{type(src_rank).__name__}: {src_rank!r}"
-        unread = f"src_rank is a rank, or None where every rank has the data; got {got}"
-    own: dict[str, Any] = {"src_rank": str(src_rank), "problem": unread, "has": tensor is not None}
+    own: dict[str, Any] = {"src_rank": str(src_rank), "has": tensor is not None}
     if isinstance(spec, Layout):
         own["rule"] = (digest := _digest_spec(spec.spec)) and f"{digest} {spec.shape}"
     else:
         own["rule"] = _digest_spec(spec) if isinstance(spec, ShardingSpec) else None
-    if unread is not None:
-        pass
-    elif tensor is not None and not _is_plain_tensor(tensor):
-        own["problem"] = f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}"
-    elif tensor is not None:
+    if problem is None:
+        problem = _argument_problem(tensor, spec, src_rank, comm)
+    if problem is None and tensor is not None:
         own |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
         own["requires_grad"] = tensor.requires_grad and torch.is_grad_enabled()
-        own |= _check_layout_of(spec, tuple(tensor.shape), comm)
-    if own["problem"] is None and src_rank is not None and src_rank not in comm.ranks:
-        own["problem"] = f"src_rank {src_rank} is not in the comm ({name_ranks(comm.ranks)})"
-    elif tensor is None and src_rank in (None, comm.rank):
-        own["problem"] = f"this rank has the data (src_rank={src_rank}) but passes no tensor"
+        own["spec"], problem = _check_layout_of(spec, tuple(tensor.shape), comm)
+    own["problem"] = None if problem is None else [type(problem) is TypeError, str(problem)]
     everyone = gather_values(comm, own, label="shard")
-    _check_sources(everyone, src_rank)
+    _check_sources(everyone, src_rank, comm, problem)
     source: dict[str, Any] = everyone[comm.ranks[0] if src_rank is None else src_rank]
     rules = {given["rule"] for given in everyone.values()}
     if not all(given["has"] for given in everyone.values()) and (None in rules or len(rules) > 1):
-        laid_out = _check_layout_of(spec, tuple(source["shape"]), comm)
-        agree(comm, {"spec": laid_out.get("spec")}, label="shard", problem=laid_out.get("problem"))
+        laid_out, problem = _check_layout_of(spec, tuple(source["shape"]), comm)
+        agree(comm, {"spec": laid_out}, label="shard", problem=problem)
     return source
+
+
+def _argument_problem(tensor: Any, spec: Any, src_rank: int | None, comm: Comm) -> Exception | None:
+    """Why this rank's arguments cannot be meant, before the shape is looked at."""
+    if src_rank is not None and (isinstance(src_rank, bool) or not isinstance(src_rank, int)):
+        got = f"{type(src_rank).__name__}: {src_rank!r}"
+        return TypeError(f"src_rank is a rank, or None where every rank has the data; got {got}")
+    if tensor is not None and not _is_plain_tensor(tensor):
+        return TypeError(f"shard takes a whole tensor, got {type(tensor).__name__}{_advice_for(tensor)}")
+    if tensor is not None and tensor.layout is not torch.strided:
+        return LayoutError(f"shard takes a strided tensor, got one with {tensor.layout}; pass x.to_dense()")
+    if not isinstance(spec, Layout | ShardingSpec):
+        return TypeError(
+            "shard takes a spec such as ChunkSpec(0, 4), a Layout, or a mesh and placements, got "
+            f"{type(spec).__name__}: {spec!r}{_advice_for_spec(spec)}"
+        )
+    if src_rank is not None and src_rank not in comm.ranks:
+        return LayoutError(f"src_rank {src_rank} is not in the comm ({name_ranks(comm.ranks)})")
+    if tensor is None and src_rank in (None, comm.rank):
+        return TypeError(f"this rank has the data (src_rank={src_rank}) but passes no tensor")
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -212,21 +228,18 @@ def _advice_for(value: object) -> str:
     return "; it is laid out already: shard(x, spec) or compat.from_dtensor(x) converts it" if is_dtensor(value) else ""
 
 
-def _check_layout_of(spec: Any, shape: tuple[int, ...], comm: Comm) -> dict[str, Any]:
-    """The layout as text, or why the spec does not lay out this shape."""
-    if not isinstance(spec, Layout | ShardingSpec):
-        return {
-            "problem": "shard takes a spec such as ChunkSpec(0, 4), a Layout, or a mesh and placements, got "
-            f"{type(spec).__name__}: {spec!r}{_advice_for_spec(spec)}"
-        }
+def _check_layout_of(
+    spec: Layout | ShardingSpec, shape: tuple[int, ...], comm: Comm
+) -> tuple[str | None, Exception | None]:
+    """The layout as text, and why the spec does not lay out this shape."""
     try:
         layout = spec if isinstance(spec, Layout) else spec.layout(shape)
     except ValueError as error:
-        return {"problem": str(error)}
+        return None, error
     if layout.shape != shape:
-        return {"problem": f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}"}
+        return None, LayoutError(f"a tensor of shape {shape} cannot take a layout of shape {layout.shape}")
     outside = _outside_problem(layout, comm)
-    return {"spec": format_layout_text(layout)} if outside is None else {"problem": outside}
+    return (format_layout_text(layout), None) if outside is None else (None, LayoutError(outside))
 
 
 def _advice_for_spec(spec: Any) -> str:
@@ -245,12 +258,19 @@ def _outside_problem(layout: Layout, comm: Comm) -> str | None:
     return f"{by} names {name_ranks(outside)}, not in the comm ({name_ranks(comm.ranks)}); {advise_ranks(comm)}"
 
 
-def _check_sources(everyone: dict[int, dict[str, Any]], src_rank: int | None) -> None:
-    problems = {rank: given["problem"] for rank, given in everyone.items() if given["problem"]}
+def _check_sources(
+    everyone: dict[int, dict[str, Any]], src_rank: int | None, comm: Comm, own: Exception | None
+) -> None:
+    problems = {rank: given["problem"][1] for rank, given in everyone.items() if given["problem"]}
+    has_data = {rank for rank, given in everyone.items() if given["has"]}
+    if problems and set(problems) == has_data and len(set(problems.values())) == 1:  # the others pass None
+        kind = TypeError if next(iter(everyone[rank]["problem"][0] for rank in problems)) else LayoutError
+        others = kind(next(iter(problems.values())))
+        raise label_error(own or others, "shard") from None
     if problems:
-        raise DisagreementError(f"'shard': {fold_texts(problems)}")
+        raise_problems(problems, "shard", comm.ranks, own)
     for field in ("src_rank", "shape", "dtype", "spec", *(["requires_grad"] if src_rank is None else [])):
-        values = {rank: str(given[field]) for rank, given in everyone.items() if field in given}
+        values = {rank: str(given[field]) for rank, given in everyone.items() if given.get(field) is not None}
         if len(set(values.values())) > 1:
             found = fold_values(values)
             raise DisagreementError(f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank")
@@ -295,7 +315,7 @@ def from_local(
 
 def _read_parts(
     held: Sequence[Tensor], mesh: Any, placements: Any, shape: Sequence[int] | None, comm: Comm
-) -> tuple[Any, Sequence[int] | None, str | None]:
+) -> tuple[Any, Sequence[int] | None, Exception | None]:
     """The spec and the global shape of parts on a mesh, and why there are none; the parts' shapes are gathered."""
     spec, problem = _read_spec(mesh, placements, comm)
     if shape is not None or problem is not None:
@@ -305,18 +325,18 @@ def _read_parts(
     try:
         return (*infer_from_parts(spec, shapes), None)
     except LayoutError as error:
-        return spec, None, str(error)
+        return spec, None, error
 
 
-def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], str | None]:
+def _list_local_tensors(given: Any) -> tuple[tuple[Tensor, ...], Exception | None]:
     """The local tensors as a tuple, or what else was passed."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        return (), f"from_local takes a tensor or a list of tensors, got {type(given).__name__}"
+        return (), TypeError(f"from_local takes a tensor or a list of tensors, got {type(given).__name__}")
     listed = (given,) if isinstance(given, Tensor) else tuple(given)
     wrong = next((each for each in listed if not _is_plain_tensor(each)), None)
     if wrong is None:
         return listed, None
-    return (), f"local tensors are plain tensors, got {type(wrong).__name__}{_advice_for(wrong)}"
+    return (), TypeError(f"local tensors are plain tensors, got {type(wrong).__name__}{_advice_for(wrong)}")
 
 
 def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, bool, torch.device]:
@@ -341,26 +361,30 @@ def _agree_on_kind(held: Sequence[Tensor], comm: Comm) -> tuple[torch.dtype, boo
     return dtype, "True" in grads.values(), _device_of_kind(devices[0] if devices else comm.device.type, comm)
 
 
-def _resolve_local_layout(layout: Layout | ShardingSpec, shape: Sequence[int] | None) -> tuple[Layout, str | None]:
+def _resolve_local_layout(
+    layout: Layout | ShardingSpec, shape: Sequence[int] | None
+) -> tuple[Layout, Exception | None]:
     if isinstance(layout, Layout):
         return layout, None
     try:
         if not isinstance(layout, ShardingSpec):
-            raise LayoutError(
+            raise TypeError(
                 "from_local takes a Layout, a spec and a shape, or a mesh and placements, got "
                 f"{type(layout).__name__}: {layout!r}"
             )
         if shape is None:
             raise LayoutError("from_local with a spec needs the global shape; pass shape=, or a Layout")
         return layout.layout(shape), None
-    except ValueError as error:
-        return single_rank_layout((), 0), str(error)
+    except (TypeError, ValueError) as error:
+        return single_rank_layout((), 0), error
 
 
-def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
-    outside = _outside_problem(layout, comm)
-    if outside is not None:
-        return outside
+def _local_problem(held: Sequence[Tensor], layout: Layout, comm: Comm) -> Exception | None:
+    problem = _outside_problem(layout, comm) or _misfit_of_locals(held, layout, comm)
+    return None if problem is None else LayoutError(problem)
+
+
+def _misfit_of_locals(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str | None:
     shapes = layout.local_shapes(comm.rank)
     found = tuple(tuple(t.shape) for t in held)
     if found != shapes:
@@ -419,14 +443,14 @@ def redistribute_many(
 
 def _resolve_target_layouts(
     tensors: Sequence[ShardedTensor], targets: Sequence[Any]
-) -> tuple[list[Layout], str | None]:
+) -> tuple[list[Layout], str | Exception | None]:
     """The requested layouts, or why there are none."""
     if len(tensors) != len(targets):
-        return [], f"{len(tensors)} tensors need as many targets, got {len(targets)}"
+        return [], TypeError(f"{len(tensors)} tensors need as many targets, got {len(targets)}")
     try:
         dsts = [target_layout(t.sharding, target, dtype=t.dtype) for t, target in zip(tensors, targets, strict=True)]
-    except ValueError as error:
-        return [], str(error)
+    except (TypeError, ValueError) as error:
+        return [], error
     moves = [find_move(t, dst, "redistribute_many") for t, dst in zip(tensors, dsts, strict=True)]
     return dsts, "; ".join(move.problem for move in moves if move.problem is not None) or None
 

@@ -45,7 +45,7 @@ from shardwise._torch import (
     pytree,
 )
 from shardwise.comm import Comm, DisagreementError
-from shardwise.geometry import Layout
+from shardwise.geometry import Layout, LayoutError
 from shardwise.tensor.recorder import remember_debug_modes
 
 _WRAPPERS = {
@@ -254,7 +254,7 @@ def enter_function(
         _refuse_without_tape(func, args, kwargs)
     try:
         return answer(func, types, args, kwargs, *known)
-    except (DisagreementError, UnsupportedOpError) as error:
+    except (DisagreementError, LayoutError, UnsupportedOpError) as error:
         explain_wrapper(error)
         raise
 
@@ -347,7 +347,7 @@ def enter_operator(answer: Callable[..., Any], op: Any, args: tuple[Any, ...], k
     try:
         with autograd_on_locals(keys):
             return answer(op, args, kwargs)
-    except (DisagreementError, UnsupportedOpError) as error:
+    except (DisagreementError, LayoutError, UnsupportedOpError) as error:
         explain_wrapper(error)
         raise
     finally:

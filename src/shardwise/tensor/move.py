@@ -130,14 +130,14 @@ def target_layout(layout: Layout, target: Any, placements: Any = None, dtype: to
         found = read_spec(target, own, layout.ranks, named, layout.shape)
         return found if isinstance(found, Layout) else found.layout(layout.shape)
     listed = parse_placements(target) if isinstance(target, str) else target
+    if target is None or isinstance(target, dict | int | float | torch.device | Tensor):
+        raise TypeError(
+            "redistribute takes a spec, a Layout, placements such as (Shard(0),), or a mesh and placements; got "
+            f"{type(target).__name__}: {f'shape {tuple(target.shape)}' if isinstance(target, Tensor) else repr(target)}"
+        )
     if not isinstance(layout.spec, MeshSpec):
         raise LayoutError(
             f"placements need a mesh, and this tensor is laid out by {layout.spec!r}; pass a MeshSpec(mesh, placements)"
-        )
-    if target is None or isinstance(target, dict | int | float | torch.device | Tensor):
-        raise LayoutError(
-            "redistribute takes a spec, a Layout, placements such as (Shard(0),), or a mesh and placements; got "
-            f"{type(target).__name__}: {f'shape {tuple(target.shape)}' if isinstance(target, Tensor) else repr(target)}"
         )
     return MeshSpec(layout.spec.mesh, listed).layout(layout.shape)
 
@@ -545,18 +545,23 @@ def find_move(held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: in
 
 
 def check_move(
-    held: MovableTensor, dst: Layout, label: str, fields: Mapping[str, Any] | None = None, problem: str | None = None
+    held: MovableTensor,
+    dst: Layout,
+    label: str,
+    fields: Mapping[str, Any] | None = None,
+    problem: str | Exception | None = None,
 ) -> None:
     """Raise on every rank unless all request the same move and it is possible."""
     fields = fields or {}
     move = Move.of(held.sharding, dst, held.comm, held.dtype, label)
-    problem = problem or _limit_problem(fields.get("max_buffer_bytes")) or move.problem
+    if problem is None and (found := _limit_problem(fields.get("max_buffer_bytes")) or move.problem) is not None:
+        problem = LayoutError(found)
     with recorded_wait(held.comm, f"{label}: agree") if recorders else nullcontext():
         agree(held.comm, move.describe_request(fields), label=label, problem=problem)
 
 
 def check_and_move(
-    held: MovableTensor, dst: Layout, label: str, fields: Mapping[str, Any], problem: str | None = None
+    held: MovableTensor, dst: Layout, label: str, fields: Mapping[str, Any], problem: str | Exception | None = None
 ) -> tuple[Tensors, Tensor | None]:
     """Check a move as `check_move` does, and make it: the local tensors and the anchor; differentiable."""
     limit = fields.get("max_buffer_bytes")

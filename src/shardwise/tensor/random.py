@@ -133,7 +133,7 @@ def next_stream(
     label: str,
     generator: torch.Generator | None = None,
     seed: int | None = None,
-    problem: str | None = None,
+    problem: str | Exception | None = None,
 ) -> Stream:
     """The stream of the next random tensor, the same on every rank; `fields` are what all ranks must ask alike.
 
@@ -205,7 +205,9 @@ def _count_stream(comm: Comm, seed: int, count: int) -> None:
     book.places[seed, _state_of(source)] = count + 1
 
 
-def _agree_on_stream(comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | None) -> Stream:
+def _agree_on_stream(
+    comm: Comm, own: Stream, fields: Mapping[str, object], label: str, problem: str | Exception | None
+) -> Stream:
     """The first rank's stream, once all ranks are seen to ask for the same."""
     found = agree(comm, fields, label=label, problem=problem, payload=_WORDS.pack(own.seed, own.count))
     return Stream(*_WORDS.unpack(found[comm.ranks[0]]))

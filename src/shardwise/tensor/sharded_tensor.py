@@ -186,11 +186,11 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     @classmethod
     def _read_notation(
-        cls, text: str, size: Sequence[Any], dtype: torch.dtype | None, process_group: GroupOrComm | None
-    ) -> tuple[ShardingSpec, Sequence[Any], torch.dtype | None]:
+        cls, text: str, size: tuple[Any, ...], dtype: torch.dtype | None, process_group: GroupOrComm | None
+    ) -> tuple[ShardingSpec, tuple[Any, ...], torch.dtype | None]:
         """The spec, the size and the dtype of a new tensor; a text such as "f32[6,4] on tp=2: S(0)" says all three."""
         known = size_to_tuple(size) if size else None
-        read = read_spec(text, None, cls._resolve_comm(process_group).ranks, dtype and str(dtype), known)
+        read = read_spec(text, None, cls._resolve_comm(process_group).ranks, str(dtype) if dtype else None, known)
         if isinstance(read, Layout):
             named = text.partition("[")[0].strip()
             made = getattr(torch, find_dtype(named).torch_name) if named else dtype
@@ -281,11 +281,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         be passed by name, as DTensor has them. With `async_op`, a Handle whose `wait()` returns the tensor (outside
         autograd).
         """
-        problem = dst = None
+        dst: Layout | None = None
+        problem: Exception | None = None
         try:
             dst = target_layout(self.sharding, device_mesh if target is None else target, placements, self.dtype)
-        except ValueError as error:
-            problem = str(error)
+        except (TypeError, ValueError) as error:
+            problem = error
         asked = {"max_buffer_bytes": max_buffer_bytes}
         if not async_op:
             return self._like(dst or self.sharding, *check_and_move(self, dst or self.sharding, label, asked, problem))

@@ -51,13 +51,12 @@ def draw_into(
         distribution = values()
     except (ValueError, RuntimeError) as error:
         problem = error
-    text = None if problem is None else str(problem)
     if distribution is not None:
         request = StreamRequest(tensor.comm, asked, label, generator, seed)
         if is_dispatch_mode_on() and draw_in_trace(tensor.sharding, tensor.local_parts, distribution, request):
             return tensor
     try:
-        stream = next_stream(tensor.comm, fields=asked, label=label, generator=generator, seed=seed, problem=text)
+        stream = next_stream(tensor.comm, fields=asked, label=label, generator=generator, seed=seed, problem=problem)
     except DisagreementError:
         if problem is not None:
             raise problem from None

@@ -527,10 +527,10 @@ def plan_transfer(
     >>> plan_transfer("f32[4,4] on tp=2: S(0)", "on tp=2: S(1)") == transfer
     True
     """
-    src, dst, itemsize = _read_plan_texts(src, dst, itemsize)
-    _check_plan_arguments(src, dst, itemsize, max_buffer_bytes)
-    options = PlanOptions(itemsize, topology, max_buffer_bytes)
-    transfer = Transfer(src, dst, options, rank)
+    source, target, width = _read_plan_texts(src, dst, itemsize)
+    _check_plan_arguments(source, target, width, max_buffer_bytes)
+    options = PlanOptions(width, topology, max_buffer_bytes)
+    transfer = Transfer(source, target, options, rank)
     if transfer.is_listed or max_buffer_bytes is not None:
         _ = transfer.rounds  # what cannot be planned is refused here
     _log.debug("planned %r", transfer)
@@ -542,12 +542,13 @@ def _read_plan_texts(src: Any, dst: Any, itemsize: int | None) -> tuple[Any, Any
     source = parse_layout(src) if isinstance(src, str) else src
     typed = source if isinstance(source, TensorType) else None
     target = parse_layout(dst, like=typed) if isinstance(dst, str) else dst
-    sizes = {t.itemsize for t in (source, target) if isinstance(t, TensorType)} | ({itemsize} - {None})
+    sizes = {t.itemsize for t in (source, target) if isinstance(t, TensorType)}
+    sizes |= set() if itemsize is None else {itemsize}
     if len(sizes) != 1:
         found = "none is known" if not sizes else f"got {' and '.join(map(str, sorted(sizes)))}"
         raise LayoutError(f"a transfer needs the bytes of an element, and {found}; pass itemsize=4 for f32")
     layouts = [t.layout if isinstance(t, TensorType) else t for t in (source, target)]
-    return layouts[0], layouts[1], int(sizes.pop() or 0)
+    return layouts[0], layouts[1], sizes.pop()
 
 
 def _check_plan_arguments(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None) -> None:
