@@ -26,6 +26,7 @@ LAYERS = {
     "nn": 4,
     "checkpoint": 4,
     "compat": 4,
+    "sync": 4,
     "tracing": 4,
     "hf": 5,
     "planner": 5,

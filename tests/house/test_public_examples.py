@@ -14,7 +14,7 @@ import shardwise
 from shardwise._lazy import read_stub
 
 ROOT = Path(shardwise.__file__).parent
-SHOWN = ["nn", "checkpoint", "compat", "testing", "planner"]
+SHOWN = ["nn", "checkpoint", "compat", "testing", "planner", "sync"]
 PACKAGES = [*SHOWN, "ops", "comm", "compiler"]
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

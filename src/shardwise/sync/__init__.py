@@ -1,0 +1,112 @@
+"""L4: weights from any job to any other, live. `publish` in the trainer, `subscribe` in the server.
+
+The two are separate worlds that were started apart. They meet at an address, exchange descriptions of their tensors
+once, and from then on every `pull` takes over all tensors of one `push`, each rank reading just what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from shardwise.comm.current import GroupOrComm, resolve_comm
+from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.sync.publisher import Member, Publisher, Removed
+from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
+from shardwise.sync.subscriber import APPLY, Apply, Subscriber
+
+__all__ = [
+    "Member",
+    "Publisher",
+    "RefusedError",
+    "Removed",
+    "StateMap",
+    "Subscriber",
+    "SyncError",
+    "TensorShape",
+    "publish",
+    "subscribe",
+]
+
+Token = str | bytes | os.PathLike[str] | None
+
+
+def publish(
+    state: object,
+    address: str,
+    *,
+    token: Token = None,
+    name: str | None = None,
+    deadline: float = 30.0,
+    comm: GroupOrComm | None = None,
+) -> Publisher:
+    """Offer the weights of this world at an address; all ranks call it. `Publisher.push` makes a version of them.
+
+    `state` is a module or a nested dict of ShardedTensors, DTensors and tensors, which count as equal on all ranks.
+    `token` is the secret that subscribers need: a text, the path of a file, or the variable SHARDWISE_SYNC_TOKEN.
+    Without one only this user's processes of this machine can subscribe, and the address is a loopback one.
+    `deadline` bounds every wait, in seconds. `name` is what errors call this world.
+
+    >>> import torch, shardwise
+    >>> with shardwise.sync.publish({"w": torch.ones(2)}, "tcp://127.0.0.1:0") as link:
+    ...     link.push(step=0)
+    ...     link.version
+    0
+    """
+    place = parse_address(address)
+    return Publisher(
+        state, place, find_token(token, place[0]), resolve_comm(comm), name=name, deadline=_check(deadline)
+    )
+
+
+def subscribe(
+    state: object,
+    address: str,
+    *,
+    token: Token = None,
+    names: StateMap | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    apply: Apply = "stage",
+    after: Callable[[int], None] | None = None,
+    name: str | None = None,
+    deadline: float = 30.0,
+    comm: GroupOrComm | None = None,
+) -> Subscriber:
+    """Meet a publisher and plan how the tensors of this world are filled; all ranks call it. Then `Subscriber.pull`.
+
+    `names` says how they are made of the publisher's where the names differ: a TOML file or a dict as `shardwise
+    reshard` takes them (old pattern to new name), or a `StateMap`. `apply` says how a version is taken over: "stage"
+    copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
+    `after(step)` runs on each rank after a version was taken over.
+
+    >>> import torch, shardwise
+    >>> fused = {"qk": torch.zeros(3)}
+    >>> with shardwise.sync.publish({"q": torch.ones(2), "k": torch.full((1,), 2.0)}, "tcp://127.0.0.1:0") as trainer:
+    ...     trainer.push(step=5)
+    ...     with shardwise.sync.subscribe(
+    ...         fused, trainer.address, names={"change": [{"fuse": ["q", "k"], "to": "qk"}]}
+    ...     ) as link:
+    ...         link.pull()
+    5
+    >>> fused["qk"]
+    tensor([1., 1., 2.])
+    """
+    place = parse_address(address)
+    if apply not in APPLY:
+        raise ValueError(f"apply is one of {', '.join(APPLY)}; got {apply!r}")
+    return Subscriber(
+        state,
+        place,
+        find_token(token, place[0]),
+        resolve_comm(comm),
+        names=names,
+        apply=apply,
+        after=after,
+        name=name,
+        deadline=_check(deadline),
+    )
+
+
+def _check(deadline: float) -> float:
+    if not deadline > 0:
+        raise ValueError(f"a deadline is a number of seconds above 0, got {deadline}")
+    return float(deadline)

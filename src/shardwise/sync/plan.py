@@ -1,0 +1,442 @@
+"""What does a rank of a subscriber read, and from whom? Computed once by each reading rank for itself alone.
+
+1. The publisher describes its state: names, element types, layouts (each once), and where its ranks are. The
+   description is JSON, checked against budgets like a file of a stranger.
+2. Each piece of a tensor that the rank wants is cut by the terms of the map. A term turns boxes of the destination into
+   boxes of the source, and these meet the source's pieces.
+3. Of the replicas that have a box, those of the reader's own host are preferred, and they take equal shares of the
+   bytes over all tensors together: the rule of `transfer.senders`, with the ranks rotated by the reader's number.
+4. The result is a list of strided copies for each rank that is read from. No rank lists what others read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.convert import NameMap, suggest_names
+from shardwise.checkpoint.index import StoredCut, TensorEntry
+from shardwise.checkpoint.state import torch_dtype
+from shardwise.geometry import Box, DType, Layout, LayoutError, find_dtype, layout_from_json, layout_to_json
+from shardwise.geometry.mesh import IntArray
+from shardwise.geometry.state_map import (
+    MAX_MAP_BYTES,
+    MappedTensor,
+    MapTerm,
+    StateMap,
+    TensorShape,
+    terms_of_view,
+)
+from shardwise.sync.slots import KeptPieces, place_pieces
+from shardwise.transfer.overlap import overlaps_with_boxes, overlaps_with_layout
+from shardwise.transfer.senders import Owners, choose_senders
+from shardwise.transfer.topology import Topology
+
+MAX_TENSORS = 1_000_000
+MAX_PIECES = 1 << 22
+MAX_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """How a rank of the publisher is reached: the host it is on, the name of its local listener, host and port."""
+
+    host: str
+    name: str | None
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """What a publisher has: tensors by name with layouts, where its ranks are, and where pieces are in their slots."""
+
+    world: str
+    tensors: Mapping[str, tuple[DType, Layout]]
+    tied: tuple[int, ...]
+    places: tuple[RankPlace, ...]
+    kept: list[KeptPieces] = field(default_factory=list)
+    slot_bytes: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @cached_property
+    def entries(self) -> list[tuple[DType, Layout]]:
+        """The tensors by number."""
+        return list(self.tensors.values())
+
+    def placed(self) -> Published:
+        """The same with the places of all pieces."""
+        numbers = {host: i for i, host in enumerate(dict.fromkeys(place.host for place in self.places))}
+        hosts = [numbers[place.host] for place in self.places]
+        pairs = [(layout, dtype.itemsize) for dtype, layout in self.tensors.values()]
+        kept, ends = place_pieces(pairs, self.tied, hosts)
+        return replace(self, kept=kept, slot_bytes=ends)
+
+    @property
+    def types(self) -> dict[str, TensorShape]:
+        """The tensors without their layouts."""
+        return {name: TensorShape(layout.shape, dtype.name) for name, (dtype, layout) in self.tensors.items()}
+
+    def to_text(self) -> str:
+        """The description as JSON."""
+        numbers: dict[Layout, int] = {}
+        rows = [
+            [name, dtype.name, numbers.setdefault(layout, len(numbers)), tied]
+            for (name, (dtype, layout)), tied in zip(self.tensors.items(), self.tied, strict=True)
+        ]
+        data = {
+            "world": self.world,
+            "layouts": [layout_to_json(layout) for layout in numbers],
+            "tensors": rows,
+            "ranks": [[place.host, place.name, *place.address] for place in self.places],
+        }
+        return json.dumps(data, separators=(",", ":"))
+
+
+def read_description(text: str) -> Published:
+    """The publisher's description, checked: what it says may neither be wrong nor make much of little."""
+    try:
+        data = json.loads(text)
+        places = tuple(
+            RankPlace(str(host), None if name is None else str(name), (str(at), int(port)))
+            for host, name, at, port in data["ranks"]
+        )
+        if not 0 < len(places) <= MAX_RANKS or len(data["tensors"]) > MAX_TENSORS:
+            raise LayoutError(f"it names {len(places)} ranks and {len(data['tensors'])} tensors")
+        layouts = [_check_layout(each, len(places)) for each in data["layouts"]]
+        if sum(len(layout.table) for layout in layouts) > MAX_PIECES:
+            raise LayoutError(f"its layouts have more than {MAX_PIECES} pieces")
+        tensors: dict[str, tuple[DType, Layout]] = {}
+        tied: list[int] = []
+        for number, (name, dtype, layout, first) in enumerate(data["tensors"]):
+            tensors[str(name)] = found = find_dtype(dtype), layouts[layout]
+            if not 0 <= first <= number or (first < number and list(tensors.values())[first] != found):
+                raise LayoutError(f"{name} is not tied to tensor {first}")
+            tied.append(first)
+        if len(tensors) < len(tied):
+            raise LayoutError("a name appears twice")
+        return Published(str(data["world"])[:200], tensors, tuple(tied), places).placed()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise LayoutError(f"the publisher's description is damaged: {str(error)[:300]}") from error
+
+
+def _check_layout(data: Any, ranks: int) -> Layout:
+    spec = data["spec"]
+    listed = len(json.dumps(spec))
+    for placement in spec.get("placements") or ():
+        if placement.get("block") is not None and data["shape"][placement["dim"]] // placement["block"] > MAX_PIECES:
+            raise LayoutError("a layout has too many blocks")
+    if math.prod(s for s in spec.get("splits") or () if isinstance(s, int)) > listed:
+        raise LayoutError("a layout has more parts than ranks")
+    layout = layout_from_json(data)
+    if layout.pending is not None or max(layout.ranks, default=0) >= ranks:
+        raise LayoutError(f"a layout on ranks up to {max(layout.ranks, default=0)} of {ranks}")
+    return layout
+
+
+def resolve_map(names: object, types: Mapping[str, TensorShape]) -> StateMap:
+    """What `names=` says, as a map of these source tensors.
+
+    A `StateMap` is taken as it is; a path ending in .json holds one. Everything else is a `NameMap`: a TOML file, or a
+    dict of patterns and new names, as `shardwise reshard` takes them.
+    """
+    if names is None:
+        return StateMap.identity(types)
+    if isinstance(names, StateMap):
+        found = names
+    elif (path := str(names)).endswith(".json") and not isinstance(names, Mapping):
+        with open(path, "rb") as file:
+            text = file.read(MAX_MAP_BYTES + 1)
+        if len(text) > MAX_MAP_BYTES:
+            raise LayoutError(f"{path}: a map has at most {MAX_MAP_BYTES} bytes")
+        found = StateMap.from_json(json.loads(text), path)
+    else:
+        return map_of_names(NameMap.of(names), types)  # type: ignore[arg-type]  # it says itself what it cannot take
+    for name in sorted(found.used_sources()):
+        wanted = found.sources[name]
+        if name not in types:
+            raise LayoutError(f"the map takes {name}, which is not published{suggest_names(name, list(types))}")
+        if types[name].shape != wanted.shape:
+            raise LayoutError(f"the map is for {name} of {wanted}; the publisher has {types[name]}")
+    return replace(found, sources={**found.sources, **types})
+
+
+def map_of_names(names: NameMap, types: Mapping[str, TensorShape]) -> StateMap:
+    """What a map of names makes of these tensors: each as if stored row by row, and its views decoded."""
+    listed = list(types)
+    entries: dict[str, TensorEntry] = {}
+    for number, (name, kind) in enumerate(types.items()):
+        ndim = len(kind.shape)
+        cut = StoredCut(kind.shape, np.zeros((1, ndim), np.int64), np.array([kind.shape], np.int64).reshape(1, ndim))
+        entries[name] = TensorEntry(name, find_dtype(kind.dtype), cut, [number], [0], [""])
+    targets: dict[str, MappedTensor] = {}
+    for name, entry in names.apply(entries).items():
+        terms: list[MapTerm] = []
+        for box in range(len(entry.cut)):
+            view, source = entry.view_of(box), listed[entry.files[box]]
+            offsets, sizes = entry.cut.offsets[box].tolist(), entry.cut.sizes[box].tolist()
+            terms += terms_of_view(offsets, sizes, source, types[source].shape, view.start, view.strides)
+        targets[name] = MappedTensor(entry.shape, entry.dtype.name, tuple(terms))
+    return StateMap(dict(types), targets)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the subscriber: its name, its layout, and the local tensors of the rank that plans."""
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    whole: bool
+    """The rank has one local tensor that is all of it: the map may be that of this rank alone."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A strided copy: what is cut out of a piece in a rank's slot, and where it goes.
+
+    `wire` is the element type that travels, the narrower of both.
+    """
+
+    target: int
+    part: int
+    here: tuple[slice, ...]
+    offset: int
+    shape: tuple[int, ...]
+    dtype: DType
+    index: tuple[slice | int, ...]
+    order: tuple[int, ...]
+    widen: tuple[slice | None, ...]
+    sizes: tuple[int, ...]
+    wire: DType
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The elements that are read, in the memory of a slot."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        piece = memory[self.offset : self.offset + count].view(torch_dtype(self.dtype)).view(self.shape)
+        return piece[self.index].permute(self.order)
+
+    def to_json(self) -> list[Any]:
+        """What the rank that sends must know."""
+        index = [i if isinstance(i, int) else [i.start, i.stop, i.step] for i in self.index]
+        return [self.offset, list(self.shape), self.dtype.name, index, list(self.order), self.wire.name]
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of what travels: without dims along which it is repeated."""
+        return tuple(n for n, kept in zip(self.sizes, self.widen, strict=True) if kept is not None)
+
+    @property
+    def sent_bytes(self) -> int:
+        return math.prod(self.sent_shape) * self.wire.itemsize
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A box of a local tensor that has one value."""
+
+    target: int
+    part: int
+    here: tuple[slice, ...]
+    value: float
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """All that one rank reads, by the rank that it reads from, and what it fills."""
+
+    reads: Mapping[int, tuple[Read, ...]]
+    fills: tuple[Filled, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read."""
+        return sum(read.sent_bytes for reads in self.reads.values() for read in reads)
+
+
+def parse_read(row: Any, slot_bytes: int) -> tuple[int, tuple[int, ...], DType, tuple[slice | int, ...], Any, DType]:
+    """What `Read.to_json` wrote, checked against the length of a slot."""
+    offset, shape, dtype, index, order, wire = row
+    kinds = find_dtype(dtype), find_dtype(wire)
+    count = math.prod(shape) * kinds[0].itemsize
+    if not (0 <= offset <= slot_bytes - count) or offset % 16 or any(n < 0 for n in shape) or len(index) != len(shape):
+        raise ValueError("a reader asks for what is not in a slot")
+    cut = tuple(i if isinstance(i, int) else slice(*map(int, i)) for i in index)
+    return offset, tuple(map(int, shape)), kinds[0], cut, tuple(map(int, order)), kinds[1]
+
+
+class _Demands:
+    """Columns of all boxes that a rank needs, over all tensors: each has a source (a box that ranks keep) and bytes."""
+
+    def __init__(self) -> None:
+        self.rows: list[IntArray] = []
+        self.ranks: list[IntArray] = []
+        self.counts: list[IntArray] = []
+        self.sources: list[int] = []
+        self.weights: list[int] = []
+        self.made: list[tuple[Any, ...]] = []
+        self._known: dict[int, tuple[int, Mapping[int, int]]] = {}
+        self._total = 0
+
+    def number_of(self, published: Published, tensor: int, cell: int) -> int:
+        """The number of the source that is a cell of a published tensor."""
+        tensor = published.tied[tensor]
+        if tensor not in self._known:
+            table = published.entries[tensor][1].table
+            kept = published.kept[tensor].rows
+            order = np.lexsort((table.ranks[kept], table.cells[kept]))
+            cells, counts = np.unique(table.cells[kept], return_counts=True)
+            self.rows.append(order)
+            self.ranks.append(table.ranks[kept][order])
+            self.counts.append(counts)
+            self._known[tensor] = self._total, {c: i for i, c in enumerate(cells.tolist())}
+            self._total += len(counts)
+        base, numbers = self._known[tensor]
+        return base + numbers[cell]
+
+    def choose(self, hosts: Sequence[int], own_host: int, turn: int) -> tuple[IntArray, IntArray]:
+        """For each demand the rank that is read from, and which of its tensor's kept pieces it is."""
+        ranks, rows = np.concatenate(self.ranks), np.concatenate(self.rows)
+        size = len(hosts)
+        turned = (ranks + turn) % size
+        starts = np.concatenate([[0], np.cumsum(np.concatenate(self.counts))])
+        owners = Owners(np.arange(len(ranks)), starts, turned)
+        reader = np.full(len(self.sources), size, np.int64)  # a rank that holds nothing itself
+        by_turn = [hosts[(r - turn) % size] for r in range(size)]
+        topology = Topology(hosts=[*by_turn, own_host]) if own_host in hosts else None
+        weights = np.maximum(np.asarray(self.weights, np.int64), 1)
+        chosen = choose_senders(owners, np.asarray(self.sources, np.int64), reader, weights, topology)
+        return ranks[chosen], rows[chosen]
+
+
+def plan_reads(published: Published, state_map: StateMap, wanted: Sequence[Wanted], rank: int, host: str) -> ReadPlan:
+    """What the rank of a subscriber reads, from whom, and what it fills."""
+    names, demands, fills = {n: i for i, n in enumerate(published.tensors)}, _Demands(), list[Filled]()
+    layouts = published.entries
+    for number, want in enumerate(wanted):
+        target = state_map.targets.get(want.name)
+        if target is None:
+            raise LayoutError(
+                f"{want.name} is wanted, and neither the publisher nor the map has it"
+                + suggest_names(want.name, list(state_map.targets))
+            )
+        _check_shape(want, target)
+        for part, box, origin in _local_boxes(want, rank):
+            for term in _terms_in(target, box):
+                here = tuple(
+                    slice(o - b + at, o - b + at + n)
+                    for o, b, at, n in zip(term.box.offsets, box.offsets, origin, term.box.sizes, strict=True)
+                )
+                if term.source is None:
+                    fills.append(Filled(number, part, here, term.fill))
+                    continue
+                source = names[term.source]
+                dtype, layout = layouts[source]
+                for cell, met in _meet_cells(term, layout):
+                    demands.sources.append(demands.number_of(published, source, cell))
+                    demands.weights.append(met.box.numel * dtype.itemsize)
+                    shifted = tuple(
+                        slice(s.start + m - o, s.start + m - o + n)
+                        for s, m, o, n in zip(here, met.box.offsets, term.box.offsets, met.box.sizes, strict=True)
+                    )
+                    demands.made.append((number, part, shifted, source, met, want.dtype))
+    if not demands.made:
+        return ReadPlan({}, tuple(fills))
+    hosts = {h: i for i, h in enumerate(dict.fromkeys(place.host for place in published.places))}
+    numbers = [hosts[place.host] for place in published.places]
+    ranks, rows = demands.choose(numbers, hosts.get(host, len(hosts)), rank % len(numbers))
+    reads: dict[int, list[Read]] = {}
+    for (number, part, here, source, met, to), owner, row in zip(
+        demands.made, ranks.tolist(), rows.tolist(), strict=True
+    ):
+        reads.setdefault(owner, []).append(_make_read(published, number, part, here, source, met, to, row))
+    return ReadPlan({owner: tuple(reads[owner]) for owner in sorted(reads)}, tuple(fills))
+
+
+def _check_shape(want: Wanted, target: MappedTensor) -> None:
+    if target.shape != want.layout.shape:
+        raise LayoutError(
+            f"{want.name} has the shape {list(want.layout.shape)} here, and {list(target.shape)} is what the "
+            "publisher's tensors make; pass names= that says how it is made of them"
+        )
+    ours, theirs = find_dtype(str(want.dtype)), find_dtype(target.dtype)
+    kinds = {_kind(ours), _kind(theirs)}
+    if len(kinds) > 1:
+        raise LayoutError(f"{want.name} is {ours} here and {theirs} there; only floats are converted to each other")
+
+
+def _kind(dtype: DType) -> str:
+    return "float" if dtype.name.startswith(("f", "bf")) and dtype.name != "f4e2m1fnx2" else dtype.name
+
+
+def _local_boxes(want: Wanted, rank: int) -> list[tuple[int, Box, tuple[int, ...]]]:
+    """The boxes that a rank has of a tensor: the number of the local tensor, the box, and where it is in there."""
+    if want.whole:
+        return [(0, Box.whole(want.layout.shape), (0,) * want.layout.ndim)]
+    table = want.layout.table.take(want.layout.rows_of(rank))
+    columns = zip(
+        table.slots.tolist(), table.offsets.tolist(), table.sizes.tolist(), table.local_offsets.tolist(), strict=True
+    )
+    return [(slot, Box(tuple(o), tuple(s)), tuple(at)) for slot, o, s, at in columns if math.prod(s)]
+
+
+def _terms_in(target: MappedTensor, box: Box) -> list[MapTerm]:
+    """The terms of a tensor that a box of it meets, cut to it."""
+    if len(target.terms) == 1:
+        met = target.terms[0].box.intersect(box)
+        return [] if met is None else [target.terms[0].cut(met)]
+    offsets = np.array([t.box.offsets for t in target.terms], np.int64)
+    sizes = np.array([t.box.sizes for t in target.terms], np.int64)
+    found = overlaps_with_boxes(target.shape, np.array([box.offsets]), np.array([box.sizes]), offsets, sizes)
+    rows = zip(found.cells.tolist(), found.starts.tolist(), found.sizes.tolist(), strict=True)
+    return [target.terms[cell].cut(Box(tuple(o), tuple(s))) for cell, o, s in rows]
+
+
+def _meet_cells(term: MapTerm, layout: Layout) -> list[tuple[int, MapTerm]]:
+    """The boxes of a source layout that a term takes from, by cell, each with its part of the term."""
+    ends = [
+        s + 1 if axis < 0 else s + step * (term.box.sizes[axis] - 1) + 1
+        for s, step, axis in zip(term.starts, term.steps, term.axes, strict=True)
+    ]
+    low, high = np.array([term.starts], np.int64).reshape(1, -1), np.array([ends], np.int64).reshape(1, -1)
+    found = overlaps_with_layout(low, high - low, layout)
+    made: list[tuple[int, MapTerm]] = []
+    for cell, start, size in zip(found.cells.tolist(), found.starts.tolist(), found.sizes.tolist(), strict=True):
+        offsets, sizes = list(term.box.offsets), list(term.box.sizes)
+        for d, (s, step, axis) in enumerate(zip(term.starts, term.steps, term.axes, strict=True)):
+            if axis >= 0:
+                first = -(-(start[d] - s) // step)
+                sizes[axis] = -(-(start[d] + size[d] - s) // step) - first
+                offsets[axis] = term.box.offsets[axis] + first
+        if min(sizes, default=1) > 0:
+            made.append((cell, term.cut(Box(tuple(offsets), tuple(sizes)))))
+    return made
+
+
+def _make_read(
+    published: Published,
+    number: int,
+    part: int,
+    here: tuple[slice, ...],
+    source: int,
+    term: MapTerm,
+    to: torch.dtype,
+    row: int,
+) -> Read:
+    dtype, layout = published.entries[source]
+    kept = published.kept[source]
+    piece, offset = int(kept.rows[row]), int(kept.offsets[row])
+    origin = tuple(layout.table.offsets[piece].tolist())
+    shape = tuple(layout.table.sizes[piece].tolist())
+    inside = replace(term, starts=tuple(s - o for s, o in zip(term.starts, origin, strict=True)))
+    wanted = find_dtype(str(to))
+    wire = wanted if wanted.itemsize < dtype.itemsize else dtype
+    sizes = term.box.sizes
+    return Read(number, part, here, offset, shape, dtype, inside.index, inside.order, inside.widen, sizes, wire)

@@ -1,0 +1,571 @@
+"""How does a trainer publish its weights? `push` copies them into a slot and goes on; readers come when they like.
+
+1. Each rank has a listener for data; that of the first rank, the lead, is the address and also grants versions.
+2. A push is agreed on by all ranks. The lead chooses a slot that nobody reads, every rank copies its part there, and
+   when all have done so the version can be read. The weights may change as soon as `push` returns.
+3. A reader has a lease of its version. A slot with a lease is not written before the lease is `deadline` seconds old;
+   then it is revoked, the reader finds another generation in the slot and discards what it has read.
+4. Subscribers that die, hang or are refused are dropped. Nothing that they do makes a rank of the trainer wait longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._text import package_logger
+from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make_leaf, torch_dtype
+from shardwise.comm import Comm, agree, gather_values
+from shardwise.comm.transports.links import identify_host
+from shardwise.geometry import Layout, LayoutError
+from shardwise.sync.plan import Published, RankPlace, parse_read, read_description
+from shardwise.sync.session import (
+    MAX_DESCRIPTION,
+    Channel,
+    Message,
+    SyncError,
+    SyncListener,
+    is_loopback,
+    write_token,
+)
+from shardwise.sync.slots import HEADER_BYTES, VersionSlot
+
+_log = package_logger(__name__)
+ROUND_SECONDS = 5.0
+_SEND_BYTES = 4 << 20
+_MAX_LISTS = 4
+_IDLE_SECONDS = 86400.0 * 20  # the longest wait that a socket takes
+
+
+def tensors_of(state: object) -> dict[str, Tensor]:
+    """The tensors of a module or a nested state by name."""
+    if isinstance(state, nn.Module):
+        state = state.state_dict(keep_vars=True)
+    return flatten_state(state).tensors if not isinstance(state, Tensor) else {"": state}
+
+
+class Member(NamedTuple):
+    """A subscriber as the publisher sees it: its world, how many ranks, and the step that it has; None before one.
+
+    >>> Member("server", ranks=2, step=10).step
+    10
+    """
+
+    world: str
+    ranks: int
+    step: int | None
+
+
+class Removed(NamedTuple):
+    """A subscriber that is not served any more, and why.
+
+    >>> Removed("server", rank=0, reason="it said goodbye").reason
+    'it said goodbye'
+    """
+
+    world: str
+    rank: int
+    reason: str
+
+
+@dataclass(eq=False)
+class _Lease:
+    slot: int
+    since: float
+
+
+@dataclass(eq=False)
+class _Guest:
+    """The control connection of a subscriber's lead."""
+
+    channel: Channel
+    world: str
+    ranks: int
+    planned: bool = False
+    step: int | None = None
+    seq: int = 0
+    lease: _Lease | None = None
+
+
+class _Version(NamedTuple):
+    seq: int
+    step: int
+    slot: int
+
+
+@dataclass(eq=False)
+class _Desk:
+    """What the lead knows of versions and subscribers; every thread that serves one shares it."""
+
+    deadline: float
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    guests: list[_Guest] = field(default_factory=list)
+    removed: list[Removed] = field(default_factory=list)
+    versions: dict[int, _Version] = field(default_factory=dict)  # by slot
+    seq: int = 0
+    slots: int = 2
+    closed: bool = False
+
+    @property
+    def newest(self) -> _Version | None:
+        return max(self.versions.values(), default=None)
+
+    def leased(self) -> dict[int, float]:
+        """The slots that are read, and since when the newest lease of each has been given."""
+        found: dict[int, float] = {}
+        for guest in self.guests:
+            if guest.lease is not None:
+                found[guest.lease.slot] = max(found.get(guest.lease.slot, 0.0), guest.lease.since)
+        return found
+
+    def choose_slot(self, patience: float) -> tuple[_Version, _Version | None]:
+        """A slot for the next version: one that nobody reads, the oldest; else one that is revoked. And what it had."""
+        with self.changed:
+            until = time.monotonic() + patience
+            while True:
+                leased, now = self.leased(), time.monotonic()
+                free = [s for s in range(self.slots) if s not in leased or now - leased[s] > self.deadline]
+                free = free or ([min(leased, key=leased.__getitem__)] if now >= until else [])
+                if free:
+                    break
+                self.changed.wait(min(until, min(leased.values()) + self.deadline) - now + 0.01)
+            slot = min(free, key=lambda s: self.versions[s].seq if s in self.versions else 0)
+            for guest in self.guests:
+                if guest.lease is not None and guest.lease.slot == slot:
+                    self._drop(guest, f"it read a version for more than {self.deadline:g} s")
+            self.seq += 1
+            return _Version(self.seq, 0, slot), self.versions.pop(slot, None)
+
+    def publish(self, version: _Version) -> None:
+        """Let a version be read."""
+        with self.changed:
+            self.versions[version.slot] = version
+            self.changed.notify_all()
+
+    def _drop(self, guest: _Guest, reason: str) -> None:
+        guest.lease = None
+        if guest in self.guests:
+            self.guests.remove(guest)
+            self.removed.append(Removed(guest.world, 0, reason))
+            del self.removed[:-1000]
+            _log.warning("subscriber %s is dropped: %s", guest.world, reason)
+        guest.channel.close()
+        self.changed.notify_all()
+
+    def drop(self, guest: _Guest, reason: str) -> None:
+        with self.changed:
+            self._drop(guest, reason)
+
+    def members(self) -> list[Member]:
+        with self.changed:
+            return [Member(g.world, g.ranks, g.step) for g in self.guests if g.planned]
+
+
+class Publisher:
+    """The publishing side of a link; made by `publish`, the same on every rank of the trainer.
+
+    >>> import torch, shardwise
+    >>> weights = {"w": torch.arange(4.0)}
+    >>> link = shardwise.sync.publish(weights, "tcp://127.0.0.1:0", token="only-for-this-example")
+    >>> link.push(step=1)
+    >>> link.members, link.version
+    ([], 1)
+    >>> link.close()
+    """
+
+    def __init__(self, state: object, place: tuple[str, int], token: bytes | None, comm: Comm, **options: Any) -> None:
+        self.comm, self._state = comm, state
+        self.deadline: float = options["deadline"]
+        self.name: str = options["name"] or f"{socket.gethostname()}:{os.getpid()}"
+        self.members: list[Member] = []
+        """Subscribers, as of the last push or drain."""
+        self.removed: list[Removed] = []
+        """Subscribers that were dropped, with the reason, as of the last push or drain."""
+        self.version: int | None = None
+        """The step of the newest version."""
+        self._lead = comm.rank == comm.ranks[0]
+        self._desk = _Desk(self.deadline)
+        self._slots: dict[int, VersionSlot] = {}
+        self._guard = threading.Lock()
+        self._listener: SyncListener | None = None
+        self._token_file: Any = None
+        self._text, self._ready = "", threading.Event()
+        self._published, self.address = self._describe(place, token)
+
+    def _describe(self, place: tuple[str, int], token: bytes | None) -> tuple[Published, str]:
+        """Agree on what is published and where the ranks are, and start to listen."""
+        leaves, problem = self._leaves()
+        epoch = secrets.token_hex(16)
+        try:
+            if self._lead and problem is None:
+                token = self._listen(place, token, epoch)
+        except (OSError, ValueError) as error:
+            problem = f"{self._where} cannot listen at tcp://{place[0]}:{place[1]}: {error}"
+        said = json.dumps({"token": token.hex(), "epoch": epoch, "name": self.name}) if self._lead and token else ""
+        told = agree(
+            self.comm,
+            {"publish at": place, "deadline": self.deadline},
+            label="sync publish",
+            problem=problem,
+            payload=said.encode(),
+        )
+        given = json.loads(told[self.comm.ranks[0]])
+        self._epoch, self.name = given["epoch"], given["name"]
+        try:
+            if not self._lead:
+                self._listen(
+                    (place[0] if is_loopback(place[0]) else _own_address(place), 0),
+                    bytes.fromhex(given["token"]),
+                    self._epoch,
+                )
+        except OSError as error:
+            problem = f"{self._where} cannot listen: {error}"
+        assert problem is not None or self._listener is not None
+        port = 0 if self._listener is None else self._listener.port
+        at = place[0] if self._lead or is_loopback(place[0]) else _own_address(place)
+        card = [identify_host() or f"alone-{self.comm.rank}", self._listener.name if self._listener else None, at, port]
+        _, tensors, cards = agree_on_state(self.comm, {}, leaves, card, problem, "sync publish")
+        first: dict[tuple[Any, ...], int] = {}
+        kinds = {t.name: (t.dtype, t.layout) for t in tensors}
+        memory = {leaf.name: _memory_key(leaf) for leaf in leaves}
+        tied = [first.setdefault((memory.get(t.name, t.name), t.dtype, t.layout), i) for i, t in enumerate(tensors)]
+        everyone = gather_values(self.comm, tied, label="sync publish: tied tensors")
+        if any(other != tied for other in everyone.values()):
+            tied = list(range(len(tensors)))
+        places = tuple(RankPlace(host, name, (ip, number)) for host, name, ip, number in cards)
+        numbers = {rank: i for i, rank in enumerate(self.comm.ranks)}
+        if list(numbers) != list(range(len(numbers))):
+            raise ValueError("publish takes a comm whose ranks are 0 to n - 1; pass that of the world")
+        self._text = Published(self.name, kinds, tuple(tied), places).to_text()
+        if len(self._text) > MAX_DESCRIPTION:
+            raise LayoutError(f"the description of {len(kinds)} tensors has more than {MAX_DESCRIPTION} bytes")
+        found = read_description(self._text)
+        self._slot_bytes = int(found.slot_bytes[numbers[self.comm.rank]])
+        self._ready.set()
+        return found, f"tcp://{places[0].address[0]}:{places[0].address[1]}"
+
+    @property
+    def _where(self) -> str:
+        return f"publisher {self.name!r} rank {self.comm.rank}"
+
+    def _leaves(self) -> tuple[list[Leaf], str | None]:
+        """The tensors as they are now, and what is wrong with them."""
+        try:
+            leaves = [make_leaf(name, tensor, self.comm) for name, tensor in tensors_of(self._state).items()]
+        except ValueError as error:
+            return [], str(error)
+        pending = next((leaf for leaf in leaves if leaf.layout.pending is not None), None)
+        if pending is not None:
+            return [], f"{pending.name} has a pending reduction; redistribute it first, then publish"
+        return leaves, None if leaves else "there are no tensors to publish"
+
+    def _listen(self, place: tuple[str, int], token: bytes | None, epoch: str) -> bytes:
+        if token is None:
+            # the port is known once something listens there, and nobody can answer before the token is written
+            token, waiting = b"", place
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(waiting)
+                place = (place[0], probe.getsockname()[1])
+            token, self._token_file = write_token(place[1])
+        self._listener = SyncListener(place, token, {"epoch": epoch}, self._serve, local=True)
+        return token
+
+    # What is served, in threads of the listener.
+
+    def _serve(self, channel: Channel) -> None:
+        if not self._ready.wait(self.deadline):
+            raise ConnectionError("the ranks of the publisher have not agreed on what they publish")
+        if channel.peer.get("role") == "control":
+            if not self._lead:
+                raise ConnectionError("versions are granted by the first rank")
+            self._serve_control(channel)
+            return
+        lists: dict[int, list[Any]] = {}
+        while True:
+            message = channel.receive(time.monotonic() + _IDLE_SECONDS, MAX_DESCRIPTION)
+            until = time.monotonic() + self.deadline
+            match message["do"]:
+                case "slots":
+                    self._send_slots(channel, until)
+                case "list":
+                    if len(lists) >= _MAX_LISTS:
+                        lists.pop(next(iter(lists)))
+                    lists[message["list"]] = [parse_read(row, self._slot_bytes) for row in message["rows"]]
+                    channel.send({"ok": True}, until)
+                case "read":
+                    self._send_list(channel, lists[message["list"]], message["slot"], message["generation"], until)
+                case other:
+                    raise ConnectionError(f"an unknown request {other!r:.40}")
+
+    def _send_slots(self, channel: Channel, until: float) -> None:
+        with self._guard:
+            found = {number: slot for number, slot in self._slots.items() if slot.descriptor is not None}
+            sizes = [[number, slot.nbytes] for number, slot in found.items()]
+            copies = [os.dup(slot.descriptor) for slot in found.values() if slot.descriptor is not None]
+        try:
+            channel.send({"slots": sizes if channel.is_local else []}, until)
+            if channel.is_local and copies:
+                channel.send_descriptors(copies, until)
+        finally:
+            for copy in copies:
+                os.close(copy)
+
+    def _send_list(self, channel: Channel, rows: Sequence[Any], number: int, generation: int, until: float) -> None:
+        """Send what a reader has listed out of a slot, then whether the slot was whole all the time."""
+        with self._guard:
+            slot = self._slots.get(number)
+        whole = slot is not None and slot.generation == generation
+        channel.send({"whole": whole}, until)
+        if slot is None or not whole:
+            return
+        for offset, shape, dtype, index, order, wire in rows:
+            piece = slot.memory[offset:]
+            count = torch.Size(shape).numel()
+            view = piece[: count * dtype.itemsize].view(torch_dtype(dtype)).view(shape)[index].permute(order)
+            packed = view.to(torch_dtype(wire)).contiguous().reshape(-1).view(torch.uint8)
+            data = packed.numpy().data
+            for start in range(0, len(data), _SEND_BYTES):
+                channel.send_raw(data[start : start + _SEND_BYTES], until)
+        channel.send({"whole": slot.generation == generation}, until)
+
+    def _serve_control(self, channel: Channel) -> None:
+        guest = _Guest(channel, str(channel.peer.get("world"))[:200], int(channel.peer.get("size", 1)))
+        desk = self._desk
+        with desk.changed:
+            desk.guests.append(guest)
+        reason = "the connection ended"
+        try:
+            channel.send({"description": self._text}, time.monotonic() + self.deadline)
+            while True:
+                message = channel.receive(time.monotonic() + _IDLE_SECONDS)
+                if message["do"] == "bye":
+                    reason = str(message.get("reason", "it said goodbye"))[:500]
+                    break
+                channel.send(self._answer(guest, message), time.monotonic() + self.deadline)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            reason = f"the connection ended: {error}"
+        finally:
+            desk.drop(guest, reason)
+
+    def _answer(self, guest: _Guest, message: Message) -> Message:
+        desk = self._desk
+        match message["do"]:
+            case "planned":
+                with desk.changed:
+                    guest.planned = True
+                    desk.changed.notify_all()
+                return {"ok": True}
+            case "take":
+                return self._grant(guest, int(message["have"]), min(float(message["wait"]), ROUND_SECONDS))
+            case "took" | "release":
+                with desk.changed:
+                    lease, guest.lease = guest.lease, None
+                    if message["do"] == "took" and lease is not None:
+                        guest.step, guest.seq = int(message["step"]), int(message["seq"])
+                    desk.changed.notify_all()
+                return {"ok": lease is not None}
+            case other:
+                raise ConnectionError(f"an unknown request {other!r:.40}")
+
+    def _grant(self, guest: _Guest, have: int, wait: float) -> Message:
+        """The newest version if the subscriber has it not, with a lease; or nothing after some waiting."""
+        desk, until = self._desk, time.monotonic() + wait
+        with desk.changed:
+            while (version := desk.newest) is None or version.seq <= have:
+                left = until - time.monotonic()
+                if left <= 0 or desk.closed:
+                    return {"version": None}
+                desk.changed.wait(left)
+            guest.lease = _Lease(version.slot, time.monotonic())
+            return {"version": [version.seq, version.step, version.slot]}
+
+    # What the trainer calls.
+
+    def push(self, step: int, *, wait: bool = False) -> None:
+        """Make the weights as they are now the version `step`; all ranks call it.
+
+        When it returns the weights are copied, so training may go on. With `wait` it returns when all subscribers that
+        are connected have the version, at the latest after the link's deadline.
+        """
+        problem = self._problem_of(step)
+        leaves, wrong = self._leaves()
+        problem = problem or wrong or self._difference(leaves)
+        said: Mapping[str, Any] = {}
+        replaced = None
+        if self._lead and problem is None:
+            chosen, replaced = self._desk.choose_slot(min(self.deadline, self.comm.timeout / 2))
+            said = {"slot": chosen.slot, "seq": chosen.seq, **self._news()}
+        try:
+            told = agree(
+                self.comm, {"step": step}, label="sync push", problem=problem, payload=json.dumps(said).encode()
+            )
+        except ValueError:
+            if replaced is not None:
+                self._desk.publish(replaced)  # nothing was written
+            raise
+        said = json.loads(told[self.comm.ranks[0]])
+        self._take_news(said)
+        slot, seq = said["slot"], said["seq"]
+        try:
+            self._write(leaves, slot, seq)
+            failure = None
+        except (MemoryError, RuntimeError) as error:
+            failure = str(error)
+        failures = {r: f for r, f in gather_values(self.comm, failure, label="sync push: written").items() if f}
+        if failures:
+            raise SyncError(
+                f"publisher {self.name!r}: step {step} was not published: "
+                + "; ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:4])
+            )
+        self.version = step
+        if self._lead:
+            self._desk.publish(_Version(seq, step, slot))
+        if wait:
+            self.drain(self.deadline)
+
+    def _problem_of(self, step: object) -> str | None:
+        if self._listener is None:
+            return f"{self._where}: the link is closed"
+        if type(step) is not int:
+            return f"{self._where}: a step is an int, got {step!r:.40}"
+        return None
+
+    def _difference(self, leaves: Sequence[Leaf]) -> str | None:
+        """What is not as it was described; the weights of a link keep their names, types and layouts."""
+        described = self._published.tensors
+        for leaf in leaves:
+            known = described.get(leaf.name)
+            if known is None or known[0] != leaf.dtype or not _is_laid_out(leaf, known[1]):
+                return f"{leaf.name} is not what was published: publish again after names, types or layouts change"
+        return None
+
+    def _write(self, leaves: Sequence[Leaf], number: int, seq: int) -> None:
+        """Copy this rank's part of the state into a slot."""
+        with self._guard:
+            slot = self._slots.get(number)
+        if slot is None:
+            slot = VersionSlot(self._slot_bytes)
+            with self._guard:
+                self._slots[number] = slot
+        slot.generation = 2 * seq - 1
+        if not hasattr(self, "_places"):
+            self._places = self._own_places()
+        by_name = {leaf.name: leaf for leaf in leaves}
+        for name, dtype, part, where, shape, offset in self._places:
+            count = torch.Size(shape).numel() * dtype.itemsize
+            held = by_name[name].locals[part]
+            slot.memory[offset : offset + count].view(dtype).view(shape).copy_(held[where].reshape(shape))
+        slot.generation = 2 * seq
+
+    def _own_places(self) -> list[tuple[str, torch.dtype, int, tuple[slice, ...], tuple[int, ...], int]]:
+        """What this rank keeps: of which tensor and local part, which box, and where in the slot."""
+        found = []
+        for number, (name, (dtype, layout)) in enumerate(self._published.tensors.items()):
+            if self._published.tied[number] != number:
+                continue
+            kept, table = self._published.kept[number], layout.table
+            for row, offset in zip(kept.rows.tolist(), kept.offsets.tolist(), strict=True):
+                if int(table.ranks[row]) == self.comm.rank:
+                    shape = tuple(table.sizes[row].tolist())
+                    at = table.local_offsets[row].tolist()
+                    where = tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))
+                    found.append((name, torch_dtype(dtype), int(table.slots[row]), where, shape, offset))
+        return found
+
+    def _news(self) -> Mapping[str, Any]:
+        with self._desk.changed:
+            return {"removed": self._desk.removed[-100:], "members": self._desk.members()}
+
+    def _take_news(self, said: Mapping[str, Any]) -> None:
+        self.members = [Member(*each) for each in said["members"]]
+        self.removed = [Removed(*each) for each in said["removed"]]
+
+    def drain(self, timeout: float) -> list[str]:
+        """Wait until every connected subscriber has the newest version; the worlds that have it, on all ranks."""
+        until = time.monotonic() + timeout
+        while True:
+            done, said = True, ""
+            if self._lead:
+                done = self._wait_for_members(min(until, time.monotonic() + ROUND_SECONDS))
+                done = done or time.monotonic() >= until
+                said = json.dumps({"done": done, **self._news()})
+            told = agree(self.comm, {"drain": timeout}, label="sync drain", payload=said.encode())
+            found = json.loads(told[self.comm.ranks[0]])
+            self._take_news(found)
+            if found["done"]:
+                return [member.world for member in self.members if member.step == self.version]
+
+    def _wait_for_members(self, until: float) -> bool:
+        desk = self._desk
+        with desk.changed:
+            newest = desk.newest
+            while newest is not None and any(g.planned and g.seq < newest.seq for g in desk.guests):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                desk.changed.wait(left)
+        return True
+
+    def describe(self) -> str:
+        """The link in words: what is published, what a version costs, who reads it."""
+        count = len(self._published.tensors)
+        lines = [
+            f"publisher {self.name!r} at {self.address}: {count} tensors on {len(self.comm.ranks)} ranks",
+            f"a version takes {self._slot_bytes - HEADER_BYTES} bytes of host memory on rank {self.comm.rank}, and "
+            f"up to {self._desk.slots} versions are kept",
+        ]
+        lines += [f"subscriber {m.world!r}: {m.ranks} ranks, step {m.step}" for m in self.members]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Stop publishing; subscribers keep what they have. Each rank may call it alone."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with self._desk.changed:
+            self._desk.closed = True
+            self._desk.changed.notify_all()
+        listener.close()
+        with self._guard:
+            for slot in self._slots.values():
+                slot.close()
+        if self._token_file is not None:
+            with suppress(OSError):
+                self._token_file.unlink()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_laid_out(leaf: Leaf, layout: Layout) -> bool:
+    """Whether a tensor is still in a layout; plain ones have their shape only."""
+    return leaf.layout.shape == layout.shape if leaf.plain else leaf.layout == layout
+
+
+def _own_address(place: tuple[str, int]) -> str:
+    """The address of this machine by which it reaches another one; nothing is sent to find out."""
+    with socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place[0], place[1] or 9))
+        return str(probe.getsockname()[0])
+
+
+def _memory_key(leaf: Leaf) -> tuple[Any, ...]:
+    """Equal for tensors that share all of their memory on this rank."""
+    if any(part.numel() == 0 for part in leaf.locals) or not leaf.locals:
+        return (leaf.name,)
+    return tuple((part.data_ptr(), tuple(part.shape), part.stride(), part.device) for part in leaf.locals)

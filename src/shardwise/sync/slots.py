@@ -1,0 +1,142 @@
+"""Where does a version of the weights stay while others read it? In slots: memory that every process of the host maps.
+
+1. A rank's part of a version is packed in one slot, each piece row by row at an offset that both sides compute from
+   the layouts. Of replicas on one host only one rank keeps a piece, in turns.
+2. A slot begins with a generation: odd while it is written, `2 * number of the version` when it is whole. Whoever
+   reads looks before and after: a version that was overwritten meanwhile is discarded, never used.
+3. The memory is an anonymous file of the kernel. Its descriptor is handed to readers of the same host, who map it
+   read-only. Where there is no such thing, slots are ordinary memory and are read over sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.mesh import IntArray
+
+HEADER_BYTES = 4096
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPieces:
+    """The pieces of a tensor that slots have: rows of the layout's table, and where each is in its rank's slot."""
+
+    rows: IntArray
+    offsets: IntArray
+
+
+def place_pieces(
+    tensors: Sequence[tuple[Layout, int]], tied: Sequence[int], hosts: Sequence[int]
+) -> tuple[list[KeptPieces], IntArray]:
+    """Where each tensor's pieces are in the slots of their ranks, and how many bytes each rank's slot has.
+
+    Tensors are layouts with the bytes of an element; `tied[i]` is the first tensor with the same memory as tensor i.
+    """
+    width = len(hosts)
+    host_of = np.asarray(hosts, np.int64)
+    ends = np.full(width, HEADER_BYTES, np.int64)
+    placed: list[KeptPieces] = []
+    for number, (layout, itemsize) in enumerate(tensors):
+        if tied[number] != number:
+            placed.append(placed[tied[number]])
+            continue
+        rows = _one_per_host(layout, host_of, number)
+        table = layout.table
+        ranks = table.ranks[rows]
+        sizes = table.sizes[rows].prod(axis=1) * itemsize
+        sizes = -(-sizes // _ALIGNMENT) * _ALIGNMENT
+        order = np.argsort(ranks, kind="stable")
+        before = np.cumsum(sizes[order]) - sizes[order]
+        first = np.searchsorted(ranks[order], ranks[order], side="left")
+        offsets = np.empty_like(sizes)
+        offsets[order] = before - before[first] + ends[ranks[order]] if len(rows) else before
+        placed.append(KeptPieces(rows, offsets))
+        np.add.at(ends, ranks, sizes)
+    return placed, ends
+
+
+def _one_per_host(layout: Layout, host_of: IntArray, number: int) -> IntArray:
+    """The rows that are kept: of each box one on each host, which ranks take in turns by box and tensor."""
+    table = layout.table
+    filled = np.flatnonzero(table.sizes.prod(axis=1) > 0)
+    width = int(host_of.max(initial=0)) + 1
+    keys = table.cells[filled] * width + host_of[table.ranks[filled]]
+    order = np.lexsort((table.ranks[filled], keys))
+    keys = keys[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
+    counts = np.diff(np.append(first, len(keys)))
+    turn = (number + table.cells[filled[order[first]]]) % np.maximum(counts, 1)
+    return np.sort(filled[order[first + turn]])
+
+
+class VersionSlot:
+    """Memory of this process that others read."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.descriptor: int | None = None
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("shardwise-sync", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(self.descriptor, 0, nbytes)  # memory that is missing is an error here, not a signal
+                mapped = mmap.mmap(self.descriptor, nbytes)
+            except OSError as error:
+                os.close(self.descriptor)
+                raise MemoryError(f"a slot of {nbytes} bytes cannot be allocated: {error}") from error
+            self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        else:
+            self.memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self._words = self.memory[:HEADER_BYTES].numpy().view(np.int64)
+
+    @property
+    def generation(self) -> int:
+        return int(self._words[0])
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        self._words[0] = value
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes when nobody maps it."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class MappedSlot:
+    """A slot of another process, mapped read-only."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        try:
+            if os.fstat(descriptor).st_size < nbytes or nbytes < HEADER_BYTES:
+                raise ConnectionError(f"a slot of {nbytes} bytes is announced, and the file is shorter")
+            mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self.memory = tensor_of_map(mapped)
+        self._words = np.frombuffer(mapped, np.int64, HEADER_BYTES // 8)
+
+    @property
+    def generation(self) -> int:
+        return int(self._words[0])
+
+
+def tensor_of_map(mapped: mmap.mmap) -> Tensor:
+    """The bytes of a read-only map as a tensor that must not be written to; it keeps the map alive.
+
+    torch warns of memory that it may not write to, so it gets the address from NumPy and not the buffer.
+    """
+    array = np.frombuffer(mapped, np.uint8)
+    memory = (ctypes.c_ubyte * len(array)).from_address(array.ctypes.data)
+    memory._keep = array  # type: ignore[attr-defined]  # the map lives as long as the tensor's buffer
+    return torch.frombuffer(memory, dtype=torch.uint8)

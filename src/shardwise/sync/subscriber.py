@@ -1,0 +1,462 @@
+"""How does a server take over weights? All tensors of one version, or nothing.
+
+1. The lead, the first rank, asks the publisher for a version that is newer than the one it has, and gets a lease of it.
+   All ranks hear of it in the agreement that each pull makes anyway.
+2. Every rank reads what it lacks, by a plan made once: out of the memory of ranks on its host, over sockets from
+   others. Before and after, the slot says that the version in it is whole.
+3. The ranks report to each other. Only if all have everything is it taken over: by default staged copies go into the
+   tensors in place; "swap" exchanges their memory; "in_place" has read into them, with no memory and no way back.
+4. If the publisher dies or restarts, the last whole version stays, the state is "waiting", and every pull tries the
+   address again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardwise._text import package_logger
+from shardwise.checkpoint.state import make_leaf, torch_dtype
+from shardwise.comm import Comm, agree, gather_values
+from shardwise.comm.transports.links import identify_host
+from shardwise.sync.plan import (
+    Published,
+    Read,
+    ReadPlan,
+    Wanted,
+    plan_reads,
+    read_description,
+    resolve_map,
+)
+from shardwise.sync.publisher import ROUND_SECONDS, tensors_of
+from shardwise.sync.session import (
+    MAX_DESCRIPTION,
+    Channel,
+    Message,
+    RefusedError,
+    SyncError,
+    connect,
+    read_token,
+)
+from shardwise.sync.slots import MappedSlot
+
+_log = package_logger(__name__)
+_RETRY_SECONDS = 0.1
+Apply: TypeAlias = Literal["stage", "swap", "in_place"]
+APPLY = ("stage", "swap", "in_place")
+
+
+class _StaleError(SyncError):
+    """The version was overwritten while it was read."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """A rank of the publisher that this rank reads from."""
+
+    channel: Channel
+    slots: dict[int, MappedSlot]
+    views: dict[int, list[tuple[Tensor, Tensor]]]  # by slot: destination and source of each copy
+    listed: bool = False
+
+
+class Subscriber:
+    """The subscribing side of a link; made by `subscribe`, the same on every rank of the server.
+
+    >>> import torch, shardwise
+    >>> token, served = "only-for-this-example", {"w": torch.zeros(4)}
+    >>> with shardwise.sync.publish({"w": torch.arange(4.0)}, "tcp://127.0.0.1:0", token=token) as trainer:
+    ...     link = shardwise.sync.subscribe(served, trainer.address, token=token)
+    ...     trainer.push(step=7)
+    ...     link.pull()
+    7
+    >>> served["w"], link.version, link.state
+    (tensor([0., 1., 2., 3.]), 7, 'current')
+    >>> link.close()
+    """
+
+    def __init__(self, state: object, place: tuple[str, int], token: bytes | None, comm: Comm, **options: Any) -> None:
+        self.comm, self._place, self._token = comm, place, token
+        self.deadline: float = options["deadline"]
+        self.apply: Apply = options["apply"]
+        self.name: str = options["name"] or f"{socket.gethostname()}:{os.getpid()}"
+        self.version: int | None = None
+        """The step of the version that the tensors have; None before the first."""
+        self.state = "waiting"
+        """"waiting" for a publisher or a version, "current", "broken" after a failed pull in place, or "closed"."""
+        self.problem: str | None = None
+        """What the last attempt to read met, with the names of the world and the rank."""
+        self._names, self._after = options["names"], options["after"]
+        self._lead = comm.rank == comm.ranks[0]
+        self._host = identify_host() or f"alone-{comm.rank}"
+        self._incarnation = secrets.token_hex(16)
+        self._control: Channel | None = None
+        self._sources: dict[int, _Source] = {}
+        self._epoch, self._seq, self._text = "", 0, ""
+        self._published: Published | None = None
+        self._plan = ReadPlan({}, ())
+        self._state_tensors: object = state
+        self._wanted = self._find_wanted(state)
+        self._staging: list[tuple[Tensor, ...]] = []
+        self._meet(time.monotonic() + self.deadline)
+
+    @property
+    def _where(self) -> str:
+        return f"subscriber {self.name!r} rank {self.comm.rank}"
+
+    def _find_wanted(self, state: object) -> list[Wanted]:
+        wanted = []
+        problem = None
+        try:
+            for name, tensor in tensors_of(state).items():
+                leaf = make_leaf(name, tensor, self.comm)
+                if leaf.layout.pending is not None:
+                    raise ValueError(f"{name} has a pending reduction; redistribute it first")
+                wanted.append(Wanted(name, leaf.layout, torch_dtype(leaf.dtype), leaf.locals, leaf.plain))
+            if not wanted:
+                problem = "there are no tensors to fill"
+        except ValueError as error:
+            problem = str(error)
+        agree(
+            self.comm,
+            {"subscribe to": self._place, "apply": self.apply, "deadline": self.deadline},
+            label="sync subscribe",
+            problem=problem,
+        )
+        return wanted
+
+    # Meeting the publisher.
+
+    def _meet(self, until: float) -> None:
+        """Connect for the first time; raises on all ranks if there is no publisher, or if it has other tensors."""
+        while True:
+            said = self._call(until) if self._lead else {}
+            said["last"] = time.monotonic() >= until
+            found = self._share("sync subscribe: meet", said)
+            if "description" in found:
+                self._adopt(found)
+                return
+            if found.get("refused") or found["last"]:
+                raise (RefusedError if found.get("refused") else SyncError)(
+                    f"subscriber {self.name!r} rank {self.comm.ranks[0]}: no publisher at "
+                    f"tcp://{self._place[0]}:{self._place[1]}: {found['problem']}"
+                )
+
+    def _share(self, label: str, said: Mapping[str, Any]) -> Message:
+        """What the lead says, on all ranks."""
+        text = json.dumps(said) if self._lead else ""
+        told = agree(self.comm, {}, label=label, payload=text.encode())
+        found: Message = json.loads(told[self.comm.ranks[0]])
+        return found
+
+    def _call(self, until: float) -> Message:
+        """Connect to the publisher's lead, again and again for one round; what it says of itself, or a problem."""
+        round_end, problem = min(until, time.monotonic() + ROUND_SECONDS), "nothing was tried"
+        while True:
+            try:
+                token = self._token if self._token is not None else read_token(self._place[1])
+                self._control = self._connect(self._place, "control", token, until)
+                self._control_token = token
+                text = self._control.receive(time.monotonic() + self.deadline, MAX_DESCRIPTION + 4096)["description"]
+                return {"description": text, "epoch": self._control.peer["epoch"], "token": token.hex()}
+            except RefusedError as error:
+                return {"problem": str(error), "refused": True}
+            except FileNotFoundError:
+                problem = "no token was passed, and no publisher of this user wrote one"
+            except TimeoutError as error:
+                self._drop_control()
+                problem = problem if problem != "nothing was tried" else str(error)  # what the last full attempt met
+            except (OSError, KeyError) as error:
+                self._drop_control()
+                problem = str(error)
+            if time.monotonic() >= round_end:
+                return {"problem": problem}
+            time.sleep(min(_RETRY_SECONDS, max(0.0, round_end - time.monotonic())))
+
+    def _connect(self, place: tuple[str, int] | str, role: str, token: bytes, until: float) -> Channel:
+        hello = {"role": role, "world": self.name, "rank": self.comm.rank, "size": len(self.comm.ranks)}
+        return connect(place, token, {**hello, "incarnation": self._incarnation}, until)
+
+    def _adopt(self, said: Message) -> None:
+        """Take over what the publisher describes: plan, allocate, report; raises on all ranks if it does not fit."""
+        self._drop_sources()
+        self._data_token = bytes.fromhex(said["token"])
+        same = said["description"] == self._text and said["epoch"] == self._epoch
+        problem = None
+        if said["description"] != self._text or self._published is None:
+            try:
+                self._plan_all(said["description"])
+            except (ValueError, MemoryError, OSError) as error:
+                problem = str(error)
+        found = gather_values(self.comm, problem, label="sync subscribe: plan")
+        refused = "; ".join(f"rank {rank}: {text}" for rank, text in list(found.items())[:4] if text)
+        if refused:
+            self._text = ""
+            if self._lead and self._control is not None:
+                with suppress(OSError):
+                    self._control.send({"do": "bye", "reason": refused[:500]}, time.monotonic() + 1.0)
+                self._drop_control()
+            raise RefusedError(f"subscriber {self.name!r} does not fit publisher {self._publisher_name()}: {refused}")
+        self._text, self._epoch = said["description"], said["epoch"]
+        if not same:
+            self._seq = 0
+        if self._lead:
+            with suppress(OSError):
+                self._ask({"do": "planned"})
+
+    def _publisher_name(self) -> str:
+        return repr(self._published.world) if self._published is not None else "of other tensors"
+
+    def _plan_all(self, text: str) -> None:
+        published = read_description(text)
+        state_map = resolve_map(self._names, published.types)
+        rank = self.comm.ranks.index(self.comm.rank)
+        plan = plan_reads(published, state_map, self._wanted, self.comm.rank, self._host)
+        _log.info("%s (number %d) reads %d bytes from %s", self._where, rank, plan.nbytes, list(plan.reads))
+        if not self._staging:
+            self._staging = [
+                tuple(torch.zeros_like(part) if self.apply != "in_place" else part for part in want.parts)
+                for want in self._wanted
+            ]
+        self._published, self._plan = published, plan
+
+    # Pulling.
+
+    def pull(self, timeout: float | None = None) -> int | None:
+        """Take over the newest version if it is newer than the one here; all ranks call it.
+
+        Returns its step, or None if there is none within `timeout` seconds (by default the link's deadline; 0 only
+        looks). While the publisher is away `state` is "waiting", and the tensors stay as they are.
+        """
+        if self.state == "closed":
+            raise SyncError(f"{self._where}: the link is closed")
+        agree(self.comm, {"timeout": timeout}, label="sync pull")
+        until = time.monotonic() + (self.deadline if timeout is None else timeout)
+        while True:
+            said: Message = {}
+            if self._lead:
+                said = self._look(until)
+                said["last"] = time.monotonic() >= until
+            found = self._share("sync pull: look", said)
+            if "description" in found:
+                try:
+                    self._adopt(found)
+                except RefusedError as error:
+                    self.problem, self.state = str(error), "waiting" if self.state != "broken" else "broken"
+            elif found.get("version") is not None:
+                seq, step, slot = found["version"]
+                if self._take(seq, step, slot, until):
+                    return self.version
+            elif "problem" in found:
+                self.problem = found["problem"]
+                self.state = "broken" if self.state == "broken" else "waiting"
+            if found["last"]:
+                return None
+
+    def _look(self, until: float) -> Message:
+        """Ask for a newer version, for at most a round; connects again where that was lost. Of the lead."""
+        if self._control is None:
+            return self._call(max(until, time.monotonic() + _RETRY_SECONDS))
+        try:
+            wait = max(0.0, min(until - time.monotonic(), ROUND_SECONDS))
+            return {"version": self._ask({"do": "take", "have": self._seq, "wait": wait}, wait)["version"]}
+        except (OSError, KeyError) as error:
+            self._drop_control()
+            return {"problem": f"{self._where}: publisher {self._publisher_name()} rank 0 does not answer: {error}"}
+
+    def _ask(self, message: Message, wait: float = 0.0) -> Message:
+        if self._control is None:
+            raise ConnectionError("there is no connection to the publisher")
+        until = time.monotonic() + wait + self.deadline
+        self._control.send(message, until)
+        return self._control.receive(until)
+
+    def _take(self, seq: int, step: int, slot: int, until: float) -> bool:
+        """Read a version; whether all ranks have it and it is taken over."""
+        problem = None
+        broken = self.apply == "in_place"
+        if broken:
+            self.state, self.version = "broken", None
+        try:
+            self._read(slot, 2 * seq)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            problem = str(error)
+        found = gather_values(self.comm, problem, label="sync pull: read")
+        failures = {rank: text for rank, text in found.items() if text is not None}
+        if failures:
+            self.problem = f"subscriber {self.name!r}: step {step}: " + "; ".join(
+                f"rank {rank}: {text}" for rank, text in list(failures.items())[:4]
+            )
+            _log.warning("%s", self.problem)
+            self._drop_sources()
+            if self._lead:
+                with suppress(OSError, KeyError):
+                    self._ask({"do": "release"})
+            time.sleep(min(_RETRY_SECONDS, max(0.0, until - time.monotonic())))
+            return False
+        self._commit()
+        self._seq, self.version, self.state, self.problem = seq, step, "current", None
+        if self._lead:
+            try:
+                self._ask({"do": "took", "seq": seq, "step": step})
+            except (OSError, KeyError):
+                self._drop_control()
+        if self._after is not None:
+            self._after(step)
+        return True
+
+    def _read(self, slot: int, generation: int) -> None:
+        until = time.monotonic() + self.deadline
+        for fill in self._plan.fills:
+            self._staging[fill.target][fill.part][fill.here].fill_(fill.value)
+        for rank, reads in self._plan.reads.items():
+            try:
+                self._read_from(rank, reads, slot, generation, until)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                source = self._sources.pop(rank, None)
+                if source is not None:
+                    source.channel.close()
+                raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {error}") from error
+
+    def _read_from(self, rank: int, reads: Sequence[Read], slot: int, generation: int, until: float) -> None:
+        source = self._sources.get(rank)
+        if source is None:
+            source = self._sources[rank] = self._open(rank, until)
+        if source.channel.is_local:
+            if slot not in source.slots:
+                self._map_slots(source, until)
+            mapped = source.slots[slot]
+            pairs = source.views.get(slot)
+            if pairs is None:
+                pairs = source.views[slot] = [(self._place_of(r), r.view(mapped.memory)[r.widen]) for r in reads]
+            _check_whole(mapped.generation == generation)
+            with torch.no_grad():
+                for target, view in pairs:
+                    target.copy_(view)
+            _check_whole(mapped.generation == generation)
+            return
+        if not source.listed:
+            self._send_list(source, reads, until)
+        source.channel.send({"do": "read", "list": 0, "slot": slot, "generation": generation}, until)
+        _check_whole(source.channel.receive(until)["whole"])
+        with torch.no_grad():
+            for read in reads:
+                self._receive(source.channel, read, until)
+        _check_whole(source.channel.receive(until)["whole"])
+
+    def _place_of(self, read: Read) -> Tensor:
+        return self._staging[read.target][read.part][read.here]
+
+    def _send_list(self, source: _Source, reads: Sequence[Read], until: float) -> None:
+        source.channel.send({"do": "list", "list": 0, "rows": [read.to_json() for read in reads]}, until)
+        source.channel.receive(until)
+        source.listed = True
+
+    def _receive(self, channel: Channel, read: Read, until: float) -> None:
+        target = self._place_of(read)
+        wire = torch_dtype(read.wire)
+        straight = target.dtype == wire and target.is_contiguous() and target.device.type == "cpu"
+        straight = straight and tuple(target.shape) == read.sent_shape
+        arrived = target if straight else torch.empty(read.sent_shape, dtype=wire, device="cpu")
+        flat = arrived.reshape(-1).view(torch.uint8)
+        channel.receive_raw(flat.numpy().data, until)
+        if not straight:
+            target.copy_(arrived[read.widen])
+
+    def _open(self, rank: int, until: float) -> _Source:
+        assert self._published is not None
+        place = self._published.places[rank]
+        if place.name is not None and place.host == self._host:
+            with suppress(FileNotFoundError, ConnectionRefusedError):
+                return _Source(self._connect(place.name, "data", self._data_token, until), {}, {})
+        return _Source(self._connect(place.address, "data", self._data_token, until), {}, {})
+
+    def _map_slots(self, source: _Source, until: float) -> None:
+        source.channel.send({"do": "slots"}, until)
+        sizes = source.channel.receive(until)["slots"]
+        if not sizes:
+            raise ConnectionError("it has no slots")
+        found = source.channel.receive_descriptors(len(sizes), until)
+        for (number, nbytes), descriptor in zip(sizes, found, strict=True):
+            if number in source.slots:
+                os.close(descriptor)
+            else:
+                source.slots[number] = MappedSlot(descriptor, nbytes)
+
+    def _commit(self) -> None:
+        """Take over what has been read; nothing is sent, so that no other rank can spoil it."""
+        if self.apply == "in_place":
+            return
+        with torch.no_grad():
+            for want, staged in zip(self._wanted, self._staging, strict=True):
+                for target, part in zip(want.parts, staged, strict=True):
+                    if self.apply == "swap":
+                        target.data, part.data = part.data, target.data
+                    else:
+                        target.copy_(part)
+        if self.apply == "swap":
+            for source in self._sources.values():
+                source.views.clear()  # they lead into memory that is served now
+
+    # Words and ends.
+
+    def describe(self) -> str:
+        """The link in words: from whom this rank reads how much, and what taking over costs."""
+        assert self._published is not None
+        staged = sum(part.numel() * part.element_size() for parts in self._staging for part in parts)
+        cost = {
+            "stage": f"{staged} bytes of staging, copied in place once all ranks have everything",
+            "swap": f"{staged} bytes for a second set of tensors, whose memory is exchanged at each pull",
+            "in_place": "no memory; a pull that fails leaves tensors of two versions, and the state 'broken'",
+        }[self.apply]
+        lines = [f"subscriber {self.name!r} of publisher {self._published.world!r}, step {self.version}: {self.state}"]
+        lines += [
+            f"rank {self.comm.rank} reads {sum(r.sent_bytes for r in reads)} bytes in {len(reads)} boxes of rank {rank}"
+            for rank, reads in self._plan.reads.items()
+        ]
+        return "\n".join([*lines, f"apply={self.apply!r}: {cost}"])
+
+    def check(self) -> None:
+        """Raise unless the tensors are those of one version."""
+        if self.version is None:
+            raise SyncError(f"{self._where}: the tensors are not those of one version; state {self.state!r}")
+
+    def _drop_control(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+
+    def _drop_sources(self) -> None:
+        for source in self._sources.values():
+            source.channel.close()
+        self._sources.clear()
+
+    def close(self) -> None:
+        """Leave the publisher; the tensors stay as they are. Each rank may call it alone."""
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.send({"do": "bye"}, time.monotonic() + 1.0)
+        self._drop_control()
+        self._drop_sources()
+        self.state = "closed"
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_whole(whole: object) -> None:
+    if whole is not True:
+        raise _StaleError("the version was overwritten while it was read")
