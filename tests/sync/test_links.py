@@ -73,7 +73,7 @@ def follow(address: str, shape: tuple[int, ...], steps: int, spec: str = "on x=2
             while not seen or seen[-1][0] < steps:
                 step = link.pull(60.0)
                 assert step is not None, link.problem
-                values = {float(v) for x in state.values() for part in parts_of(x) for v in part.unique()}
+                values = {v for x in state.values() for part in parts_of(x) for v in part.flatten().tolist()}
                 seen.append((step, values))
         return seen
 

@@ -27,6 +27,11 @@ from shardwise.sync.plan import (
     resolve_map,
 )
 
+BLOCKS: dict[str, Any] = {
+    "kind": "mesh",
+    "mesh": {"axes": ["x"], "ranks": [0, 1]},
+    "placements": [{"kind": "shard", "dim": 0, "block": 1}],
+}
 F32 = find_dtype("f32")
 
 
@@ -236,13 +241,6 @@ def test_damaged_descriptions_are_refused(spoil: Any, text: str) -> None:
     spoil(data)
     with pytest.raises(LayoutError, match=text):
         read_description(json.dumps(data))
-
-
-BLOCKS = {
-    "kind": "mesh",
-    "mesh": {"axes": ["x"], "ranks": [0, 1]},
-    "placements": [{"kind": "shard", "dim": 0, "block": 1}],
-}
 
 
 def test_too_many_tensors_and_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
