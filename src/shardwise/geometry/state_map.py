@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.geometry.box import Box, LayoutError, to_int_tuple
-from shardwise.geometry.dtypes import find_dtype
 from shardwise.geometry.layout import check_coverage, check_shape
+from shardwise.geometry.notation import find_dtype
 
 MAX_TERMS = 1_000_000
 MAX_MAP_BYTES = 64 << 20
