@@ -6,14 +6,14 @@ to `assert_holds`, which compares each element with a function of its global ind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, LocalComm, Work
-from shardwise.comm.protocol import Capabilities, TakeLent
+from shardwise.comm.protocol import Capabilities, Combine, TensorsByRank
 from shardwise.geometry import (
     Box,
     ChunkSpec,
@@ -222,32 +222,21 @@ class CountingComm(LocalComm):
         self.exchanges: list[tuple[str, int]] = []
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+        self, sends: TensorsByRank, receives: TensorsByRank, *, label: str, combine: Combine | None = None, **more: Any
     ) -> Work:
         """Note the exchange, then do it."""
-        self._note(sends, receives, label)
-        return super().exchange(sends, receives, label=label)
-
-    def exchange_boxes(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
-    ) -> Work:
-        """Note an exchange of boxes that are read where they are, as on a GPU."""
-        self._note(sends, receives, label)
-        return super().exchange_boxes(sends, receives, label=label)
-
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
-    ) -> Work:
-        """Note tensors that are lent and, when they are known, those that others lend, as on a GPU."""
+        if combine is None:
+            self._note(sends, receives, label)
+            return super().exchange(sends, receives, label=label, **more)
         at = len(self.exchanges)
         self._note(sends, {}, label)
 
-        def note_and_take(lent: Mapping[int, Sequence[Tensor]]) -> None:
-            self._note(sends, lent, label)
+        def note_and_combine(arrived: TensorsByRank) -> None:  # what arrives is counted when it is known
+            self._note(sends, arrived, label)
             self.exchanges[at] = self.exchanges.pop()
-            take(lent)
+            combine(arrived)
 
-        return super().lend(sends, receives, note_and_take, label=label)
+        return super().exchange(sends, receives, label=label, combine=note_and_combine, **more)
 
     def _note(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], label: str

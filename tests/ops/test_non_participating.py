@@ -158,11 +158,11 @@ class NotingEngine:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def exchange_boxes(self, *boxes: Any, call: str) -> Work:
+    def exchange(self, *boxes: Any, call: str) -> Work:
         self.calls.append(call)
         return CompletedWork()
 
-    lend = exchange_boxes
+    lend = exchange
 
 
 def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
@@ -171,11 +171,12 @@ def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
     try:
         comm, engine = ProcessGroupComm(), NotingEngine()
         comm._engine = engine  # type: ignore[assignment]  # as much of one as is used
+        comm._capabilities = Capabilities(reads_peers=True)
         for bases in ([], [torch.empty(2)], [torch.empty(2, device="meta")]):
-            comm.exchange_boxes({0: bases}, {}, label="move").wait()
-        comm.exchange_boxes({}, {}, label="move").wait()
+            comm.exchange({0: bases}, {}, label="move").wait()
+        comm.exchange({}, {}, label="move").wait()
         assert len(engine.calls) == 4 and len(set(engine.calls)) == 1
-        comm.lend({}, (), lambda lent: None, label="move").wait()
+        comm.exchange({}, {}, label="move", combine=lambda arrived: None).wait()
         assert engine.calls[-1] != engine.calls[0]  # these do not fit together
     finally:
         dist.destroy_process_group()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Partial, ones, run_local
 from shardwise.comm import LocalComm, ProcessGroupComm
-from shardwise.comm.protocol import TakeLent, Work
+from shardwise.comm.protocol import Combine, TensorsByRank, Work
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.tensor import from_local, shard
 from tests.device import PLACE
@@ -27,13 +27,13 @@ RANKS = 3
 class DeviceLendingComm(LendingCountingComm):
     """Ranks read what others lend in device memory, wherever it was before, as over CUDA's IPC."""
 
-    def lend(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Iterable[int], take: TakeLent, *, label: str
-    ) -> Work:
-        def take_from_device(lent: Mapping[int, Sequence[Tensor]]) -> None:
-            take({rank: [t.to(PLACE) for t in tensors] for rank, tensors in lent.items()})
+    def exchange(self, *edges: TensorsByRank, label: str, combine: Combine | None = None, **more: Any) -> Work:
+        def combine_from_device(arrived: TensorsByRank) -> None:
+            assert combine is not None
+            combine({rank: [t.to(PLACE) for t in tensors] for rank, tensors in arrived.items()})
 
-        return super().lend(sends, receives, take_from_device, label=label)
+        own = None if combine is None else combine_from_device
+        return super().exchange(*edges, label=label, combine=own, **more)
 
 
 @pytest.mark.parametrize("src_rank", [0, 1, None])

@@ -8,7 +8,6 @@ from shardwise.comm.agree import (
     gather_raw,
     gather_values,
     name_ranks,
-    start_agreeing,
 )
 from shardwise.comm.current import advise_ranks, current_comm, default_comm, run_local, use_comm
 from shardwise.comm.launch import LocalWorld, Outcome, launch
@@ -39,6 +38,5 @@ __all__ = [
     "launch",
     "name_ranks",
     "run_local",
-    "start_agreeing",
     "use_comm",
 ]

@@ -18,8 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from shardwise._text import package_logger
-from shardwise.comm.protocol import Comm, DisagreementError, OfferPlanner
+from shardwise.comm.protocol import Comm, DisagreementError, OfferPlanner, Request
 from shardwise.geometry import LayoutError, NotationError
 
 _MOST_RUNS = 8
@@ -103,19 +102,15 @@ _DIGEST_BYTES = 16
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What ranks compare: the fields of a call as canonical text, and its digest. A problem is one of the fields."""
+def make_request(fields: Mapping[str, object], problem: str | Exception | None = None) -> Request:
+    """The request of some fields, of which a problem is one; programs make the same request in every step.
 
-    text: bytes
-    digest: bytes
-
-    @staticmethod
-    def of(fields: Mapping[str, object], problem: str | Exception | None = None) -> Request:
-        """The request of some fields; programs that go round in steps make the same again and again."""
-        if problem is None and all(type(value) in _PLAIN for value in fields.values()):
-            return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
-        return _write_request(fields, None if problem is None else str(problem))
+    >>> make_request({"shape": (4, 2)}).text
+    b'{"shape": "(4, 2)"}'
+    """
+    if problem is None and all(type(value) in _PLAIN for value in fields.values()):
+        return _write_plain(tuple((name, type(value), value) for name, value in fields.items()))
+    return _write_request(fields, None if problem is None else str(problem))
 
 
 def agree(
@@ -143,12 +138,41 @@ def agree(
     ...     print(error)
     'shard': the ranks pass different arguments: src is 0 on ranks 0, 1 and 1 on rank 2; pass the same on every rank
     """
-    request = Request.of(fields, problem)
+    request = make_request(fields, problem)
     found = comm.all_gather_bytes(request.digest + payload, label=label)
-    if problem is not None or {data[:_DIGEST_BYTES] for data in found} != {request.digest}:
+    if problem is not None:
         _raise_difference(comm, request.text, label, what, problem)
-    _log_agreement(comm, label)
+    check_digests(comm, request, [data[:_DIGEST_BYTES] for data in found], label=label, what=what)
     return {rank: data[_DIGEST_BYTES:] for rank, data in zip(comm.ranks, found, strict=True)}
+
+
+def agree_on_request(comm: Comm, request: Request, *, label: str) -> None:
+    """The same as `agree`, for a request that is made already.
+
+    >>> from shardwise.comm import run_local
+    >>> request = make_request({"shape": (4, 2)})
+    >>> run_local(lambda comm: agree_on_request(comm, request, label="shard"), 2)
+    [None, None]
+    """
+    check_digests(comm, request, comm.all_gather_bytes(request.digest, label=label), label=label)
+
+
+def check_digests(
+    comm: Comm, request: Request, digests: Sequence[bytes], *, label: str, what: str = "arguments"
+) -> None:
+    """Raise on every rank unless the digests of all ranks are that of the request; for transports that gather them.
+
+    >>> from shardwise.comm import run_local
+    >>> def body(comm):
+    ...     request = make_request({"shape": (4, 2)})
+    ...     check_digests(comm, request, comm.all_gather_bytes(request.digest, label="shard"), label="shard")
+    >>> run_local(body, 2)
+    [None, None]
+    """
+    if any(digest != request.digest for digest in digests):
+        _raise_difference(comm, request.text, label, what)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s agreed on %r", name_ranks(comm.ranks), label)
 
 
 def gather_values(comm: Comm, value: Any, *, label: str) -> dict[int, Any]:
@@ -188,41 +212,8 @@ def agree_and_run(comm: Comm, request: Request, offer: T, plan: OfferPlanner[T],
     Returns whether it is done: not if a rank made no offer.
     """
     digests, done = comm.agree_and_run(request.digest, offer, plan, nbytes, label=label)
-    if not done and len(set(digests)) > 1:
-        _raise_difference(comm, request.text, label, "arguments")
-    _log_agreement(comm, label)
+    check_digests(comm, request, digests, label=label)
     return done
-
-
-def _log_agreement(comm: Comm, label: str) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s agreed on %r", name_ranks(comm.ranks), label)
-
-
-def start_agreeing(comm: Comm, fields: Mapping[str, object], *, label: str) -> Callable[[], None]:
-    """The same in two halves, where the comm can: between them the next call may be started, but not completed.
-
-    Returns the second half, which raises as `agree` does. The call in between is then withdrawn on every rank.
-
-    >>> from shardwise.comm import run_local
-    >>> def body(comm):
-    ...     finish = start_agreeing(comm, {"shape": (4, 2)}, label="shard")
-    ...     return finish()  # raises if another rank passed another shape
-    >>> run_local(body, 2)
-    [None, None]
-    """
-    if not comm.capabilities.starts_early:
-        agree(comm, fields, label=label)
-        return lambda: None
-    request = Request.of(fields)
-    wait = comm.start_agreeing(request.digest, label=label)
-
-    def finish() -> None:
-        if len(set(wait())) > 1:
-            _raise_difference(comm, request.text, label, "arguments")
-        _log_agreement(comm, label)
-
-    return finish
 
 
 _PLAIN = (str, torch.dtype, NoneType, int, bool)  # values that are equal and of one type have the same text

@@ -89,14 +89,44 @@ Edges = dict[int, list[Tensor]]
 
 def check_edges(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> Edges:
     """Check the ranks of one side of an exchange and return its byte views, ranks without bytes left out."""
+    check_peers(group, given, what, label=label)
+    views = {rank: nonempty_bytes(tensors, label=label) for rank, tensors in given.items()}
+    return {rank: tensors for rank, tensors in views.items() if tensors}
+
+
+def check_peers(group: RankGroup, given: Mapping[int, Sequence[Tensor]], what: str, *, label: str) -> None:
+    """Raise unless all ranks of one side of an exchange are in the group."""
     unknown = sorted(set(given) - set(group.ranks))
     if unknown:
         raise ValueError(
             f"{label!r}: rank {group.rank} {what} {name_ranks(unknown)}, not in this comm "
             f"({name_ranks(group.ranks)}); use a comm that includes them"
         )
-    views = {rank: nonempty_bytes(tensors, label=label) for rank, tensors in given.items()}
-    return {rank: tensors for rank, tensors in views.items() if tensors}
+
+
+def nonempty_edges(
+    group: RankGroup, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], *, label: str
+) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+    """Check the ranks of an exchange and return its tensors of any strides, those without elements left out."""
+    check_peers(group, sends, "sends to", label=label)
+    check_peers(group, receives, "receives from", label=label)
+    kept = [{rank: [t for t in listed if t.numel()] for rank, listed in side.items()} for side in (sends, receives)]
+    outgoing, incoming = ({rank: listed for rank, listed in side.items() if listed} for side in kept)
+    return outgoing, incoming
+
+
+def match_tensors(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The two ends of an edge as tensors of one shape and dtype: their bytes if they differ; None if they do not match.
+
+    >>> match_tensors(torch.zeros(2, dtype=torch.int64), torch.zeros(4)) is None
+    False
+    >>> match_tensors(torch.zeros(2), torch.zeros(3))
+    """
+    if target.shape == source.shape and target.dtype == source.dtype:
+        return target, source
+    if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+        return None
+    return _as_one_run(target).view(torch.uint8), _as_one_run(source).view(torch.uint8)
 
 
 def check_edge(src: int, dst: int, sent: Sequence[int], wanted: Sequence[int], *, label: str) -> str | None:

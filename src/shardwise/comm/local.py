@@ -10,7 +10,7 @@ How the threads complete a collective together (`Rendezvous`):
 4. A rank that raises or returns early is recorded in the state that all hubs of the world share; waiting ranks wake.
 
 On a GPU a job only queues work. So the last rank to post does all of them at once, on its stream, which waits for the
-streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place (`lend`).
+streams of the others; they wait for it in turn. Nobody waits for the device, and boxes are read in place.
 Jobs of few bytes are also done at once on the CPU: to share them takes longer.
 
 What ranks that are threads do in a collective, once all have called it: independent copies and reductions.
@@ -34,19 +34,18 @@ from torch import Tensor
 
 from shardwise._torch import current_raw_stream, foreach_copy
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.agree import fold_texts, name_ranks
+from shardwise.comm.agree import agree_on_request, fold_texts, name_ranks
 from shardwise.comm.flat_tensors import Edges
 from shardwise.comm.protocol import (
-    BOXES,
     DEFAULT_TIMEOUT,
-    LENT,
     Capabilities,
+    Combine,
     Comm,
     CommError,
     OfferPlanner,
     PendingWork,
     ReduceOp,
-    TakeLent,
+    Request,
     TensorsByRank,
     Work,
 )
@@ -103,10 +102,11 @@ def plan_boxes(
     for src, (outgoing, _) in payloads.items():
         for dst, (_, incoming) in payloads.items():
             sent, wanted = outgoing.get(dst, ()), incoming.get(src, ())
-            if [t.shape for t in sent] != [t.shape for t in wanted]:
+            matched = [tensors.match_tensors(*pair) for pair in zip(wanted, sent, strict=False)]
+            if None in matched or len(sent) != len(wanted):
                 sizes = ([t.nbytes for t in sent], [t.nbytes for t in wanted])
                 raise CommError(tensors.check_edge(src, dst, *sizes, label=label) or f"{label!r}: shapes", (src, dst))
-            pairs += zip(wanted, sent, strict=True)
+            pairs += cast(list[tuple[Tensor, Tensor]], matched)
     return [partial(_copy_pairs, pairs)]
 
 
@@ -114,17 +114,17 @@ def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     copy_boxes(pairs)
 
 
-def plan_lending(
-    payloads: Mapping[int, tuple[Mapping[int, Sequence[Tensor]], set[int], TakeLent]], *, label: str
+def plan_combining(
+    payloads: Mapping[int, tuple[TensorsByRank, TensorsByRank, Combine]], *, label: str
 ) -> list[RendezvousJob]:
-    """A job for each rank, which reads what the others lend to it."""
+    """A job for each rank, which reads what the others send to it."""
     jobs: list[RendezvousJob] = []
-    for rank, (_, receives, take) in payloads.items():
+    for rank, (_, receives, combine) in payloads.items():
         senders = {peer for peer, (sends, _, _) in payloads.items() if rank in sends}
-        if senders != receives:
-            text = f"{label!r}: {name_ranks(senders)} lend to rank {rank}, which expects {sorted(receives)}"
+        if senders != set(receives):
+            text = f"{label!r}: {name_ranks(senders)} send to rank {rank}, which expects {sorted(receives)}"
             raise CommError(text, (rank,))
-        jobs.append(partial(take, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
+        jobs.append(partial(combine, {peer: payloads[peer][0][rank] for peer in sorted(senders)}))
     return jobs
 
 
@@ -484,21 +484,29 @@ class LocalComm(Comm):
         """On a GPU, where a copy only has to be queued, boxes are read where they are."""
         return _ON_DEVICE if self.device.type == "cuda" else _ON_HOST
 
-    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
+    def exchange(
+        self,
+        sends: TensorsByRank,
+        receives: TensorsByRank,
+        *,
+        label: str,
+        request: Request | None = None,
+        combine: Combine | None = None,
+    ) -> Work:
         """Copy each edge's k-th sent tensor into its k-th received one."""
+        if request is not None:
+            agree_on_request(self, request, label=label)
+        if combine is not None:
+            payload = sends, receives, combine
+            planner = partial(plan_combining, label=label)
+            return self._start("exchange", label, "combined", payload, planner, _MANY_BYTES)
+        if self.capabilities.reads_peers:
+            sends, receives = tensors.nonempty_edges(self, sends, receives, label=label)
+            return self._start("exchange", label, "", (sends, receives), partial(plan_boxes, label=label), _MANY_BYTES)
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
         nbytes = sum(len(run) for edges in (outgoing, incoming) for runs in edges.values() for run in runs)
         return self._start("exchange", label, "", (outgoing, incoming), partial(plan_exchange, label=label), nbytes)
-
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        """Copy tensors of any strides, all ranks' in one job."""
-        return self._start("exchange", label, BOXES, (sends, receives), partial(plan_boxes, label=label), _MANY_BYTES)
-
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
-        """Lend tensors to other ranks, and read what they lend."""
-        payload = sends, set(receives), take
-        return self._start("exchange", label, LENT, payload, partial(plan_lending, label=label), _MANY_BYTES)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""

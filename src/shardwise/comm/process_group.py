@@ -26,7 +26,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -42,20 +42,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._text import package_logger
 from shardwise._torch import Store, default_store, group_backends, group_name, name_new_groups
 from shardwise.comm import flat_tensors as tensors
-from shardwise.comm.agree import name_ranks
+from shardwise.comm.agree import agree_on_request, check_digests, name_ranks
 from shardwise.comm.background import BackgroundCall, BackgroundQueue
 from shardwise.comm.faults import FaultLog, PendingCalls, TransportError, to_transport_error
 from shardwise.comm.local import default_device, number_device
 from shardwise.comm.protocol import (
-    BOXES,
     DEFAULT_TIMEOUT,
-    LENT,
     Capabilities,
+    Combine,
     Comm,
     CommError,
     PendingWork,
     ReduceOp,
-    TakeLent,
+    Request,
     TensorsByRank,
     Work,
 )
@@ -190,36 +189,54 @@ class ProcessGroupComm(Comm):
         """Make calls while this rank computes."""
         return self._queue.submit(run)
 
-    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
+    def exchange(
+        self,
+        sends: TensorsByRank,
+        receives: TensorsByRank,
+        *,
+        label: str,
+        request: Request | None = None,
+        combine: Combine | None = None,
+    ) -> Work:
         """Move each edge's k-th sent tensor into its k-th received one."""
+        if request is None:
+            return self._exchange(sends, receives, label, combine)
+        if not self._ready_engine().starts_early:
+            agree_on_request(self, request, label=label)
+            return self._exchange(sends, receives, label, combine)
+        gather_digests = self._start_agreeing(request.digest, label)
+        try:
+            work = self._exchange(sends, receives, label, combine)
+        except BaseException:
+            gather_digests()
+            raise
+
+        def finish() -> None:
+            check_digests(self, request, gather_digests(), label=label)
+            work.wait()
+
+        return PendingWork(finish)
+
+    def _exchange(self, sends: TensorsByRank, receives: TensorsByRank, label: str, combine: Combine | None) -> Work:
+        call = tensors.describe_call("exchange", label, "" if combine is None else "combined")
+        if combine is not None or self._capabilities.reads_peers:
+            if combine is None:
+                sends, receives = tensors.nonempty_edges(self, sends, receives, label=label)
+
+            def start(engine: Engine, stage: Stage) -> Work:
+                lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
+                if combine is not None:
+                    return engine.lend(lent, receives, combine, call=call)
+                filled = {rank: [stage.write(t) for t in listed] for rank, listed in receives.items()}
+                return engine.exchange(lent, filled, call=call)
+
+            return self._start(label, call, start)
         outgoing = tensors.check_edges(self, sends, "sends to", label=label)
         incoming = tensors.check_edges(self, receives, "receives from", label=label)
         self._copy_own(outgoing.pop(self.rank, []), incoming.pop(self.rank, []), label)
-        call = tensors.describe_call("exchange", label)
         return self._start(
             label, call, lambda e, s: e.exchange(s.read_edges(outgoing), s.write_edges(incoming), call=call)
         )
-
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        """Copy tensors of any strides, those that this rank sends to itself included."""
-        call = tensors.describe_call("exchange", label, BOXES)
-
-        def start(engine: Engine, stage: Stage) -> Work:
-            lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
-            filled = {rank: [stage.write(t) for t in listed] for rank, listed in receives.items()}
-            return engine.exchange_boxes(lent, filled, call=call)
-
-        return self._start(label, call, start)
-
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
-        """Lend tensors to other ranks, and read what they lend."""
-        call = tensors.describe_call("exchange", label, LENT)
-
-        def start(engine: Engine, stage: Stage) -> Work:
-            lent = {rank: [stage.read(t) for t in listed] for rank, listed in sends.items()}
-            return engine.lend(lent, receives, take, call=call)
-
-        return self._start(label, call, start)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, label: str) -> Work:
         """Fill `out` with every rank's tensor."""
@@ -293,7 +310,7 @@ class ProcessGroupComm(Comm):
         """Return every rank's bytes."""
         return self._gather_bytes("all_gather_bytes", data, label)
 
-    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]]:
+    def _start_agreeing(self, data: bytes, label: str) -> Callable[[], list[bytes]]:
         """Send bytes to all ranks before the next call, which may start at once; returns what waits for all bytes."""
         engine = self._ready_engine()
         call = tensors.describe_call("all_gather_bytes", label)
@@ -318,9 +335,9 @@ class ProcessGroupComm(Comm):
         return wait
 
     def withdraw_next_call(self) -> None:
-        """After ranks disagreed: take the call back that some of them have started since and others have not."""
+        """After ranks disagreed: take back the call that some of them have started for their request."""
         engine = self._engine
-        if engine is not None and engine.capabilities.starts_early:
+        if engine is not None and engine.starts_early:
             self._calls = self._agreed_call[0] + 1
             engine.withdraw_call(self._agreed_call[1] + 1)
 

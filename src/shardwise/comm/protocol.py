@@ -13,7 +13,7 @@ Everything above this layer talks to a `Comm` and never to `torch.distributed`. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
@@ -84,23 +84,26 @@ class Capabilities:
     background: bool = False
     """`submit` runs calls in a thread, in order."""
     reads_peers: bool = False
-    """Ranks read each other's tensors where they are, whatever their strides: `exchange_boxes` and `lend`."""
+    """Ranks read each other's tensors where they are: `exchange` takes any strides, and `combine`."""
     fuses_moves: bool = False
     """One rank can do for all of them what they have agreed on: `agree_and_run`."""
-    starts_early: bool = False
-    """The next call may be started while ranks agree, and be withdrawn: `start_agreeing`."""
     captures_graphs: bool = False
     """Calls can be part of a CUDA graph."""
 
 
-TakeLent = Callable[[Mapping[int, Sequence[Tensor]]], None]
-"""What reads the tensors that other ranks lend, by rank."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ranks compare before a call: its fields as canonical text, and the digest of the text."""
+
+    text: bytes
+    digest: bytes
+
+
+Combine = Callable[[Mapping[int, Sequence[Tensor]]], None]
+"""What reads the tensors that other ranks send, by rank."""
 
 OfferPlanner: TypeAlias = Callable[[Sequence[T]], list[Callable[[], None]]]
 """Makes jobs of what the ranks offered, in their order."""
-
-BOXES, LENT = "boxes in place", "lent memory"
-"""How an exchange is made where nothing is packed: part of what ranks compare, so that all of them make the same."""
 
 
 class Comm:
@@ -148,12 +151,27 @@ class Comm:
         """
         return None
 
-    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        """Send contiguous tensors to any ranks and receive into contiguous tensors from any ranks.
+    def exchange(
+        self,
+        sends: TensorsByRank,
+        receives: TensorsByRank,
+        *,
+        label: str,
+        request: Request | None = None,
+        combine: Combine | None = None,
+    ) -> Work:
+        """Send tensors to any ranks and receive into tensors from any ranks.
 
         Keys are ranks. Values are moved as bytes, so every dtype works and the two sides may use different dtypes and
         shapes. On each edge the k-th tensor sent fills the k-th tensor received: their bytes must match, tensors
         without elements left out of the count. A rank may send to itself.
+
+        `request`: the ranks agree on it first; if they do not, every rank raises `DisagreementError`, at the latest in
+        `wait()`, and nothing has been received. A transport may send digests and data at once; no other rank can tell.
+
+        Where ranks read each other's memory (`reads_peers`) tensors have any strides, and both sides of an edge one
+        shape. Every rank may pass `combine` there: it is called once, in `wait()` or before, with what the others send
+        to this rank, in their memory, and only reads it; `receives` then says what is expected, and is not written.
         """
         raise NotImplementedError
 
@@ -199,18 +217,6 @@ class Comm:
         """Make calls of this comm while the rank computes, after those submitted before (`background`)."""
         raise NotImplementedError
 
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        """As `exchange`, for tensors of any strides; on an edge both sides have one shape and dtype (`reads_peers`)."""
-        raise NotImplementedError
-
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
-        """Lend tensors; call `take` once with what the ranks in `receives` lend to this one (`reads_peers`).
-
-        `take` gets tensors of other ranks' memory, on the comm's device, and only reads them. It may be called at once
-        or in `wait()`, and its work on the device ends in the order of the stream.
-        """
-        raise NotImplementedError
-
     def agree_and_run(
         self, data: bytes, offer: T, plan: OfferPlanner[T], nbytes: int, *, label: str
     ) -> tuple[list[bytes], bool]:
@@ -221,12 +227,8 @@ class Comm:
         """
         raise NotImplementedError
 
-    def start_agreeing(self, data: bytes, *, label: str) -> Callable[[], list[bytes]]:
-        """Send bytes to all ranks; returns what waits for theirs, before which a call may start (`starts_early`)."""
-        raise NotImplementedError
-
     def withdraw_next_call(self) -> None:
-        """After ranks disagreed: take the call back that some of them have started since and others have not."""
+        """After ranks disagreed: take back the call that some of them have started for their request."""
 
 
 class CompletedWork:

@@ -12,7 +12,7 @@ Tracing a program:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,9 +25,10 @@ from shardwise._torch import compute_again, last_traced_node
 from shardwise.comm.protocol import (
     DEFAULT_TIMEOUT,
     Capabilities,
+    Combine,
     Comm,
     CompletedWork,
-    TakeLent,
+    Request,
     TensorsByRank,
     Work,
 )
@@ -109,16 +110,19 @@ class StandInComm(Comm):
         self._complete(label=label)
         return [tensor] * self.world_size
 
-    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        return self.real.exchange({}, {}, label=label) if self.real and self._joins else self._complete(label=label)
-
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, label: str) -> Work:
-        assert self.real is not None
-        return self.real.exchange_boxes({}, {}, label=label)
-
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, label: str) -> Work:
-        assert self.real is not None
-        return self.real.lend({}, (), lambda lent: None, label=label)
+    def exchange(
+        self,
+        sends: TensorsByRank,
+        receives: TensorsByRank,
+        *,
+        label: str,
+        request: Request | None = None,
+        combine: Combine | None = None,
+    ) -> Work:
+        if self.real is None or not self._joins:
+            return self._complete(label=label)
+        own = None if combine is None else _combine_nothing
+        return self.real.exchange({}, {}, label=label, request=request, combine=own)
 
     def _complete(self, *args: Any, label: str = "a collective", **kwargs: Any) -> Work:
         if not self._completes:
@@ -126,6 +130,10 @@ class StandInComm(Comm):
         return CompletedWork()
 
     all_gather_into = reduce_scatter_into = all_reduce = all_reduce_into = broadcast = _complete
+
+
+def _combine_nothing(arrived: Mapping[int, Sequence[Tensor]]) -> None:
+    assert not arrived
 
 
 class NotTraceableError(RuntimeError):

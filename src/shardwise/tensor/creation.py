@@ -26,7 +26,7 @@ from shardwise.comm import (
     gather_values,
     name_ranks,
 )
-from shardwise.comm.agree import label_error, raise_problems
+from shardwise.comm.agree import label_error, make_request, raise_problems
 from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
 from shardwise.comm.local import number_device
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
@@ -48,7 +48,7 @@ from shardwise.tensor.move import (
     replicated_layout,
     single_rank_layout,
     start_moving,
-    start_while_agreeing,
+    start_on_request,
     target_layout,
 )
 from shardwise.tensor.pickling import PLAIN_SPECS
@@ -433,7 +433,7 @@ def redistribute_many(
         return [t._like(dst, held) for t, dst, held in zip(tensors, dsts, results, strict=True)]
 
     if problem is None and not async_op and all(map(can_start_early, tensors, dsts)):
-        return finish(start_while_agreeing(tensors, dsts, asked, label, max_buffer_bytes).wait())
+        return finish(start_on_request(tensors, dsts, make_request(asked), label, max_buffer_bytes).wait())
     agree(tensors[0].comm, asked, label=label, problem=problem)
     if not async_op and (is_dual_level() or any(is_move_recorded(t) for t in tensors)):
         return [t._like(dst, *move_to(t, dst, label, max_buffer_bytes)) for t, dst in zip(tensors, dsts, strict=True)]

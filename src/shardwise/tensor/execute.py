@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Comm, ReduceOp, Work
+from shardwise.comm.agree import agree_on_request
 from shardwise.comm.background import BackgroundCall
 from shardwise.comm.flat_tensors import cut_for_one_thread
+from shardwise.comm.protocol import Combine, Request
 from shardwise.comm.transports.kernels import add_together, copy_boxes
 from shardwise.geometry import Box, Reduction
 from shardwise.geometry.mesh import IntArray
@@ -283,12 +285,16 @@ def run_moves(
     limit: int | None = None,
     into: Sequence[Tensors | None] = (),
     line: str = "",
+    request: Request | None = None,
 ) -> Running:
-    """Start moves of one comm here; their messages share exchanges, as many as have up to `limit` bytes under way."""
+    """Start moves of one comm here; their messages share exchanges, as many as have up to `limit` bytes under way.
+
+    `request`: all ranks agree on it with the first exchange, else they raise.
+    """
     comm, label = moves[0].comm, label or moves[0].label
     recorder = find_recorder(comm) if recorders else None
     finished = None if recorder is None else recorder.begin_move(comm, moves, label, line)
-    return Running(comm, label, exchange_rounds(moves, sources, label, limit, into), finished=finished)
+    return Running(comm, label, exchange_rounds(moves, sources, label, limit, into, request), finished=finished)
 
 
 def start_moves(
@@ -332,6 +338,7 @@ def exchange_rounds(
     label: str,
     limit: int | None,
     into: Sequence[Tensors | None],
+    request: Request | None,
 ) -> Rounds:
     """The rounds of moves as they are run, one exchange each; returns the destination tensors of each move."""
     results: list[Tensors] = []
@@ -339,9 +346,12 @@ def exchange_rounds(
         batch, held = moves[first:end], [resolve_lazy(tensors) for tensors in sources[first:end]]
         memory = into[first:end] or [None] * len(batch)
         if len(batch) == 1 and batch[0].collective is not None:
+            if request is not None:
+                agree_on_request(batch[0].comm, request, label=label)
             results += yield from _reduce_whole(batch[0], held[0][0], memory[0], label)
         else:
-            results += yield from _exchange_batch(batch, held, memory, label)
+            results += yield from _exchange_batch(batch, held, memory, label, request)
+        request = None
     for move, moved in zip(moves, results, strict=True):
         for tensor in moved:
             rescale(tensor, move.scale)
@@ -363,26 +373,27 @@ def _split_by_limit(moves: Sequence[Move], limit: int | None) -> list[tuple[int,
 
 
 def _exchange_batch(
-    moves: Sequence[Move], current: list[Tensors], into: Sequence[Tensors | None], label: str
+    moves: Sequence[Move], current: list[Tensors], into: Sequence[Tensors | None], label: str, request: Request | None
 ) -> Rounds:
+    """Moves that share exchanges; the first exchange carries the request."""
     comm = moves[0].comm
     reads_peers = comm.capabilities.reads_peers
     for index in range(max(len(move.transfer.steps) for move in moves)):
         active = [i for i, move in enumerate(moves) if index < len(move.transfer.steps)]
         runs = [_StepRun(moves[i], index, current[i], into[i]) for i in active]
         quiet = all(run.step.rounds == 0 and run.move.transfer.rank is None for run in runs)
+        if quiet and request is not None:
+            agree_on_request(comm, request, label=label)
+            request = None
         for number in range(0 if quiet else max(1, *(run.step.rounds for run in runs))):
-            if reads_peers:
-                yield _start_lending(runs, number, comm, label)
-                continue
-            sends = _merge_edges(run.outgoing(number) for run in runs)
-            receives = _merge_edges(run.incoming(number) for run in runs)
-            work = comm.exchange(sends, receives, label=label)
-            if number == 0:
-                _start_locally(runs)
+            sends, receives, combine = (_find_boxes if reads_peers else _pack_messages)(runs, number, comm.rank)
+            work = comm.exchange(sends, receives, label=label, request=request, combine=combine)
+            if number == 0 and not reads_peers:
+                _start_beside(work, runs)
             yield work
-            del work, sends, receives  # before the next round's buffers are made
-            for run in runs:
+            request = None
+            del work, sends, receives, combine  # before the next round's buffers are made
+            for run in runs if not reads_peers else ():
                 run.settle()
         if quiet:
             _start_locally(runs)
@@ -391,35 +402,46 @@ def _exchange_batch(
     return current
 
 
-def _start_lending(runs: Sequence[_StepRun], number: int, comm: Comm, label: str) -> Work:
-    """One round in which boxes are read where they are."""
-    if all(run.step.op is None for run in runs):  # the same on every rank, unlike what a rank's part reduces
-        for run in runs if number == 0 else ():
-            run.fill()
-        return comm.exchange_boxes(*_cut_boxes(runs, number, comm.rank), label=label)
-    sends = _merge_edges(run.lent(number) for run in runs)
-    receives = {peer for run in runs for peer in run.part.receives.get(number, {})}
+Exchange: TypeAlias = tuple[dict[int, list[Tensor]], dict[int, list[Tensor]], Combine | None]
 
-    def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
+
+def _pack_messages(runs: Sequence[_StepRun], number: int, rank: int) -> Exchange:
+    """What this rank sends and receives in a round, by peer: boxes or buffers that are one run of memory each."""
+    return _merge_edges(run.outgoing(number) for run in runs), _merge_edges(run.incoming(number) for run in runs), None
+
+
+def _find_boxes(runs: Sequence[_StepRun], number: int, rank: int) -> Exchange:
+    """The boxes that this rank sends and receives in a round, by peer, where ranks read each other's memory.
+
+    In the first round also those of its own copies. If a step reduces, each rank combines what the others send.
+    """
+    sends = _merge_edges(run.lent(number) for run in runs)
+    receives = _merge_edges(run.places(number) for run in runs)
+    if all(run.step.op is None for run in runs):  # the same on every rank, unlike what a rank's part reduces
+        if number == 0:
+            for run in runs:
+                run.fill()
+            own = [pair for run in runs for pair in run.local_pairs()]
+            sends[rank], receives[rank] = [source for _, source in own], [target for target, _ in own]
+        return sends, receives, None
+
+    def combine(arrived: Mapping[int, Sequence[Tensor]]) -> None:
         if number == 0:
             _start_locally(runs)
-        boxes = {peer: iter(tensors) for peer, tensors in lent.items()}
+        boxes = {peer: iter(tensors) for peer, tensors in arrived.items()}
         for run in runs:
             run.take_lent(number, boxes)
 
-    return comm.lend(sends, receives, take, label=label)
+    return sends, receives, combine
 
 
-def _cut_boxes(
-    runs: Sequence[_StepRun], number: int, rank: int
-) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
-    """The boxes that this rank sends and receives in a round, by peer; in the first round those of its own copies."""
-    sends = _merge_edges(run.lent(number) for run in runs)
-    wanted = _merge_edges(run.places(number) for run in runs)
-    if number == 0:
-        own = [pair for run in runs for pair in run.local_pairs()]
-        sends[rank], wanted[rank] = [source for _, source in own], [target for target, _ in own]
-    return sends, wanted
+def _start_beside(work: Work, runs: Sequence[_StepRun]) -> None:
+    """Copy this rank's own boxes while messages travel; if that fails, no other rank waits for this one."""
+    try:
+        _start_locally(runs)
+    except BaseException:
+        work.wait()
+        raise
 
 
 def _reduce_whole(move: Move, source: Tensor, into: Tensors | None, label: str) -> Rounds:

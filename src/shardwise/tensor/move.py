@@ -40,9 +40,10 @@ from torch import Tensor
 
 from shardwise._cache import Cache, cache_by_identity, cache_plans
 from shardwise._torch import define_operator, foreach_copy, forward_ad, is_dispatch_mode_on, is_dual_level
-from shardwise.comm import Comm, ReduceOp, advise_ranks, agree, any_rank, name_ranks, start_agreeing
-from shardwise.comm.agree import Request, agree_and_run
+from shardwise.comm import Comm, ReduceOp, advise_ranks, agree, any_rank, name_ranks
+from shardwise.comm.agree import agree_and_run, agree_on_request, make_request
 from shardwise.comm.local import RendezvousJob, plan_reduction
+from shardwise.comm.protocol import Request
 from shardwise.comm.stand_in import real_comm, untraced_comm
 from shardwise.comm.transports.kernels import copy_boxes
 from shardwise.geometry import (
@@ -469,7 +470,7 @@ class Move:
         key = repr(fields)
         known = self._requests.get(key)
         if known is None:
-            known = self._requests[key] = Request.of(self.describe_request(fields))
+            known = self._requests[key] = make_request(self.describe_request(fields))
         return known
 
     def describe_request(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -573,11 +574,11 @@ def check_and_move(
         if moved is not None and not is_move_recorded(held):
             return moved, None
         return move_to(held, dst, label, limit, lambda: moved)
-    if move.problem is not None or not can_start_early(held, dst):
+    if move.problem is not None or recorders or not can_start_early(held, dst):
         check_move(held, dst, label, fields)
         return move_to(held, dst, label, limit)
     with profiled_move(label, held.sharding, dst):
-        return start_while_agreeing([held], [dst], move.describe_request(fields), label, limit).wait()[0], None
+        return start_on_request([held], [dst], move._write_request(fields), label, limit).wait()[0], None
 
 
 def _limit_problem(limit: object) -> str | None:
@@ -598,18 +599,17 @@ def can_start_early(held: MovableTensor, dst: Layout) -> bool:
     return copies and _is_plain(held) and not is_move_recorded(held) and src != dst
 
 
-def start_while_agreeing(
-    held: Sequence[MovableTensor], dsts: Sequence[Layout], asked: Mapping[str, Any], label: str, limit: int | None
+def start_on_request(
+    held: Sequence[MovableTensor], dsts: Sequence[Layout], request: Request, label: str, limit: int | None
 ) -> Running:
-    """Start moves that travel early before all ranks have agreed on them; raises if they do not."""
-    comm = held[0].comm
-    with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
-        finish_agreeing = start_agreeing(comm, asked, label=label)
+    """Start moves whose first exchange carries the request; `wait` raises on every rank unless all agree on it."""
     try:
-        return _start_many(run_moves, held, dsts, label, limit)
-    finally:
-        with recorded_wait(comm, f"{label}: agree") if recorders else nullcontext():
-            finish_agreeing()
+        for one, dst in zip(held, dsts, strict=True):
+            _ = find_move(one, dst, label, limit).transfer
+    except ValueError:  # of this limit: ranks that agree on it raise the same
+        agree_on_request(held[0].comm, request, label=label)
+        raise
+    return _start_many(partial(run_moves, request=request), held, dsts, label, limit)
 
 
 def start_moving(

@@ -86,8 +86,8 @@ def test_boxes_are_exchanged() -> None:
     def body(rank: int, engine: SameHostDeviceEngine) -> Tensor:
         out = on_device(device, torch.full((4, 6), -1))
         sends = {r: [held[rank][:, 2 * r : 2 * r + 2]] for r in range(3)}
-        works = [engine.exchange_boxes(sends, {r: [out[:, 2 * r : 2 * r + 2]] for r in range(3)}, call="swap")]
-        works.append(engine.exchange_boxes({}, {}, call="nothing"))
+        works = [engine.exchange(sends, {r: [out[:, 2 * r : 2 * r + 2]] for r in range(3)}, call="swap")]
+        works.append(engine.exchange({}, {}, call="nothing"))
         for work in reversed(works):
             work.wait()
         return out
@@ -294,8 +294,10 @@ class LendingLocalComm(LocalComm):
 
     capabilities = Capabilities(reads_peers=True)  # type: ignore[assignment]  # as of processes, which fuse no moves
 
-    def exchange(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("boxes were packed")
+    def exchange(self, sends: Any, receives: Any, **options: Any) -> Any:
+        boxes = [t for side in (sends, receives) for listed in side.values() for t in listed]
+        assert all(t.dim() == 2 for t in boxes), "boxes were packed"
+        return super().exchange(sends, receives, **options)
 
 
 def _move_lending(comm: Comm, src: Layout, dst: Layout, whole: Tensor) -> tuple[Tensor, ...]:
@@ -317,9 +319,9 @@ def test_moves_between_ranks_that_lend_pack_nothing(dtype: torch.dtype) -> None:
 def test_threads_that_lend_to_one_that_does_not_expect_it_are_named() -> None:
     def body(comm: LocalComm) -> None:
         sends = {1: [torch.ones(2)]} if comm.rank == 0 else {}
-        comm.lend(sends, [], lambda lent: None, label="move").wait()
+        comm.exchange(sends, {}, label="move", combine=lambda arrived: None).wait()
 
-    with pytest.raises(RuntimeError, match=r"'move': rank 0 lend to rank 1, which expects"):
+    with pytest.raises(RuntimeError, match=r"'move': rank 0 send to rank 1, which expects"):
         run_local(body, 2)
 
 
@@ -352,7 +354,7 @@ def test_call_that_was_started_while_ranks_agree_is_taken_back() -> None:
             work = None
             if said == b"same":
                 sends, receives = {(rank + 1) % 3: [held[rank]]}, {(rank - 1) % 3: [out]}
-                work = engine.exchange_boxes(sends, receives, call="ring")
+                work = engine.exchange(sends, receives, call="ring")
             if len(set(finish())) > 1:
                 engine.withdraw_call(number)
                 found.append(engine.all_gather_bytes(b"", call="withdrawn"))

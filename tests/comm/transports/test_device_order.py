@@ -87,7 +87,7 @@ def test_call_that_is_served_on_another_stream_follows_the_one_that_started_it()
         first = StreamPeers.use("first")
         if rank:
             barrier.wait()  # so that rank 0 serves the call when it waits
-        work = engine.exchange_boxes({1 - rank: [mine]}, {1 - rank: [out]}, call="swap")
+        work = engine.exchange({1 - rank: [mine]}, {1 - rank: [out]}, call="swap")
         if not rank:
             barrier.wait()
         second = StreamPeers.use("second")
@@ -112,7 +112,7 @@ def test_copy_of_what_cannot_be_opened_is_made_before_it_is_lent() -> None:
         copy = on_device(device, mine)
         if rank:
             mine.clone = lambda memory_format: copy  # type: ignore[method-assign, assignment]
-        engine.exchange_boxes({1 - rank: [mine if rank else copy]}, {1 - rank: [out]}, call="swap").wait()
+        engine.exchange({1 - rank: [mine if rank else copy]}, {1 - rank: [out]}, call="swap").wait()
         return out
 
     with engines(2, device, make_peers=stream_peers) as made:

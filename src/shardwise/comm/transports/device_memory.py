@@ -59,7 +59,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ from torch import Tensor
 from shardwise._text import package_logger
 from shardwise.comm.agree import fold_texts, name_ranks
 from shardwise.comm.faults import TransportError
-from shardwise.comm.flat_tensors import Edges, as_bytes
-from shardwise.comm.protocol import Capabilities, PendingWork, ReduceOp, TakeLent, TensorsByRank, Work
+from shardwise.comm.flat_tensors import as_bytes, match_tensors
+from shardwise.comm.protocol import Capabilities, Combine, PendingWork, ReduceOp, TensorsByRank, Work
 from shardwise.comm.transports.backends import NativeEngine
 from shardwise.comm.transports.engine import Engine, Gatherer
 from shardwise.comm.transports.kernels import copy_boxes, reduce_tensors
@@ -515,7 +515,7 @@ class LendCall(PeerCall):
         call: str,
         lent: Mapping[int, Sequence[Tensor]],
         expected: Iterable[int],
-        take: TakeLent,
+        take: Combine,
         peers: DevicePeers,
     ) -> None:
         super().__init__(call, expected, lent)
@@ -557,7 +557,7 @@ class LendCall(PeerCall):
 class SameHostDeviceEngine(PeerEngine):
     """Moves device tensors between processes of one host."""
 
-    capabilities = Capabilities(reads_peers=True, starts_early=True)
+    capabilities, starts_early = Capabilities(reads_peers=True), True
 
     def __init__(
         self, rank: int, ranks: tuple[int, ...], links: PeerSockets, peers: DevicePeers, timeout: float
@@ -565,7 +565,7 @@ class SameHostDeviceEngine(PeerEngine):
         super().__init__(rank, ranks, links, timeout)
         self._peers, self.device = peers, peers.device
 
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, call: str) -> Work:
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: Combine, *, call: str) -> Work:
         """Lend tensors of any strides to ranks; `take` reads what others lend, on this rank's stream."""
         with self._calls.lock, self._calls.abort_if_raised(call):
             messages, lent = self._peers.describe(sends, rank=self._rank, call=call)
@@ -578,13 +578,9 @@ class SameHostDeviceEngine(PeerEngine):
             self._calls.start(operation, {rank: (FrameKind.RANGES, body) for rank, body in messages.items()})
         return PendingWork(partial(self._finish, operation))
 
-    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
-        """Copy what is lent into what is received."""
-        return self.exchange_boxes(sends, receives, call=call)
-
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
+    def exchange(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
         """Copy tensors of any strides, those that this rank sends to itself included."""
-        own = list(zip(receives.get(self._rank, ()), sends.get(self._rank, ()), strict=True))
+        own = _pair_boxes(call, self._rank, self._rank, sends.get(self._rank, ()), receives.get(self._rank, ()))
 
         def take(lent: Mapping[int, Sequence[Tensor]]) -> None:
             copy_boxes([*own, *(pair for r in lent for pair in _pair_boxes(call, r, self._rank, lent[r], receives[r]))])
@@ -663,13 +659,14 @@ def _pair_boxes(
     call: str, src: int, dst: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """The k-th tensor that is received and the k-th that is sent; they must match."""
-    if [t.shape for t in sent] != [t.shape for t in wanted]:
+    matched = [match_tensors(*pair) for pair in zip(wanted, sent, strict=False)]
+    if None in matched or len(sent) != len(wanted):
         theirs, ours = [t.nbytes for t in sent], [t.nbytes for t in wanted]
         if theirs != ours:
             raise different_sizes_error(call, src, dst, f"{theirs} bytes", str(ours))
         shapes = [str([tuple(t.shape) for t in each]) for each in (sent, wanted)]
         raise different_sizes_error(call, src, dst, f"shapes {shapes[0]}", shapes[1])
-    return list(zip(wanted, sent, strict=True))
+    return cast(list[tuple[Tensor, Tensor]], matched)
 
 
 _CONNECT_SECONDS = 10.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.flat_tensors import Edges
-from shardwise.comm.protocol import Capabilities, ReduceOp, TakeLent, TensorsByRank, Work
+from shardwise.comm.protocol import Capabilities, Combine, ReduceOp, TensorsByRank, Work
 
 
 class Gatherer(Protocol):
@@ -37,11 +37,16 @@ class Engine:
     """The ranks that the present wait is for."""
     capabilities = Capabilities()
     """What it can do in addition to what all engines can."""
+    starts_early = False
+    """Whether the next call may be started while ranks agree, and be withdrawn."""
     calls = 0
     """The number of the last call that was started (`starts_early`)."""
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
-        """Move byte views along edges between different ranks."""
+        """Move byte views along edges between different ranks.
+
+        With `reads_peers`: copy tensors of any strides, those that this rank sends to itself included.
+        """
         raise NotImplementedError
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
@@ -74,12 +79,8 @@ class Engine:
     def close(self) -> None:
         """Release what the engine holds."""
 
-    def exchange_boxes(self, sends: TensorsByRank, receives: TensorsByRank, *, call: str) -> Work:
-        """Copy tensors of any strides along edges, those from a rank to itself included (`reads_peers`)."""
-        raise NotImplementedError
-
-    def lend(self, sends: TensorsByRank, receives: Iterable[int], take: TakeLent, *, call: str) -> Work:
-        """Lend tensors of any strides; see `Comm.lend` (`reads_peers`)."""
+    def lend(self, sends: TensorsByRank, receives: Iterable[int], combine: Combine, *, call: str) -> Work:
+        """Let others read tensors of any strides, and combine those of the ranks in `receives` (`reads_peers`)."""
         raise NotImplementedError
 
     def start_agreeing(self, data: bytes, *, call: str) -> Callable[[], list[bytes]]:

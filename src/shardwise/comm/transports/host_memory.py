@@ -41,7 +41,7 @@ from torch import Tensor
 from shardwise._text import package_logger
 from shardwise.comm.faults import TransportError
 from shardwise.comm.flat_tensors import REDUCE_BLOCK_ELEMENTS, Edges, accumulate_run, as_bytes, finish_average
-from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
+from shardwise.comm.protocol import CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Gatherer
 from shardwise.comm.transports.links import (
     Frame,
@@ -384,7 +384,7 @@ class SameHostEngine(PeerEngine):
     """Moves host tensors between processes of one host."""
 
     device = torch.device("cpu")
-    capabilities = Capabilities(starts_early=True)
+    starts_early = True
 
     def __init__(
         self, rank: int, links: PeerSockets, leases: Mapping[int, RemoteLease], own: MemoryLease, timeout: float
