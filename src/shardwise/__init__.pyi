@@ -64,6 +64,7 @@ from shardwise.nn import (
     ShardingPlan as ShardingPlan,
     ShardingPlanner as ShardingPlanner,
     check_plan as check_plan,
+    check_replicas as check_replicas,
     describe_plan as describe_plan,
     load_plan as load_plan,
     named_params_with_sharded_tensor as named_params_with_sharded_tensor,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise._torch import pytree
 from shardwise.geometry import Shard
 from shardwise.nn.inputs import ShardedBy, gather_state, place_inputs
+from shardwise.nn.optimizer import shard_state
 from shardwise.nn.plan import PlanError
-from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 
@@ -128,10 +128,7 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, ShardedTensor):
             continue
-        for key, value in state.items():
-            plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
-            if plain and value.ndim and value.shape == parameter.shape:
-                state[key] = shard(value, parameter.sharding, None, comm=parameter.comm)
+        state.update(shard_state(dict(state), parameter))
 
 
 def _find_plan(model: Any) -> ShardedBy:

@@ -1,6 +1,7 @@
 """Modules: plans that shard a model, lookups in sharded tables, and optimizers over sharded parameters."""
 
 from shardwise.nn.experts import GroupedExperts, RowSwap, TokenRoute, route_tokens, swap_rows
+from shardwise.nn.inputs import check_replicas
 from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
 from shardwise.nn.plan import (
@@ -31,6 +32,7 @@ __all__ = [
     "ShardingPlanner",
     "TokenRoute",
     "check_plan",
+    "check_replicas",
     "collect_local_shard",
     "describe_plan",
     "load_plan",

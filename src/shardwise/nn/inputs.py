@@ -5,6 +5,8 @@ they may differ from rank to rank and from batch to batch. Plain tensors that th
 masks) are the same on every rank and are read as replicated. With an `output_plan` of "plain" the outputs of the
 outermost module come back as plain tensors.
 
+Inputs that are the same on every rank are compared by shape and dtype, in a `with check_replicas():` block by value.
+
 Outputs of a sharded model as plain tensors: what code outside of the model expects that knows nothing of sharding.
 
 An output whose dim 0 is as long as the batch comes back as the rows that this rank passed in; all others, losses among
@@ -24,10 +26,11 @@ A module keeps its class's name and bases: its class becomes a subclass with the
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
@@ -38,8 +41,8 @@ from torch import Tensor, nn
 
 from shardwise._torch import count_running_calls, pytree
 from shardwise._tree import flatten_nest, map_nest, unflatten_nest
-from shardwise.comm import Comm, DisagreementError, agree, gather_values
-from shardwise.comm.stand_in import traced_comm
+from shardwise.comm import Comm, DisagreementError, agree, gather_values, name_ranks
+from shardwise.comm.stand_in import StandInComm, traced_comm
 from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.plan import PLAIN, ModelPlan
@@ -175,10 +178,21 @@ def _place_tensors(values: Sequence[Any], mesh: Mesh, placements: Sequence[Place
     if any(isinstance(p, Shard) for p in placements):
         layouts = _gather_part_layouts(shapes, mesh, placements, comm)
     else:
+        if plain:
+            _agree_on_whole_inputs([found[i] for i in plain], comm)
         layouts = [_replicated_input_layout(shape, mesh, tuple(placements)) for shape in shapes]
     for index, layout in zip(plain, layouts, strict=True):
         found[index] = wrap(layout, (found[index].contiguous(),), comm)
+    if _comparing.get() and not isinstance(comm, StandInComm):
+        compare_replicas({f"tensor {n} of the inputs": found[i] for n, i in enumerate(plain)})
     return found
+
+
+def _agree_on_whole_inputs(tensors: Sequence[Tensor], comm: Comm) -> None:
+    """Raise on every rank where the ranks pass tensors of other shapes or dtypes, as with a batch for each of them."""
+    fields = {f"tensor {i}": f"{str(t.dtype)[6:]} {tuple(t.shape)}" for i, t in enumerate(tensors)}
+    with recorded_wait(comm, "inputs: shapes") if recorders else nullcontext():
+        agree(comm, fields, label="inputs", what="tensors to a model whose plan reads them as replicated")
 
 
 @lru_cache(maxsize=1024)
@@ -237,6 +251,87 @@ def _format_axes(mesh: Mesh, axes: Sequence[int]) -> str:
     return f"axis {names[0]}" if len(names) == 1 else f"the axes {', '.join(names)}"
 
 
+_comparing: ContextVar[bool] = ContextVar("shardwise_comparing_replicas", default=False)
+
+
+class check_replicas:  # called as a function, and used in `with`
+    """Raise on every rank unless the ranks that hold the same part of a tensor hold the same values, bit for bit.
+
+    Takes modules (parameters, their gradients, buffers), optimizers (their state), ShardedTensors, and nests of them;
+    plain tensors are not compared. In a `with` block the values are compared again at its end, and so are the inputs
+    of sharded models that all ranks, or some of them, are to pass alike. Called on every rank.
+
+    >>> from shardwise import Mesh, MeshSpec, Replicate, run_local
+    >>> from shardwise.tensor.sharded_tensor import wrap
+    >>> layout = MeshSpec(Mesh.of(dp=2), (Replicate(),)).layout((2,))
+    >>> def body(comm):
+    ...     check_replicas({"bias": wrap(layout, (torch.ones(2) + comm.rank,), comm)})
+    >>> try:
+    ...     run_local(body, 2)
+    ... except DisagreementError as error:
+    ...     print(error)
+    check_replicas: bias differs between ranks 0, 1
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+        self._tokens: list[Token[bool]] = []
+        compare_replicas(_name_tensors(values))
+
+    def __enter__(self) -> None:
+        self._tokens.append(_comparing.set(True))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _comparing.reset(self._tokens.pop())
+        if kind is None:
+            compare_replicas(_name_tensors(self._values))
+
+
+def _name_tensors(values: Sequence[Any]) -> dict[str, ShardedTensor]:
+    """The ShardedTensors in modules, optimizers and nests, by a name for messages."""
+    found: dict[str, Any] = {}
+    for value in values:
+        if isinstance(value, nn.Module):
+            parameters = dict(value.named_parameters())
+            found |= parameters | dict(value.named_buffers())
+            found |= {f"the gradient of {name}": p.grad for name, p in parameters.items()}
+        else:
+            # A ShardedOptimizer names the state of a parameter; that of others is numbered.
+            state = value.state_dict()["state"] if isinstance(value, torch.optim.Optimizer) else value
+            leaves = pytree.tree_flatten_with_path(state)[0]
+            found |= {pytree.keystr(path).strip("[]'") or "the tensor": leaf for path, leaf in leaves}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, ShardedTensor)}
+
+
+def compare_replicas(tensors: Mapping[str, ShardedTensor]) -> None:
+    """Raise on all ranks of each comm where replicas differ; one exchange of digests for the tensors of a comm."""
+    by_comm: dict[int, tuple[Comm, dict[str, dict[str, str]]]] = {}
+    for name, tensor in tensors.items():
+        pieces = tensor.sharding.pieces_of(tensor.comm.rank) if tensor.sharding.pending is None else ()
+        parts = zip(pieces, tensor.local_parts, strict=False)
+        held = {f"{p.box.offsets}{p.box.sizes}": _digest_values(local) for p, local in parts}
+        by_comm.setdefault(id(tensor.comm), (tensor.comm, {}))[1][name] = held
+    for comm, digests in by_comm.values():
+        first: dict[tuple[str, str], tuple[int, str]] = {}
+        differing: dict[str, set[int]] = {}
+        for rank, given in gather_values(comm, digests, label="check_replicas").items():
+            for name, boxes in given.items():
+                for box, digest in boxes.items():
+                    other, seen = first.setdefault((name, box), (rank, digest))
+                    if seen != digest:
+                        differing.setdefault(name, set()).update((other, rank))
+        if differing:
+            shown = [f"{name} differs between {name_ranks(sorted(ranks))}" for name, ranks in differing.items()]
+            left = f"; and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+            raise DisagreementError(f"check_replicas: {'; '.join(shown[:_MOST_SHOWN])}{left}")
+
+
+def _digest_values(local: Tensor) -> str:
+    values = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
+
+
+_MOST_SHOWN = 8
 _METHODS = ("generate", "save_pretrained")
 
 

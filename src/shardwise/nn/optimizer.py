@@ -3,6 +3,12 @@
 State that has its parameter's shape (momenta, averages) is itself a ShardedTensor of the parameter's layout: it is
 checkpointed and redistributed like the parameter.
 
+Optimizers that were made before a model was sharded hold its whole parameters, which nothing trains any more.
+
+1. `hold_sharded_parameters` finds the optimizers that exist and puts the sharded parameters in their groups, in place.
+   Their state is sharded along: each rank takes its parts of its own values.
+2. An optimizer that gets whole parameters afterwards, from a list made before, raises at its first step.
+
 State dicts the way torch's functions make them: `torch.distributed.checkpoint.state_dict` and ShardedTensors.
 
 `get_model_state_dict` and its relatives know torch's own classes. They are taught ours, once their module is loaded:
@@ -14,6 +20,7 @@ State dicts the way torch's functions make them: `torch.distributed.checkpoint.s
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +30,13 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._torch import STATE_DICT, STATE_DICT_UTILS, pytree
+from shardwise._tree import map_nest
 from shardwise.comm import gather_values
 from shardwise.tensor.creation import shard
+from shardwise.tensor.move import replicated_layout
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 OptimizerState: TypeAlias = dict[str, Any]
@@ -58,6 +68,88 @@ def named_params_with_sharded_tensor(
 def local_tensors(parameter: Tensor) -> list[Tensor]:
     """Return what an optimizer on this rank works on: the local tensors of a sharded parameter, or the parameter."""
     return list(parameter.local_parts) if isinstance(parameter, ShardedTensor) else [parameter]
+
+
+_REPLACED = "_shardwise_replaced"  # on a parameter: a sharded one has taken its place in a module
+
+
+def hold_sharded_parameters(pairs: Sequence[tuple[Tensor, ShardedTensor]]) -> None:
+    """Let the optimizers that hold whole parameters hold the sharded ones in their place, with their state.
+
+        >>> from shardwise.geometry import ChunkSpec
+        >>> from shardwise.tensor.creation import shard
+    from shardwise.tensor.move import replicated_layout
+        >>> whole = nn.Parameter(torch.ones(4))
+        >>> optimizer = optim.SGD([whole], lr=0.5)
+        >>> sharded = nn.Parameter(shard(torch.ones(4), ChunkSpec(0, ranks=1)))
+        >>> hold_sharded_parameters([(whole, sharded)])
+        >>> optimizer.param_groups[0]["params"][0] is sharded
+        True
+    """
+    sharded_by_id = {id(whole): sharded for whole, sharded in pairs}
+    for whole, _ in pairs:
+        whole.__dict__[_REPLACED] = True
+    existing = _find_optimizers()
+    own = [o for o in existing if isinstance(o, ShardedOptimizer)]
+    inner = {id(o._optim) for o in own}
+    for optimizer in own:
+        optimizer._replace(sharded_by_id)
+    for optimizer in existing:
+        if id(optimizer) in inner or isinstance(optimizer, ShardedOptimizer):
+            continue
+        for group in optimizer.param_groups:
+            group["params"][:] = [sharded_by_id.get(id(p), p) for p in group["params"]]
+        for whole in [p for p in optimizer.state if id(p) in sharded_by_id]:
+            sharded = sharded_by_id[id(whole)]
+            optimizer.state[sharded] = shard_state(optimizer.state.pop(whole), sharded)
+
+
+def _find_optimizers() -> list[Any]:
+    """The optimizers of this process.
+
+    An object refers to its class, and torch marks the classes of which it has made optimizers. `gc.get_objects` would
+    hold objects that other threads are about to finish, tuples among them, which Python then refuses to complete.
+    """
+    kinds: set[type] = set()
+    left: list[type] = [optim.Optimizer]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if hasattr(getattr(kind, "step", None), "hooked"):
+            kinds.add(kind)
+    referrers = gc.get_referrers(*kinds) if kinds else []
+    return [o for o in referrers if type(o) in kinds and "param_groups" in vars(o)]
+
+
+def shard_state(state: Any, parameter: ShardedTensor) -> Any:
+    """A parameter's state with its tensors laid out like the parameter, those of other shapes replicated.
+
+    Each rank takes its parts of its own values. Numbers, and tensors without dims, stay as they are.
+    """
+
+    def lay_out(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.ndim == 0:
+            return value
+        comm, alike = parameter.comm, value.shape == parameter.shape
+        where = parameter.sharding if alike else replicated_layout(tuple(value.shape), comm.ranks)
+        return shard(value, where, None, comm=comm)
+
+    return map_nest(lay_out, state)
+
+
+def _refuse_replaced(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before a step that would train nothing: each rank knows of its own model, and all models are the same."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [p for p in held if _REPLACED in p.__dict__ and p.grad is None]
+    if stale:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(stale)} of {len(held)} parameters as they were before shard_module "
+            f"replaced them (the first has the shape {tuple(stale[0].shape)}): its step would train nothing; make it "
+            "from model.parameters() again, after shard_module"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 class GroupView(dict[str, Any]):
@@ -128,6 +220,21 @@ class ShardedOptimizer(optim.Optimizer):
         self.__dict__.update(vars(self._optim))
         groups = zip(self._optim.param_groups, self._groups, strict=True)
         self.param_groups = [GroupView(group, [self.named_params[n] for n in names]) for group, names in groups]
+
+    def _replace(self, sharded_by_id: Mapping[int, ShardedTensor]) -> None:
+        """Hold sharded parameters in place of whole ones, and the parts of their state."""
+        for name, whole in list(self.named_params.items()):
+            sharded = sharded_by_id.get(id(whole))
+            if sharded is None:
+                continue
+            self.named_params = {**self.named_params, name: sharded}
+            if whole in self._optim.state:
+                state = shard_state(self._optim.state.pop(whole), sharded)
+                for slot, local in enumerate(sharded.local_parts):
+                    self._optim.state[local] = {key: _take_local_slot(value, slot) for key, value in state.items()}
+        for group, names in zip(self._optim.param_groups, self._groups, strict=True):
+            group["params"][:] = [local for name in names for local in local_tensors(self.named_params[name])]
+        self._share()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or set to zero) all gradients."""

@@ -37,7 +37,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.nn.inputs import adapt_functions, adapt_methods, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
-from shardwise.nn.optimizer import teach_state_dict_functions
+from shardwise.nn.optimizer import hold_sharded_parameters, teach_state_dict_functions
 from shardwise.nn.plan import (
     ModelPlan,
     PlanError,
@@ -358,6 +358,7 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 _log = package_logger(__name__)
+M = TypeVar("M", bound=nn.Module)
 OutputSpecs: TypeAlias = dict[str, ShardingSpec]
 
 
@@ -397,14 +398,25 @@ def shard_parameter(
     ('ShardedTensor', (2, 4))
     """
     tensor = _find_parameter(module, param_name)
+    hold_sharded_parameters(
+        [(tensor, _put_sharded_parameter(module, param_name, sharding_spec, src_rank, process_group))]
+    )
+
+
+def _put_sharded_parameter(
+    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int, process_group: GroupOrComm | None
+) -> ShardedTensor:
+    tensor = _find_parameter(module, param_name)
     try:
         sharded = shard_or_allocate(tensor, sharding_spec, src_rank, process_group)
     except (DisagreementError, LayoutError, TypeError) as error:
         kind = LayoutError if isinstance(error, LayoutError) else type(error)
         raise kind(f"{type(module).__name__}.{param_name}: {error}") from None
     # nn.Parameter keeps the class of a tensor subclass and marks it as a parameter.
-    module.register_parameter(param_name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
+    parameter = cast(ShardedTensor, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
+    module.register_parameter(param_name, cast(nn.Parameter, parameter))
     register_local_batch_hooks(module)
+    return parameter
 
 
 def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
@@ -422,21 +434,23 @@ def _find_parameter(module: nn.Module, param_name: str) -> torch.Tensor:
 
 
 def shard_module(
-    module: nn.Module,
+    module: M,
     plan: ShardingPlan | ModelPlan | str | os.PathLike[str],
     src_rank: int = 0,
     process_group: GroupOrComm | None = None,
     *,
     init: Initialiser | None = None,
-) -> None:
-    """Shard a model in place as a plan, or a file of one, says; called on every rank.
+) -> M:
+    """Shard a model in place as a plan, or a file of one, says, and return it; called on every rank.
+
+    Optimizers that hold the model's parameters hold the sharded ones afterwards, with their state.
 
     Parameters on the meta device are allocated in their local parts only. They get values from `init(model)`, which may
     load a checkpoint, or else from their modules' `reset_parameters`: the same values for every layout.
 
     >>> from shardwise.geometry import ChunkSpec
     >>> model = nn.Sequential(nn.Linear(4, 2))
-    >>> shard_module(model, ShardingPlan({"0.weight": ChunkSpec(0, ranks=1)}))
+    >>> model = shard_module(model, ShardingPlan({"0.weight": ChunkSpec(0, ranks=1)}))
     >>> type(model[0].weight).__name__
     'ShardedTensor'
     """
@@ -462,10 +476,13 @@ def shard_module(
         return {"src_rank": src_rank, "init": init is not None, **fields}
 
     check_on_all_ranks(comm, check)
+    before = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(plan, ModelPlan):
         shard_by_patterns(module, plan, src_rank, comm)
     else:
         _shard_by_names(module, plan, src_rank, process_group)
+    after = [(before.get(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    hold_sharded_parameters([(w, p) for w, p in after if w is not None and w is not p and isinstance(p, ShardedTensor)])
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
@@ -473,6 +490,7 @@ def shard_module(
     teach_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
+    return module
 
 
 def _log_sharded(module: nn.Module, plan: ShardingPlan | ModelPlan, comm: Comm) -> None:
@@ -511,7 +529,7 @@ def _shard_by_names(module: nn.Module, plan: ShardingPlan, src_rank: int, group:
             setattr(parent, last, _run_sharder(name, rule, module.get_submodule(name)))
         elif not isinstance(getattr(parent, last), ShardedTensor):  # else it is shared, and done under another name
             others = _other_names(module, name)
-            shard_parameter(parent, last, rule, src_rank, group)
+            _put_sharded_parameter(parent, last, rule, src_rank, group)
             _assign_shared_parameter(module, getattr(parent, last), others)
     for path, spec in (plan.output_plan or {}).items():
         reshard_output(module.get_submodule(path), spec)
