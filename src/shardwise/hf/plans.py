@@ -11,7 +11,8 @@ Few patterns for many parameters: numbers become `*`, and names that differ in o
 
 Which linear layers of a model are split by columns, and which by rows? Found by following one forward pass.
 
-The pass runs on the meta device: nothing is computed. Each tensor has an origin:
+The pass runs on a copy of the model on the meta device, which shares nothing with it: nothing is computed, and what the
+forward pass keeps in the model stays in the copy. Each tensor has an origin:
 
 - *stream*: whole hidden states (inputs, embeddings, outputs of rows);
 - *columns*: computed from outputs of these linear layers, and from nothing of the stream since;
@@ -25,8 +26,11 @@ The pass runs on the meta device: nothing is computed. Each tensor has an origin
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -154,18 +158,78 @@ def find_linear_pairs(module: nn.Module, inputs: Mapping[str, Any]) -> LinearPai
     >>> find_linear_pairs(block, {"input": torch.ones(2, 4)}).rows
     {'2': {'0'}}
     """
-    found = LinearPairs()
-    tensors = {n: t.to("meta") for n, t in (*module.named_parameters(), *module.named_buffers())}
-    given = pytree.tree_map(_put_on_meta, dict(inputs))
-    training = {part for part in module.modules() if part.training}
-    module.eval()  # layers that are left out at random would need values
-    try:
-        with torch.no_grad(), torch.device("meta"), _hooks(module, found), _OriginMode(found):
-            torch.func.functional_call(module, tensors, (), given)
-    finally:
-        for part in training:
-            part.training = True
+    found, given = LinearPairs(), pytree.tree_map(_put_on_meta, dict(inputs))
+    twin = copy_on_meta(module).eval()  # layers that are left out at random would need values
+    with torch.no_grad(), torch.device("meta"), _hooks(twin, found), _OriginMode(found), _global_caches_restored(twin):
+        twin(**given)
     return found
+
+
+def copy_on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a model whose tensors are on the meta device, also those that it keeps in other attributes.
+
+    >>> layer = nn.Linear(4, 2)
+    >>> layer.cached = [torch.ones(3)]
+    >>> twin = copy_on_meta(layer)
+    >>> twin.weight.is_meta, twin.cached[0].is_meta, layer.cached[0].is_meta
+    (True, True, False)
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    with _CopyOnMeta():
+        try:
+            return copy.deepcopy(module, dict(memo))
+        except Exception:  # of any kind: something that cannot be copied, such as a lock or a process group, is shared
+            values = [v for part in module.modules() for n, v in vars(part).items() if n not in _MODULE_FIELDS]
+            for value in values:
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:  # of any kind
+                    memo[id(value)] = value
+            return copy.deepcopy(module, memo)
+
+
+_MODULE_FIELDS = ("_parameters", "_buffers", "_modules")
+
+
+class _CopyOnMeta(TorchFunctionMode):
+    """Copies tensors to the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone:  # of parameters that no module has
+            return args[0].to("meta")
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
+
+
+@contextmanager
+def _global_caches_restored(module: nn.Module) -> Iterator[None]:
+    """Put back what a pass without values left in the files of a model's classes: tables that functions remember."""
+    files = {kind.__module__ for part in module.modules() for kind in type(part).__mro__} - {"builtins"}
+    files = {name for name in files if not name.startswith("torch.")}
+    spaces: list[Any] = [vars(sys.modules[name]) for name in files if name in sys.modules]
+    spaces += [vars(kind) for space in spaces for kind in space.values() if isinstance(kind, type)]
+    remembering = {id(f): f for space in spaces for f in space.values() if hasattr(f, "cache_info")}
+    misses = {key: f.cache_info().misses for key, f in remembering.items()}
+    tables = {id(v): v for space in spaces for n, v in space.items() if isinstance(v, dict) and n != "__builtins__"}
+    before = [(table, dict(table)) for table in (*tables.values(), *(s for s in spaces if isinstance(s, dict)))]
+    try:
+        yield
+    finally:
+        for key, function in remembering.items():
+            if function.cache_info().misses != misses[key]:
+                function.cache_clear()
+        for table, kept in before:
+            for name in [n for n, v in table.items() if v is not kept.get(n) and _has_meta(v)]:
+                table.pop(name)
+                table.update({name: kept[name]} if name in kept else {})
+
+
+def _has_meta(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
 
 
 def _put_on_meta(value: Any) -> Any:
@@ -196,6 +260,9 @@ class _OriginMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS_VALUES:
             return False  # there are no values: no padding, no layer left out
+        if any(isinstance(v, Tensor) and not v.is_meta for v in pytree.tree_leaves((args, kwargs))):
+            # A table that a function remembers, or one made from numbers.
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
         result = func(*args, **(kwargs or {}))
         leaves = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         if not leaves:
@@ -322,14 +389,39 @@ def _in_order(by_axis: Mapping[str, str], mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
+    """What the model's own plan says; where that splits less than half, its structure says the rest."""
     own = getattr(model, "_tp_plan", None)
-    found = _follow_tp_plan(model, own, ranks) if own else _follow_structure(model, ranks, example)
+    found, problem = _follow_tp_plan(model, own, ranks) if own else {}, ""
+    if not found or _split_share(model, found) < 0.5:
+        try:
+            found = {**_follow_structure(model, ranks, example), **found}
+        except PlanError as error:
+            if not found:
+                raise
+            problem = str(error)
     if not found:
         raise PlanError(
             f"{type(model).__name__}: no layers were found that can be split over {ranks} ranks of axis "
             f"{TENSOR_AXIS!r}; write a ModelPlan, or use another number of ranks"
         )
+    share = _split_share(model, found)
+    if share < 0.5:
+        whole = [(p.nbytes, name) for name, p in model.named_parameters() if name not in found]
+        largest = ", ".join(name for _, name in sorted(whole, reverse=True)[:3])
+        warnings.warn(
+            f"{type(model).__name__}: the axis {TENSOR_AXIS!r} splits {len(found)} parameters, {100 * share:.1f} % of "
+            f"the bytes; every rank has the whole of {len(whole)} others, such as {largest}: neither its tp_plan nor a "
+            f"forward pass shows columns and rows that {ranks} ranks divide"
+            + (f" ({problem})" if problem else "")
+            + "; add patterns for them, or use the axis fsdp",
+            stacklevel=3,
+        )
     return found
+
+
+def _split_share(model: nn.Module, found: Mapping[str, str]) -> float:
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    return sum(sizes.get(name, 0) for name in found) / max(1, sum(sizes.values()))
 
 
 def _follow_tp_plan(model: nn.Module, own: Mapping[str, str], ranks: int) -> dict[str, str]:

@@ -8,6 +8,9 @@ The figures for communication are estimates from the plan alone, in bytes that t
   pending in the forward pass, one cut along its outputs those of its inputs in the backward pass; a table cut in rows,
   rows. Layers that read the same input (queries, keys and values) share its sum, which counts for each of them here.
 
+Below the table: how much of the parameters is split at all, what stays whole if that is less than half, and heads of
+attention that are cut apart. Layouts know nothing of heads: the results are right, but each use gathers the halves.
+
 A planner that places whole tables and splits those that do not fit, so that ranks hold about equal bytes.
 
 1. What is not a table is held by every rank and fills all of them alike.
@@ -31,6 +34,9 @@ from shardwise.geometry.notation import format_placement
 from shardwise.nn.plan import ModelPlan, ShardingPlan, ShardingPlanner, owners_of
 from shardwise.transfer.transfer import format_bytes
 
+MOST_WHOLE = 4  # shown of the parameters that stay whole
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd")
 HEAD = ("parameter", "count", "shape", "layout", "memory", "gradient traffic", "traffic per row")
 _NUMBER = re.compile(r"\b\d+\b")
 
@@ -46,6 +52,7 @@ class PlanRow:
     rank_bytes: int
     gradient_bytes: int
     row_bytes: int
+    whole_bytes: int
     count: int = 1
 
     @property
@@ -66,6 +73,25 @@ class PlanTable:
 
     mesh: str
     rows: tuple[PlanRow, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def split_share(self) -> float:
+        """The share of the parameters' bytes that is split: no rank has all of such a parameter."""
+        total = sum(row.whole_bytes for row in self.rows)
+        return sum(row.whole_bytes for row in self.rows if row.rank_bytes < row.whole_bytes) / total if total else 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How much the plan splits, what stays whole if that is less than half, and heads that are cut apart."""
+        split = sum(row.rank_bytes < row.whole_bytes for row in self.rows)
+        share = f"split: {split} of {len(self.rows)} parameters, {100 * self.split_share:.1f} % of the bytes"
+        if not split or self.split_share >= 0.5:
+            return (share, *self.warnings)
+        whole = [row for row in self.folded() if row.rank_bytes == row.whole_bytes]
+        largest = sorted(whole, key=lambda row: -row.whole_bytes * row.count)[:MOST_WHOLE]
+        names = ", ".join(f"{row.name} ({format_bytes(row.whole_bytes * row.count)})" for row in largest)
+        return (f"{share}; whole on every rank, as their patterns say or without one: {names}", *self.warnings)
 
     @property
     def elements(self) -> int:
@@ -106,7 +132,8 @@ class PlanTable:
     def __str__(self) -> str:
         lines = [HEAD, *self._table()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        texts = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*texts, *self.notes])
 
 
 def _format_plan_row(row: PlanRow) -> tuple[str, ...]:
@@ -135,13 +162,14 @@ def describe_plan(plan: ModelPlan, module: nn.Module) -> PlanTable:
     0.bias            1      8      R, R     32 B    32 B              -
     1.weight          1      8x8    R, S(0)  128 B   128 B             32 B
     all on dp=2,tp=2  3      104             224 B   224 B             48 B
+    split: 2 of 3 parameters, 92.3 % of the bytes
     """
     owners = owners_of(module)
     rows = (
         _make_plan_row(plan, name, owners[id(tensor)], layout, tensor.dtype.itemsize)
         for name, tensor, layout in plan.layouts(module)
     )
-    return PlanTable(str(plan.mesh), tuple(rows))
+    return PlanTable(str(plan.mesh), tuple(rows), tuple(find_cut_heads(plan, module)))
 
 
 def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: Layout, itemsize: int) -> PlanRow:
@@ -156,7 +184,54 @@ def _make_plan_row(plan: ModelPlan, name: str, owners: list[nn.Module], layout: 
         held,
         round(sum(count for _, count in gradient_bytes_by_axis(plan, spec, held))),
         round(sum(b for owner in owners for b in _row_bytes(plan, spec, owner, layout.shape)) * itemsize),
+        layout.numel * itemsize,
     )
+
+
+def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
+    """What a plan does to heads of attention that it cuts apart, a text for each kind of layer.
+
+    Heads are known where the module that has a projection, or the projection itself, has a `head_dim` or a number of
+    heads under one of the usual names.
+
+    >>> from shardwise.geometry import Mesh
+    >>> attention = nn.MultiheadAttention(6, 3)
+    >>> find_cut_heads(ModelPlan(Mesh.of(tp=2), {"out_proj.weight": "S(1)"}), attention)[0]
+    'out_proj.weight: 3 heads of 2 along dim 1 are cut apart by S(1) on tp=2, as rank 0 holds 3 of 6; ...'
+    """
+    parts, found = dict(module.named_modules()), dict[str, str]()
+    for name, _, layout in plan.layouts(module):
+        spec, (path, _, _) = layout.spec, name.rpartition(".")
+        assert isinstance(spec, MeshSpec)
+        length = next((n for p in (path, path.rpartition(".")[0]) if (n := _head_length(parts[p]))), 0)
+        for dim in {p.dim % layout.ndim for p in spec.placements if isinstance(p, Shard) and length and layout.ndim}:
+            size, table = layout.shape[dim], layout.table
+            cut = (table.offsets[:, dim] % length > 0) | ((table.offsets[:, dim] + table.sizes[:, dim]) % length > 0)
+            if size % length or size == length or not cut.any():
+                continue
+            rank = int(table.ranks[cut][0])
+            held = sum(p.box.sizes[dim] for p in layout.pieces_of(rank))
+            placements = ", ".join(map(format_placement, spec.placements))
+            found.setdefault(
+                _NUMBER.sub("*", name),
+                f"{name}: {size // length} heads of {length} along dim {dim} are cut apart by {placements} on "
+                f"{spec.mesh}, as rank {rank} holds {held} of {size}; each use gathers them: split it over a number of "
+                "ranks that divides the heads, or leave it whole",
+            )
+    return list(found.values())
+
+
+def _head_length(part: nn.Module) -> int:
+    """The length of a head in a module of attention, 0 in another."""
+    for name in ("head_dim", "head_size", "attention_head_size", "dim_head"):
+        if isinstance(length := getattr(part, name, None), int):
+            return length
+    count = next((n for name in HEAD_COUNTS if isinstance(n := getattr(part, name, None), int) and n > 0), 0)
+    width = next((n for name in WIDTHS if isinstance(n := getattr(part, name, None), int)), 0)
+    if not width:  # the queries' width: the largest of the layers that multiply the same inputs
+        layers = [layer for layer in part.children() if isinstance(layer, nn.Linear)]
+        width = max((layer.in_features for layer in layers), default=0)
+    return width // count if count and width % count == 0 else 0
 
 
 def _most_elements(layout: Layout) -> int:

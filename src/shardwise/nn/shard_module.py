@@ -34,6 +34,7 @@ import inspect
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -69,6 +70,7 @@ from shardwise.nn.plan import (
     layout_texts,
     load_plan,
 )
+from shardwise.nn.plan_costs import find_cut_heads
 from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, register_prefetch
 from shardwise.tensor.creation import empty, shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -476,6 +478,7 @@ def shard_module(
         return {"src_rank": src_rank, "init": init is not None, **fields}
 
     check_on_all_ranks(comm, check)
+    heads = find_cut_heads(plan, module) if isinstance(plan, ModelPlan) else []
     before = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(plan, ModelPlan):
         shard_by_patterns(module, plan, src_rank, comm)
@@ -483,6 +486,8 @@ def shard_module(
         _shard_by_names(module, plan, src_rank, process_group)
     after = [(before.get(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
     hold_sharded_parameters([(w, p) for w, p in after if w is not None and w is not p and isinstance(p, ShardedTensor)])
+    for text in heads if comm.rank == comm.ranks[0] else ():
+        warnings.warn(text, stacklevel=2)
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
