@@ -23,8 +23,10 @@ MOVED = {
     "shardwise.geometry.dtypes": "shardwise.geometry.notation",
     "shardwise.geometry.errors": "shardwise.geometry.box",
     "shardwise.geometry.notation.read": "shardwise.geometry.notation",
+    "shardwise.nn.balanced": "shardwise.nn.plan_costs",
     "shardwise.nn.model_plan": "shardwise.nn.plan",
     "shardwise.nn.patterns": "shardwise.nn.plan",
+    "shardwise.nn.plan_table": "shardwise.nn.plan_costs",
 }
 
 

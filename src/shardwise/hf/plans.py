@@ -27,6 +27,7 @@ forward pass keeps in the model stays in the copy. Each tensor has an origin:
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import sys
@@ -112,6 +113,7 @@ Origin: TypeAlias = frozenset[str] | None
 STREAM: frozenset[str] = frozenset()
 _SPLITS = (torch.split, Tensor.split, torch.chunk, Tensor.chunk)
 _READS_VALUES = (Tensor.item, Tensor.__bool__, Tensor.__contains__)  # checks of padding, layers left out at random
+_GROUPED = ("grouped_mm", "_grouped_mm")
 _VIEWS = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten)
 
 
@@ -205,6 +207,9 @@ class _CopyOnMeta(TorchFunctionMode):
         return memo.setdefault(id(tensor), tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
 
 
+_FUNCTION_CACHE = type(functools.lru_cache(int))
+
+
 @contextmanager
 def _global_caches_restored(module: nn.Module) -> Iterator[None]:
     """Put back what a pass without values left in the files of a model's classes: tables that functions remember."""
@@ -212,9 +217,9 @@ def _global_caches_restored(module: nn.Module) -> Iterator[None]:
     files = {name for name in files if not name.startswith("torch.")}
     spaces: list[Any] = [vars(sys.modules[name]) for name in files if name in sys.modules]
     spaces += [vars(kind) for space in spaces for kind in space.values() if isinstance(kind, type)]
-    remembering = {id(f): f for space in spaces for f in space.values() if hasattr(f, "cache_info")}
+    remembering = {id(f): f for space in spaces for f in space.values() if type(f) is _FUNCTION_CACHE}
     misses = {key: f.cache_info().misses for key, f in remembering.items()}
-    tables = {id(v): v for space in spaces for n, v in space.items() if isinstance(v, dict) and n != "__builtins__"}
+    tables = {id(v): v for space in spaces for n, v in space.items() if type(v) is dict and n != "__builtins__"}
     before = [(table, dict(table)) for table in (*tables.values(), *(s for s in spaces if isinstance(s, dict)))]
     try:
         yield
@@ -260,6 +265,8 @@ class _OriginMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS_VALUES:
             return False  # there are no values: no padding, no layer left out
+        if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2:  # without values torch takes bfloat16 only
+            func, args, kwargs = torch.matmul, (args[0], args[1][0] if args[1].ndim == 3 else args[1]), {}
         if any(isinstance(v, Tensor) and not v.is_meta for v in pytree.tree_leaves((args, kwargs))):
             # A table that a function remembers, or one made from numbers.
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
@@ -393,6 +400,8 @@ def _split_linear_layers(model: nn.Module, ranks: int, example: Mapping[str, Any
     own = getattr(model, "_tp_plan", None)
     found, problem = _follow_tp_plan(model, own, ranks) if own else {}, ""
     if not found or _split_share(model, found) < 0.5:
+        experts = {n: "S(0)" for n, p in _find_experts(model).items() if n not in found and p.shape[0] % ranks == 0}
+        found |= experts if found else {}
         try:
             found = {**_follow_structure(model, ranks, example), **found}
         except PlanError as error:
@@ -483,11 +492,16 @@ def _read_style(style: str, parameter: Tensor) -> str | None:
 
 
 def _split_experts(model: nn.Module) -> dict[str, str]:
-    own = getattr(model, "_ep_plan", None) or {}
-    found = {n: "S(0)" for n, p in model.named_parameters() if own.get(_fold_numbers(n)) == "grouped_gemm"}
+    found = dict.fromkeys(_find_experts(model), "S(0)")
     if not found:
         raise PlanError(f"{type(model).__name__} lists no experts in an ep_plan: the axis {EXPERT_AXIS!r} has no use")
     return found
+
+
+def _find_experts(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters with a dim of experts in front, as a model's own `ep_plan` lists them."""
+    own = getattr(model, "_ep_plan", None) or {}
+    return {n: p for n, p in model.named_parameters() if own.get(_fold_numbers(n)) == "grouped_gemm"}
 
 
 def _follow_structure(model: nn.Module, ranks: int, example: Mapping[str, Any] | None) -> dict[str, str]:
