@@ -70,6 +70,60 @@ for _op in (
     _register_pointwise_loss(_op)
 
 
+def _register_loss_gradient(op: Any) -> None:
+    """Register the rule of the gradient of such a loss: of a mean it is that of a sum over the number of elements."""
+
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        bound = arguments_by_name(op, args, kwargs)
+        found = pointwise_strategies([value for value in bound.values() if isinstance(value, TensorMeta)])
+        if bound["reduction"] != MEAN:
+            return found
+        local = partial(_mean_loss_part, op)
+        return [found[0], *(Strategy(s.outputs, s.inputs, local) for s in found[1:])]
+
+    register_sharding(op)(rule)
+
+
+for _op in (
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+):
+    _register_loss_gradient(_op)
+
+
+# Losses of rows of scores: the classes are whole
+
+
+def _register_row_loss(op: Any) -> None:
+    """Register the rule of a loss that compares the scores of a row: rows may be sharded."""
+
+    def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+        bound = arguments_by_name(op, args, kwargs)
+        scores, reduction = bound["self"], bound["reduction"]
+        metas = [value for value in bound.values() if isinstance(value, TensorMeta)]
+        found = [Strategy((Replicate(),), (Replicate(),) * len(metas))]
+        if scores.ndim < 2:
+            return found
+        local = partial(_mean_row_loss_part, op) if reduction == MEAN else None
+        loss: Placement = Shard(0) if reduction == NONE else Partial("sum")
+        return [*found, Strategy((loss, Shard(0)), (Shard(0), Shard(0), *(Replicate() for _ in metas[2:])), local)]
+
+    register_sharding(op)(rule)
+
+
+def _mean_row_loss_part(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Any:
+    """This rank's share of a mean over rows."""
+    summed = op(**{**arguments_by_name(op, args, kwargs), "reduction": SUM})
+    rows = view.shapes[0][0]
+    return (summed[0] / rows, *summed[1:]) if isinstance(summed, tuple) else summed / rows
+
+
+for _op in (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default):
+    _register_row_loss(_op)
+
+
 # The likelihood of classes
 
 
@@ -126,6 +180,19 @@ def nll_loss(
     scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignore_index: int
 ) -> list[Strategy] | Steps:
     return Steps(_mean_nll) if reduction == MEAN else _nll_rule(scores, target, weight, reduction, ignore_index)
+
+
+@register_sharding([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default])
+def nll_gradient(
+    grad: TensorMeta, scores: TensorMeta, target: TensorMeta, weight: Any, reduction: int, ignored: int, total: Any
+) -> list[Strategy]:
+    """The rows of a batch may be sharded: a mean is divided by the weight of all of it, which is passed."""
+    rest = (Replicate(),) * (1 if weight is None else 2)
+    found = [Strategy((Replicate(),), (Replicate(),) * (3 + len(rest)))]
+    if scores.ndim > 1:
+        rows = Shard(0) if grad.ndim else Replicate()
+        found.append(Strategy((Shard(0),), (rows, Shard(0), Shard(0), *rest)))
+    return found
 
 
 def _is_on_every_rank(tensor: ShardedTensor) -> bool:

@@ -99,6 +99,34 @@ def baddbmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, 
     return _bias_strategies(bias, "bmk,bkn->bmn")
 
 
+@register_sharding(aten.addmv.default)
+def addmv(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
+    return _bias_strategies(bias, "mk,k->m")
+
+
+@register_sharding(aten.addr.default)
+def addr(bias: TensorMeta, a: TensorMeta, b: TensorMeta, *, beta: float = 1, alpha: float = 1) -> list[Any]:
+    return _bias_strategies(bias, "m,n->mn")
+
+
+@register_sharding(aten._euclidean_dist.default)
+def euclidean_dist(a: TensorMeta, b: TensorMeta) -> list[Any]:
+    """Distances of many rows, by a product; the decomposition has no gradient where rows are equal."""
+    batch = LETTERS[: a.ndim - 2]
+    return [s for s in product_strategies(f"{batch}m,{batch}n->{batch}mn") if not _has_partial(s)]
+
+
+@register_sharding(aten.linalg_cross.default)
+def cross(a: TensorMeta, b: TensorMeta, *, dim: int = -1) -> list[Strategy]:
+    """Products of the elements of one dim, the others broadcast."""
+    at = dim % a.ndim
+    return [s for s in pointwise_strategies([a, b]) if s.outputs != (Shard(at),)]
+
+
+def _has_partial(strategy: Strategy) -> bool:
+    return any(isinstance(p, Partial) for p in (*strategy.inputs, *strategy.outputs))
+
+
 LETTERS = "abcdefghij"
 
 
@@ -279,12 +307,6 @@ REPLICATED_ONLY_OPS = (  # positions in the result depend on all values, or dims
     aten.fractional_max_pool2d.default,
     aten._trilinear.default,
 )
-POINTWISE = (  # without torch's tag
-    aten.complex.default,
-    aten.polar.default,
-    aten.floor_divide.default,
-    aten.floor_divide_.Tensor,
-)
 
 
 def _tensor_metas(values: Sequence[Any]) -> list[TensorMeta]:
@@ -402,11 +424,6 @@ def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> l
     """The dim that is normalised is whole, all others may be sharded."""
     kept = [d for d in range(x.ndim) if d != dim % x.ndim]
     return [_replicated_strategy([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
-
-
-@register_sharding(list(POINTWISE))
-def pointwise_rule_of_untagged(*args: Any, **kwargs: Any) -> list[Strategy]:
-    return pointwise_strategies(_tensor_metas((*args, *kwargs.values())))
 
 
 # Decompositions of torch use these, which have no gradient of their own.

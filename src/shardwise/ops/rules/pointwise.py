@@ -32,10 +32,29 @@ FIRST_PENDING = {
 }
 
 
-@register_sharding([aten.hardswish.default, aten.hardswish_.default])
-def hardswish(x: TensorMeta) -> list[Strategy]:
-    """Pointwise, and not tagged so by torch."""
-    return pointwise_strategies([x])
+UNTAGGED = (  # by torch; some have decompositions with other gradients or values at ties, infinities and nan
+    aten.hardswish.default,
+    aten.hardswish_.default,
+    aten.complex.default,
+    aten.polar.default,
+    aten.floor_divide.default,
+    aten.floor_divide_.Tensor,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.softplus_backward.default,
+)
+
+
+@register_sharding(list(UNTAGGED))
+def untagged_rule(*args: Any, **kwargs: Any) -> list[Strategy]:
+    return pointwise_strategies([v for v in (*args, *kwargs.values()) if isinstance(v, TensorMeta)])
+
+
+@register_sharding(aten.isin.Tensor_Tensor)
+def isin_rule(elements: TensorMeta, among: TensorMeta, **options: bool) -> list[Strategy]:
+    """Pointwise in the elements; the others are whole. The decomposition takes a nan among them for the end."""
+    return [Strategy(s.outputs, (*s.inputs, Replicate())) for s in pointwise_strategies([elements])]
 
 
 def pointwise_rule(op: Any, metas: Sequence[TensorMeta], arguments: Sequence[Any] = ()) -> list[Strategy] | None:

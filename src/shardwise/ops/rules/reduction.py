@@ -659,6 +659,18 @@ def log_softmax(x: TensorMeta, dim: int, half_to_float: bool) -> list[Strategy] 
     return _softmax_rule(x, dim, _log_softmax_over_ranks)
 
 
+@register_sharding([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default])
+def softmax_gradient(grad: TensorMeta, output: TensorMeta, dim: int, dtype: Any) -> list[Strategy]:
+    return [Strategy(s.outputs, s.inputs * 2) for s in other_dim_strategies(output, dim)]
+
+
+@register_sharding(aten.renorm.default)
+def renorm(x: TensorMeta, p: float, dim: int, maxnorm: float) -> list[Strategy]:
+    """The rows along a dim are scaled down, each by its own norm."""
+    cut = Shard(dim % max(x.ndim, 1))
+    return [Strategy((Replicate(),), (Replicate(),)), Strategy((cut,), (cut,))]
+
+
 @register_sharding(aten.softmax.int)
 @stands_for(aten._softmax.default)
 @ignores_lengths
