@@ -77,11 +77,11 @@ def is_taken(op: Any) -> bool:
     return find_fallback(op) is decomposition_table[op]
 
 
-class _CallRecorder(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Notes the calls of operators that are taken, with copies of their tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,6 +123,7 @@ def _own_arguments() -> list[tuple[Any, ...]]:
 
     group = t(2, 4, 3), t(2, 4, 3), t(2, 2), t(2, 2), t(4)
     probabilities, positive, wide = t(4, 3).sigmoid(), t(3).abs() + 0.1, {"dtype": torch.float64}
+    total = torch.tensor(4.0, dtype=torch.float64)
     labels = torch.tensor([[0, 3, -1, 2], [-1, 1, 1, 1], [3, 2, 1, 0]])
     return [
         (aten._addmm_activation.default, t(5), t(4, 6), t(6, 5)),
@@ -171,7 +172,7 @@ def _own_arguments() -> list[tuple[Any, ...]]:
         (aten.multilabel_margin_loss_forward.default, t(3, 4), labels, 0),
         (aten.native_group_norm_backward.default, *group, 2, 4, 3, 2, [True] * 3),
         (aten.native_layer_norm_backward.default, t(4, 3), t(4, 3), [3], t(4, 1), t(4, 1), t(3), t(3), [True] * 3),
-        (aten.nll_loss_backward.default, t(), t(4, 3), ids(4), None, 1, -100, torch.tensor(4.0, **wide)),
+        (aten.nll_loss_backward.default, t(), t(4, 3), ids(4), None, 1, -100, total),
         (aten.norm.ScalarOpt_dim_dtype, t(4, 3), 2, [1], False, wide),
         (aten.norm.ScalarOpt_dim_dtype, t(4, 3), INF, [1], True, wide),
         (aten.norm.ScalarOpt_dtype, t(4, 3), 0, wide),
@@ -251,10 +252,9 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     weights = torch.arange(1, 1 + results[0].numel(), dtype=torch.float64).reshape(results[0].shape)
     total = (torch.view_as_real(results[0]).sum(-1) if results[0].is_complex() else results[0]) * weights
     try:
-        grads = torch.autograd.grad(total.sum(), used, allow_unused=True)
+        return list(torch.autograd.grad(total.sum(), used, allow_unused=True, materialize_grads=True))
     except REFUSALS:
         return None
-    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, used, strict=True)]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -373,8 +373,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         group = kwargs.pop("process_group", None)
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         moved_probe = probe.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
-        same = moved_probe.dtype == self.dtype and moved_probe.device == self.device and not kwargs.get("copy", False)
-        if same and group is None:
+        if moved_probe is probe and group is None:  # torch returns the tensor itself, unless it is to be copied
             return self
         check_conversion(self.sharding.pending, self.dtype, moved_probe.dtype)
         addends = (limit_addend(t, self.sharding.pending, moved_probe.dtype) for t in self.local_parts)

@@ -225,14 +225,19 @@ def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Strategy]
 
 
 def _logsumexp_over_ranks(x: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
+    """The sum of exponentials less the largest value; where that is infinite nothing is subtracted, as torch does."""
     dims = all_dims(dim, x.ndim)
-    rows = _gather_rows(x, dims, lambda local: _local_logsumexp(local, dims), "logsumexp")
-    return aten.logsumexp.default(rows, dims, keepdim)
-
-
-def _local_logsumexp(local: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Of nothing it is -inf; torch's own tangent of that is not a number."""
-    return torch.logsumexp(local, dims, True) if local.numel() else local.sum(dims, True) - torch.inf
+    kind = x.dtype if x.is_floating_point() or x.is_complex() else torch.get_default_dtype()
+    wide: Any = resolve_partial(x, "logsumexp").to(accumulation_dtype(kind))
+    if x.numel() == 0:
+        return (wide.sum(dims, keepdim) - math.inf).to(kind)
+    largest = resolve_partial(
+        aten.amax.default(wide.detach().real if kind.is_complex else wide.detach(), dims, True), "logsumexp"
+    )
+    largest = aten.masked_fill.Scalar(largest, largest.isinf(), 0.0)
+    total = resolve_partial((wide - largest).exp().sum(dims, True), "logsumexp")
+    result = (total.log() + largest).to(kind)
+    return result if keepdim or not x.ndim else aten.squeeze.dims(result, dims)
 
 
 @register_sharding(aten.linalg_vector_norm.default)
@@ -258,6 +263,8 @@ def _vector_norm_over_ranks(
     dims = all_dims(dim, x.ndim)
     if math.isinf(ord) and x.numel():
         return _extreme_norm(x, ord, dims, keepdim, dtype)
+    if ord > 0 and is_differentiated(x):
+        return _norm_by_sums(x, ord, dims, keepdim, dtype)
 
     def reduce(local: Tensor) -> Tensor:
         if local.numel() == 0 and (ord < 0 or ord == math.inf):
@@ -274,7 +281,28 @@ def _vector_norm_over_ranks(
 def _extreme_norm(x: Any, ord: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Any:
     """The largest or smallest magnitude: elements that tie have equal shares of the gradient, on whatever ranks."""
     size = resolve_partial(x if dtype is None else x.to(dtype), "vector_norm").abs()
-    return aten.amax.default(size, dims, keepdim) if ord > 0 else aten.amin.default(size, dims, keepdim)
+    op = "max" if ord > 0 else "min"
+    if is_differentiated(size):
+        return _extreme_with_gradient(op, size, dims, keepdim, nan_counts=True)
+    return _reduce_extreme(size, dims, keepdim, op)
+
+
+def _norm_by_sums(x: Any, ord: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Any:
+    """The norm as a root of a sum of powers: its gradient is that of the whole norm, also beside infinities and zeros.
+
+    That of a norm of norms is not a number for all that is on the rank of an infinite element.
+    """
+    kind = x.dtype if dtype is None else dtype
+    size = resolve_partial(x, "vector_norm").to(accumulation_dtype(kind)).abs()
+    powers = size if ord == 1 else size**ord if ord > 1 else _power_but_of_zero(size, ord)
+    total = resolve_partial(aten.sum.dim_IntList(powers, dims, keepdim), "vector_norm")
+    return (total if ord == 1 else _power_but_of_zero(total, 1 / ord)).to(kind.to_real())
+
+
+def _power_but_of_zero(x: Any, exponent: float) -> Any:
+    """A power whose gradient is 0 where the base is 0."""
+    zero = x == 0
+    return aten.masked_fill.Scalar(aten.masked_fill.Scalar(x, zero, 1.0) ** exponent, zero, 0.0)
 
 
 def _constant_rows(local: Tensor, dims: tuple[int, ...], value: float) -> Tensor:
@@ -343,25 +371,37 @@ def _amin_part(view: LocalView, x: Tensor, dim: Dims = None, keepdim: bool = Fal
     return local_extreme(x, all_dims(dim, x.ndim), keepdim, "min")
 
 
-def _extreme_rule(x: TensorMeta, dim: Dims, keepdim: bool, op: str, local: Any) -> list[Strategy] | Steps:
+def _extreme_rule(
+    x: TensorMeta, dim: Dims, keepdim: bool, op: str, local: Any, nan_counts: bool = False
+) -> list[Strategy] | Steps:
     """Pending where it is not differentiated: gradients need the extreme of all ranks."""
     if x.dtype.is_complex:
         raise NotImplementedError(f"complex numbers ({x.dtype}) have no {op}imum; take that of x.abs() or x.real")
     check_not_empty(x, dim, f"{op}imum")
     pending = any(isinstance(p, Partial) for p in x.placements)
     if x.requires_grad and (pending or cutting_axes(x.layout, all_dims(dim, x.ndim))):
-        return Steps(partial(_extreme_with_gradient, op))
+        return Steps(partial(_extreme_with_gradient, op, nan_counts=nan_counts))
     return reduction_strategies(x, dim, keepdim, Partial(op), keeps=(op,), local=local)
 
 
-@register_sharding([aten.amax.default, aten.max.default])
+@register_sharding(aten.amax.default)
 def amax(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Strategy] | Steps:
     return _extreme_rule(x, dim, keepdim, "max", _amax_part)
 
 
-@register_sharding([aten.amin.default, aten.min.default])
+@register_sharding(aten.amin.default)
 def amin(x: TensorMeta, dim: Dims = None, keepdim: bool = False) -> list[Strategy] | Steps:
     return _extreme_rule(x, dim, keepdim, "min", _amin_part)
+
+
+@register_sharding(aten.max.default)
+def max_of_all(x: TensorMeta) -> list[Strategy] | Steps:
+    return _extreme_rule(x, None, False, "max", _amax_part, nan_counts=True)
+
+
+@register_sharding(aten.min.default)
+def min_of_all(x: TensorMeta) -> list[Strategy] | Steps:
+    return _extreme_rule(x, None, False, "min", _amin_part, nan_counts=True)
 
 
 @register_sharding([aten.median.dim, aten.nanmedian.dim, aten.mode.default])
@@ -471,15 +511,22 @@ def _reduce_extreme(x: Any, dims: tuple[int, ...], keepdim: bool, op: str) -> An
     return (aten.amax if op == "max" else aten.amin).default(x, dims, keepdim)
 
 
-def _extreme_with_gradient(op: str, x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
-    """The extreme of a tensor that needs gradients; those of equal elements get equal shares."""
+def _extreme_with_gradient(
+    op: str, x: Any, dim: Dims = None, keepdim: bool = False, *, nan_counts: bool = False
+) -> Any:
+    """The extreme of a tensor that needs gradients; those of equal elements get equal shares.
+
+    `nan_counts`: elements that are not a number are equal, as for `max()` and norms; for `amax` they are not.
+    """
     dims, name = all_dims(dim, x.ndim), f"a{op}"
     x = resolve_partial(x, name)
     if not cutting_axes(x.sharding, dims):
-        return _reduce_extreme(x, dims, keepdim, op)
+        whole = aten.max if op == "max" else aten.min
+        return whole.default(x) if nan_counts else _reduce_extreme(x, dims, keepdim, op)
     plain = x.detach()
     value = resolve_partial(_reduce_extreme(plain, dims, True, op), name)
-    equal = plain.local_parts[0] == value.local_parts[0]
+    own, best = plain.local_parts[0], value.local_parts[0]
+    equal = _equals_best(own, best) if nan_counts else own == best
     alike = resolve_partial(aten.sum.dim_IntList(wrap(x.sharding, (equal,), x.comm), dims, True), name)
     share = equal.to(x.dtype) / alike.local_parts[0]
     return _squeeze_dims(_attach_gradient(x, value, share, dims, name), dims, keepdim)
