@@ -30,6 +30,7 @@ from tests.device import DEVICE, load_device
 
 LIMIT = 480.0
 PATIENT = 60.0  # the time-out of what must not fail, however busy the machine is
+SOON = 1.5  # the time-out of ranks that wait for one which never comes, once all others have come
 WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 # A GPU cannot be used after a fork; a process that was forked counts no lines.
 CAN_FORK = DEVICE == "cpu" and "COVERAGE_PROCESS_START" not in os.environ
@@ -70,6 +71,12 @@ class DeviceWorld(LocalWorld):
         super()._start()
 
 
+class ForkedHostsWorld(HostsWorld):
+    """The same on two hosts, whose ranks set their own environment when they join them."""
+
+    _context: Any = DeviceWorld._context
+
+
 def _prepare_rank(environment: Mapping[str, str], rank: int) -> None:
     """Give a rank the environment of the process that starts it; the server's is older."""
     for name in os.environ.keys() - environment.keys():
@@ -85,7 +92,7 @@ def start_world(nprocs: int, timeout: float) -> Iterator[LocalWorld]:
         with DeviceWorld(nprocs, timeout=timeout) as running:
             yield running
         return
-    with NetworkHosts(megabits=10_000) as hosts, HostsWorld(hosts, nprocs, timeout=timeout) as running:
+    with NetworkHosts(megabits=10_000) as hosts, ForkedHostsWorld(hosts, nprocs, timeout=timeout) as running:
         yield running
 
 

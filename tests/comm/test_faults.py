@@ -13,9 +13,19 @@ import torch.distributed as dist
 
 from shardwise.comm import CommError, default_comm
 from shardwise.comm.launch import results_of
-from tests.world import PATIENT, DeviceWorld, Ranks, set_up_comm, shorten_timeout, world_fixture
+from tests.world import (
+    PATIENT,
+    SOON,
+    DeviceWorld,
+    Ranks,
+    announce,
+    set_up_comm,
+    shorten_timeout,
+    wait_for,
+    world_fixture,
+)
 
-TIMEOUT = 4.0
+TIMEOUT, GRACE = 4.0, 1.0
 IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
 world = world_fixture(3)
 both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
@@ -79,8 +89,13 @@ def test_an_exception_comes_back_with_its_rank_and_the_others_are_told() -> None
 
 
 def one_rank_stays_away(shared: bool) -> Any:
-    comm = set_up_comm(TIMEOUT, shared=shared)
-    return exchange_with_all(comm, "move w") if comm.rank != 1 else time.sleep(TIMEOUT + 2)
+    comm = set_up_comm(SOON, shared=shared)
+    given_up = [f"stays away {shared}: {rank}" for rank in comm.ranks if rank != 1]
+    if comm.rank == 1:
+        return [wait_for(event) for event in given_up]
+    found = exchange_with_all(comm, "move w")
+    announce(given_up[comm.rank // 2])
+    return found
 
 
 @both_transports
@@ -94,18 +109,21 @@ def test_a_time_out_names_the_rank_that_stayed_away(world: Ranks, shared: bool) 
 
 
 def one_rank_waits_for_another_that_waits(shared: bool) -> Any:
-    """Rank 2 needs rank 0, which comes later, long after the grace, and needs rank 1, which never comes."""
-    comm = set_up_comm(2 * TIMEOUT, shared=shared)
+    """Rank 2 needs rank 0, which comes later, after the grace, and needs rank 1, which never comes."""
+    comm = set_up_comm(TIMEOUT, shared=shared)
+    given_up = [f"waits itself {shared}: {rank}" for rank in comm.ranks if rank != 1]
     if comm.rank == 1:
-        return time.sleep(2 * TIMEOUT)
+        return [wait_for(event) for event in given_up]
     if comm.rank == 0:
-        time.sleep(TIMEOUT / 2)
+        time.sleep(GRACE + 0.5)
     began, block = time.monotonic(), torch.ones(1 << 18)
     try:
         comm.exchange({}, {1: [block]} if comm.rank == 0 else {}, label="first").wait()
         comm.exchange({2: [block]} if comm.rank == 0 else {}, {0: [block]} if comm.rank == 2 else {}, label="w").wait()
     except CommError as error:
         return report(error, began)
+    finally:
+        announce(given_up[comm.rank // 2])
     return None
 
 
@@ -185,17 +203,18 @@ def a_failed_comm_refuses_further_calls() -> Any:
     comm.timeout = PATIENT
     comm = comm.subset([0, 2])
     comm.barrier(label="pair")
-    shorten_timeout(comm, TIMEOUT)
     if comm.rank == 2:
-        time.sleep(TIMEOUT + 1)
+        wait_for("refused again")
         return "late"
     texts = []
-    for _ in range(2):
+    for timeout in (SOON, PATIENT):
+        shorten_timeout(comm, timeout)
         began = time.monotonic()
         with pytest.raises(CommError) as caught:
             comm.barrier(label="end")
         texts.append(str(caught.value))
-    return texts[0] == texts[1], time.monotonic() - began < TIMEOUT  # what another wait would take
+    announce("refused again")
+    return texts[0] == texts[1], time.monotonic() - began < PATIENT  # what another wait would take
 
 
 def test_a_comm_that_failed_refuses_further_calls_at_once(world: Ranks) -> None:

@@ -20,11 +20,11 @@ from shardwise.comm import CommError, ProcessGroupComm, default_comm
 from shardwise.comm.transports import host_memory as same_host
 from shardwise.comm.transports.hosts import SeveralHostsEngine
 from shardwise.geometry import parse_spec
-from shardwise.testing.network_hosts import HostsWorld, NetworkHosts, why_no_network_hosts
+from shardwise.testing.network_hosts import NetworkHosts, why_no_network_hosts
 from shardwise.transfer import Topology, plan_transfer
-from tests.world import PATIENT, Ranks, set_up_comm
+from tests.world import PATIENT, ForkedHostsWorld, Ranks, set_up_comm
 
-TIMEOUT = 6.0
+TIMEOUT = 3.0
 SHAPE = (1024, 1024)
 HOSTS = Topology(hosts=(0, 0, 1, 1))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_transformer.py"
@@ -41,7 +41,7 @@ def hosts() -> Iterator[NetworkHosts]:
 
 @pytest.fixture(scope="module")
 def world(hosts: NetworkHosts) -> Iterator[Ranks]:
-    with HostsWorld(hosts, 4, timeout=PATIENT) as running:
+    with ForkedHostsWorld(hosts, 4, timeout=PATIENT) as running:
         yield Ranks(running)
 
 
@@ -148,9 +148,9 @@ def test_the_fewest_bytes_pass_the_link(
         assert bound / 2 <= one < bound / 2 * OVERHEAD + 50_000, (sent, bound)
 
 
-def new_comm() -> ProcessGroupComm:
+def new_comm(timeout: float = TIMEOUT) -> ProcessGroupComm:
     """A comm over a group of its own: what breaks it breaks no other."""
-    return set_up_comm(TIMEOUT, group=dist.new_group())
+    return set_up_comm(timeout, group=dist.new_group())
 
 
 def exchange_with_all(comm: Any, label: str) -> None:
@@ -200,9 +200,9 @@ def test_the_exact_cause_on_one_host_is_reported_on_the_other(world: Ranks) -> N
 
 
 def one_rank_stays_away() -> Any:
-    comm = new_comm()
+    comm = new_comm(2.0)
     if comm.rank == 2:
-        return time.sleep(TIMEOUT + 2)
+        return time.sleep(4)
     return failure_of(lambda: comm.all_reduce(torch.ones(1 << 18), label="loss").wait())
 
 

@@ -18,7 +18,7 @@ def test_no_fault_of_a_rank_fools_the_others() -> None:
     """In a process of its own, which forks its worlds."""
     paths = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-W", "ignore", "-m", "tests.chaos.ranks"]
-    command += ["--faults", str(len(FAULTS)), "--lanes", "4", "--timeout", "6", "--seed", "1200"]
+    command += ["--faults", str(len(FAULTS)), "--lanes", "4", "--timeout", "3", "--seed", "1200"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=280
     )

@@ -22,7 +22,7 @@ from shardwise.geometry import ChunkSpec
 from shardwise.tensor import shard
 from tests.device import DEVICE
 from tests.killing import die_with_a_living_child
-from tests.world import PATIENT, DeviceWorld, Ranks, announce, set_up_comm, wait_for, world_fixture
+from tests.world import PATIENT, SOON, DeviceWorld, Ranks, announce, set_up_comm, wait_for, world_fixture
 
 TIMEOUT = 4.0
 LARGE = 1 << 18
@@ -68,7 +68,7 @@ MOVES: dict[str, Callable[[ProcessGroupComm, torch.Tensor, torch.Tensor], Any]] 
 
 def late_rank(name: str, shared: bool, count: int, silent: bool) -> str:
     """Rank 0 gives up and writes to what it sent; rank 1 comes after that. How the call ended on this rank."""
-    comm = comm_for(shared)
+    comm = comm_for(shared, SOON)
     mine, into = torch.full((count,), SENT if comm.rank == 0 else 0.0), torch.zeros(count)
     if comm.rank == 0 and silent:
         mute_failures(comm)
@@ -189,7 +189,7 @@ def test_calls_on_device_memory_are_compared_over_the_host(world: Ranks, name: s
 
 def join_a_subset_alone(stopped: bool) -> tuple[str, float]:
     """Rank 1 never joins; with `stopped` the store does not answer either."""
-    comm = comm_for(False, timeout=2.0)
+    comm = comm_for(False, timeout=0.5)
     if comm.rank == 1:
         wait_for(f"subset alone {stopped}")
         return "away", 0.0
@@ -217,7 +217,7 @@ def test_a_subset_is_made_within_the_time_out(world: Ranks, stopped: bool) -> No
 
 def drop_a_handle(shared: bool) -> str:
     """Rank 0 drops a move of several rounds after the first of them, and goes on."""
-    comm = comm_for(shared)
+    comm = comm_for(shared, SOON)
     x = shard(torch.arange(4096.0).reshape(64, 64), ChunkSpec(0, 2), None, comm=comm)
     handle = x.redistribute(ChunkSpec(1, 2), async_op=True, max_buffer_bytes=2000)
     try:

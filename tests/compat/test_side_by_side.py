@@ -38,8 +38,8 @@ class Names:
 
 
 def attempt(root: str, program: Callable[[Names], Any]) -> tuple[bool, Any]:
-    """Whether a program ends without an error, and with what; torch's groups give up after eight seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=8 if root == TORCH else 60))
+    """Whether a program ends without an error, and with what; torch's groups give up after three seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=3 if root == TORCH else 60))
     try:
         return True, program(Names(root, group))
     except Exception as error:
@@ -79,7 +79,7 @@ def test_gather_keeps_every_digit(world: Ranks) -> None:
 
 def gather_in_a_subgroup(names: Names) -> list[float] | None:
     """Ranks 1 and 2 form a group and gather on rank 2; its number in the group is 1."""
-    limit = timedelta(seconds=8 if names.root == TORCH else 60)
+    limit = timedelta(seconds=3 if names.root == TORCH else 60)
     pair = dist.new_group([1, 2], timeout=limit)
     if dist.get_rank() == 0:
         return None

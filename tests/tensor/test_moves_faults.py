@@ -17,7 +17,17 @@ from shardwise.comm import CommError, DisagreementError, default_comm
 from shardwise.geometry import ChunkSpec, Layout, Mesh, MeshSpec, Partial, Shard
 from shardwise.tensor import ShardedTensor, from_local, redistribute_many, shard
 from tests.moving import local_parts, same_bytes, values
-from tests.world import PATIENT, DeviceWorld, Ranks, set_up_comm, world_fixture
+from tests.world import (
+    PATIENT,
+    SOON,
+    DeviceWorld,
+    Ranks,
+    announce,
+    set_up_comm,
+    shorten_timeout,
+    wait_for,
+    world_fixture,
+)
 
 TIMEOUT = 4.0
 IN_TIME = TIMEOUT + 20  # far from the minute after which gloo itself ends, however busy the machine is
@@ -150,11 +160,13 @@ def test_a_rank_that_deviates_after_identical_calls(world: Ranks, shared: bool) 
 
 
 def stays_away() -> Any:
-    comm = set_up_comm(TIMEOUT)
+    comm = set_up_comm(SOON)
     tensor = source(comm)
     if comm.rank == 1:
-        return time.sleep(TIMEOUT + 2)
-    return report(tensor, lambda: redistribute_many([tensor, tensor], [COLUMNS, COLUMNS]))
+        return [wait_for(f"stays away: {rank}") for rank in (0, 2)]
+    found = report(tensor, lambda: redistribute_many([tensor, tensor], [COLUMNS, COLUMNS]))
+    announce(f"stays away: {comm.rank}")
+    return found
 
 
 def test_a_rank_that_stays_away_is_named(world: Ranks) -> None:
@@ -165,12 +177,15 @@ def test_a_rank_that_stays_away_is_named(world: Ranks) -> None:
 
 
 def skips_the_backward_pass() -> Any:
-    comm = set_up_comm(TIMEOUT)
+    comm = set_up_comm(PATIENT)
     tensor = source(comm).requires_grad_()
     loss = tensor.redistribute(COLUMNS).full().sum()
+    shorten_timeout(comm, SOON)
     if comm.rank == 2:
-        return time.sleep(TIMEOUT + 2)
-    return report(tensor, loss.backward)
+        return [wait_for(f"skips the backward pass: {rank}") for rank in (0, 1)]
+    found = report(tensor, loss.backward)
+    announce(f"skips the backward pass: {comm.rank}")
+    return found
 
 
 def test_a_rank_that_skips_the_backward_pass_is_named(world: Ranks) -> None:

@@ -21,7 +21,7 @@ from shardwise.comm.transports.device_memory import OpenedSegments, SharedSegmen
 from tests.comm.test_trust import CALLS, LARGE, LATER, MOVES, SENT, TIMEOUT
 from tests.fake_device import CPU, HostEvents, SharedFileDevice, on_device, open_fake_entry
 from tests.killing import die_with_a_living_child
-from tests.world import PATIENT, Ranks, announce, shorten_timeout, wait_for, world_fixture
+from tests.world import PATIENT, SOON, Ranks, announce, shorten_timeout, wait_for, world_fixture
 
 world = world_fixture(2)
 
@@ -55,7 +55,7 @@ def comm_for(folder: str, timeout: float = TIMEOUT) -> tuple[ProcessGroupComm, S
 
 def come_late(folder: str, name: str, first: int) -> str:
     """Rank `first` gives up and writes to what it sent; the other comes after that. How the call ended on this rank."""
-    comm, device = comm_for(folder)
+    comm, device = comm_for(folder, SOON)
     mine = on_device(device, torch.full((LARGE,), SENT if comm.rank == 0 else 0.0))
     into = on_device(device, torch.zeros(LARGE))
     gave_up, came = (f"late {name} {first}: {event}" for event in ("gave up", "came"))
