@@ -48,6 +48,15 @@ def renorm_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "embedding_renorm_", renorm_on_host)
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that the library or a benchmark starts in this process are forks, as those of tests are."""
+    from shardwise.comm import LocalWorld
+    from tests.world import DeviceWorld
+
+    monkeypatch.setattr(LocalWorld, "_context", DeviceWorld._context)
+
+
 @pytest.fixture(scope="session")
 def shared_worlds() -> Iterator[Callable[[int, float], LocalWorld]]:
     """Worlds that several test files share; they end with the session."""

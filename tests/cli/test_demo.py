@@ -36,6 +36,7 @@ HEADINGS = [
 ]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_every_chapter_is_right_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     chapters = list(run_chapters(show=False))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ class Import:
     only_for_types: bool
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file; each check walks the same ones."""
+    return ast.parse(path.read_text())
+
+
 def modules(root: Path = SRC) -> dict[str, Path]:
     """All modules under root by dotted name."""
     paths = sorted(root.rglob("*.py"))
@@ -66,7 +73,7 @@ def modules(root: Path = SRC) -> dict[str, Path]:
 def imports_of(name: str, path: Path) -> list[Import]:
     """Every import statement of a module, relative ones made absolute; `from a import b` gives `a.b`."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return list(_walk(ast.parse(path.read_text()), package, False, False))
+    return list(_walk(tree_of(path), package, False, False))
 
 
 def _walk(node: ast.AST, package: str, in_function: bool, only_for_types: bool) -> Iterator[Import]:
@@ -162,7 +169,7 @@ def too_long(root: Path) -> list[str]:
     lengths = {p: len(p.read_text().splitlines()) for p in files}
     found = [f"{p.relative_to(root)}: {n} lines" for p, n in lengths.items() if n > MAX_FILE_LINES]
     for path in (p for p in files if p.suffix == ".py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -175,7 +182,7 @@ def find_unnamed_devices(root: Path) -> list[str]:
     found = []
     for name, path in modules(root).items():
         if not name.startswith(DEFAULT_DEVICE_USERS):
-            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
             found += [f"{name}:{c.lineno}: {ast.unparse(c)}" for c in calls if _makes_tensor_anywhere(c)]
     return found
 
@@ -186,7 +193,7 @@ def find_gathers(root: Path) -> list[str]:
         f"{name}:{node.lineno}"
         for name, path in modules(root).items()
         if not inside(name, "shardwise.comm") and not inside(name, "shardwise.testing")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".all_gather_bytes")
     ]
 

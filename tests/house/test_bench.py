@@ -12,15 +12,9 @@ from bench import checkpoint, layouts, move, plans
 from bench.__main__ import SECTIONS, main
 from bench.memory import Peak
 from bench.timing import Contender, run_interleaved
-from shardwise.comm import LocalWorld
 from tests.browser import find_browser
-from tests.world import DeviceWorld
 
-
-@pytest.fixture(autouse=True)
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time is looked at, so ranks may be forked, which costs less."""
-    monkeypatch.setattr(LocalWorld, "_context", DeviceWorld._context)
+pytestmark = pytest.mark.usefixtures("forked_ranks")  # no time is looked at
 
 
 def _tables(section: str, folder: Path) -> list[dict[str, object]]:

@@ -5,7 +5,7 @@
 3. A `python` block with `>>>` is a doctest. Another one is executed; a `text` block directly after it is its output.
 4. A `console` or `bash` block that starts with `$ shardwise ` is run; the output shown is compared.
 
-`python tests/house/test_docs.py PAGE` runs one page by hand.
+`python -m tests.house.test_docs PAGE` runs one page by hand.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import doctest
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -156,22 +157,7 @@ def run_in_fresh_process(path: Path, folder: Path) -> tuple[int, str]:
     """Run a page in a new process group, so that a page that hangs ends together with all it has started."""
     here = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", __file__, str(path)],
-        cwd=folder,
-        env=os.environ | here | plain,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        report, _ = process.communicate(timeout=PAGE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        report, _ = process.communicate()
-        report += f"\nthe page took more than {PAGE_SECONDS} s"
-    return process.returncode, report
+    return run_forked(main, str(path), folder=folder, settings=here | plain, limit=PAGE_SECONDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -5,38 +5,26 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import signal
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked, run_module, run_script
+
 ROOT = Path(__file__).parents[2]
-PYTHON = [sys.executable, "-W", "error::UserWarning"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-LIMIT = 480
+SETTINGS = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def run(command: list[str], folder: Path) -> tuple[int, str]:
-    """Run a command in its own process group, so that one that hangs ends with all it has started."""
-    settings = {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        out += f"\nended after {LIMIT} s"
-    return process.returncode, out
+def run_python(folder: Path, *words: str, **settings: str) -> tuple[int, str]:
+    """Run `python words...`; a warning of ours or for users is an error."""
+    return run_forked(run_script, *words, folder=folder, settings=SETTINGS | {"TMPDIR": str(folder)} | settings)
+
+
+def run_torchrun(folder: Path, *words: str) -> tuple[int, str]:
+    """Run `torchrun words...` on this machine alone."""
+    words = ("torch.distributed.run", "--standalone", "--nproc-per-node", *words)
+    return run_forked(run_module, *words, folder=folder, settings=SETTINGS | {"TMPDIR": str(folder)}, warning="default")
 
 
 def example(name: str) -> str:
@@ -53,14 +41,14 @@ def check(status: int, out: str, steps: int) -> None:
 
 
 def test_python_runs_an_example_and_leaves_no_file(tmp_path: Path) -> None:
-    status, out = run([*PYTHON, example("train_transformer"), "--ranks", "2", "--steps", "4"], tmp_path)
+    status, out = run_python(tmp_path, example("train_transformer"), "--ranks", "2", "--steps", "4")
     check(status, out, 4)
     assert "saved, and loaded with every parameter cut over 2 ranks" in out
     assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor")] == []
 
 
 def test_torchrun_runs_an_example(tmp_path: Path) -> None:
-    status, out = run([*TORCHRUN, "2", example("recsys_embeddings"), "--steps", "4"], tmp_path)
+    status, out = run_torchrun(tmp_path, "2", example("recsys_embeddings"), "--steps", "4")
     check(status, out, 4)
     assert "the tables move to the layout of a planner" in out
 
@@ -76,10 +64,16 @@ def test_a_number_of_ranks_that_does_not_fit_is_told_in_one_line() -> None:
 
 
 def test_torchrun_starts_the_example_of_hosts_with_a_device_mesh(tmp_path: Path) -> None:
-    """Twice, with one host of two devices and of one: the losses are the same, whatever the mesh."""
+    """Twice, with one host of two devices and, in the variables that torchrun sets, of one: the losses are the same."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     losses = []
-    for ranks in ("2", "1"):
-        status, out = run([*TORCHRUN, ranks, example("torchrun_hosts")], tmp_path)
+    for status, out in (
+        run_torchrun(tmp_path, "2", example("torchrun_hosts")),
+        run_python(tmp_path, example("torchrun_hosts"), **alone),
+    ):
         assert status == 0, out
         losses.append(re.findall(r"^step \d  loss (\S+)  mesh \(1, \d\)", out, re.MULTILINE))
     assert len(losses[0]) == 3
