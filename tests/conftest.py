@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,8 +53,10 @@ def renorm_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that the library or a benchmark starts in this process are forks, as those of tests are."""
     from shardwise.comm import LocalWorld
-    from tests.world import DeviceWorld
+    from tests.world import START_METHOD, DeviceWorld
 
+    if START_METHOD == "forkserver":
+        forkserver.ensure_running()  # now: it keeps a folder among the temporary ones of its start
     monkeypatch.setattr(LocalWorld, "_context", DeviceWorld._context)
 
 
