@@ -19,8 +19,8 @@ import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
 from shardwise.checkpoint import NameMap, reshard
 from shardwise.checkpoint import reshard_copy as copying
-from shardwise.checkpoint import reshard_plan as planning
-from shardwise.checkpoint.formats.table import FORMATS
+from shardwise.checkpoint import reshard_copy as planning
+from shardwise.checkpoint.formats import FORMATS
 from shardwise.cli.main import app
 from tests.checkpoint.test_format import ToyFormat
 

@@ -15,6 +15,7 @@ import shardwise
 from shardwise import CheckpointError, ChunkSpec, Comm, run_local
 from shardwise.checkpoint import reshard
 from shardwise.checkpoint.files import PinnedFolder
+from shardwise.checkpoint.formats import FORMATS
 from shardwise.checkpoint.formats.base import (
     BoxAssignment,
     FileItem,
@@ -25,7 +26,6 @@ from shardwise.checkpoint.formats.base import (
     PlannedFile,
     SaveRequest,
 )
-from shardwise.checkpoint.formats.table import FORMATS
 from shardwise.checkpoint.index import FileEntry, Index, StoredCut, TensorEntry, checksum
 from shardwise.cli.main import app
 from shardwise.geometry import find_dtype

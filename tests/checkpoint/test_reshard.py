@@ -17,11 +17,10 @@ from typer.testing import CliRunner, Result
 import shardwise
 from shardwise import ChunkSpec, Comm, GridSpec, Mesh, MeshSpec, Replicate, Shard, ShardingSpec, run_local
 from shardwise.checkpoint import CheckpointError, leftovers, reshard
-from shardwise.checkpoint import reshard_plan as planning
+from shardwise.checkpoint import reshard_copy as planning
 from shardwise.checkpoint.commit import absolute_path
-from shardwise.checkpoint.reshard_copy import divide_memory
-from shardwise.checkpoint.reshard_plan import spec_for, split_into_boxes
-from shardwise.checkpoint.resharding import work_folder
+from shardwise.checkpoint.reshard_copy import divide_memory, split_into_boxes
+from shardwise.checkpoint.resharding import spec_for, work_folder
 from shardwise.cli.main import app
 from shardwise.geometry import Box
 from shardwise.nn import ModelPlan

@@ -21,7 +21,7 @@ from torch import Tensor
 import shardwise
 from shardwise import ChunkSpec, Comm, run_local
 from shardwise.checkpoint import CheckpointError, reshard
-from shardwise.checkpoint import reshard_plan as planning
+from shardwise.checkpoint import reshard_copy as planning
 from shardwise.checkpoint.formats.torch_file import (
     DATA,
     PickleCall,

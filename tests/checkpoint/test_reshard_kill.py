@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint import CheckpointError, leftovers
-from shardwise.checkpoint import reshard_plan as planning
+from shardwise.checkpoint import reshard_copy as planning
 from shardwise.checkpoint.resharding import reshard
 from shardwise.checkpoint.store import open_store
 from tests.killing import die_before

@@ -7,10 +7,10 @@ from shardwise.checkpoint.verify import (
 )
 from shardwise.checkpoint.convert import NameMap as NameMap
 from shardwise.checkpoint.files import CheckpointError as CheckpointError
-from shardwise.checkpoint.loading import load as load
-from shardwise.checkpoint.opening import (
+from shardwise.checkpoint.loading import (
     Checkpoint as Checkpoint,
     StoredTensor as StoredTensor,
+    load as load,
     open as open,
 )
 from shardwise.checkpoint.resharding import (

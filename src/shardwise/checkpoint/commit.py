@@ -41,7 +41,7 @@ from shardwise.checkpoint.files import (
     sync_folder,
     write_synced,
 )
-from shardwise.checkpoint.formats.table import FORMATS, is_checkpoint_file
+from shardwise.checkpoint.formats import FORMATS, is_checkpoint_file
 from shardwise.checkpoint.remote import RemoteFolder, RemoteLock, RemotePath, RemoteSave, check_remote_target, is_url
 
 SAVING, REPLACED, RESHARDING = "saving", "replaced", "resharding"

@@ -49,7 +49,7 @@ from shardwise.checkpoint.files import (
     is_alive,
     parse_owner,
 )
-from shardwise.checkpoint.formats.table import FORMATS, is_checkpoint_file
+from shardwise.checkpoint.formats import FORMATS, is_checkpoint_file
 from shardwise.checkpoint.index import checksum
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)

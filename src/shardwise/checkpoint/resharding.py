@@ -14,6 +14,18 @@ finds out from what is there how far the one before it came:
 - `journal` has a line for each segment that is copied and synced, with its checksums;
 - `files` is the checkpoint to be, which becomes `.ckpt.saving-TOKEN`, and `identity` its inode;
 - `verified` are the marks of source blocks that were checked in this run.
+
+Which layout does each tensor get when a checkpoint is resharded? From a plan, from one text, or the one it has.
+
+One layout for all tensors has to define what happens to those it does not fit:
+
+1. A tensor without the dim that an axis splits is replicated along that axis.
+2. A tensor that still does not fit (sizes or groups that do not add up to its length, another grid, other pieces) is
+   replicated on all ranks of the layout.
+
+Which files are copied along with a model's tensors? Its configuration and tokenizer, so that it can be loaded.
+
+They are small, and copied as they are; only the dtype in `config.json` follows that of the tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +36,14 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import (
@@ -42,7 +56,15 @@ from shardwise.checkpoint.commit import (
     open_plain_folder,
 )
 from shardwise.checkpoint.convert import Conversion, NameMap
-from shardwise.checkpoint.files import CheckpointError, PositionedFile, SaveFolder, make_folders, write_synced
+from shardwise.checkpoint.files import (
+    CheckpointError,
+    PositionedFile,
+    ReadableFolder,
+    SaveFolder,
+    make_folders,
+    write_synced,
+)
+from shardwise.checkpoint.formats import BUILT_IN, find_format
 from shardwise.checkpoint.formats.base import (
     FilePlan,
     Format,
@@ -52,29 +74,186 @@ from shardwise.checkpoint.formats.base import (
     TensorToSave,
     digest_files,
 )
-from shardwise.checkpoint.formats.table import BUILT_IN, find_format
-from shardwise.checkpoint.index import Json, checksum
+from shardwise.checkpoint.index import Index, Json, checksum, stored_layout
 from shardwise.checkpoint.remote import RemotePath
 from shardwise.checkpoint.reshard_copy import (
     CopiedSegment,
     CopyJob,
+    RangeSums,
+    Segment,
     copy_in_processes,
     copy_in_this_process,
     divide_memory,
-)
-from shardwise.checkpoint.reshard_plan import (
-    ChosenLayouts,
-    LayoutPlan,
-    RangeSums,
-    Segment,
-    choose_layouts,
-    digest_companions,
     join_sums,
     plan_segments,
-    read_companions,
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, converted_dtype, find_cast_dtype, open_store
-from shardwise.geometry import DType, ShardingSpec
+from shardwise.geometry import (
+    DType,
+    Layout,
+    LayoutError,
+    Mesh,
+    MeshSpec,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardingSpec,
+    parse_placements,
+    parse_spec,
+)
+
+AXIS = "ranks"
+
+
+class LayoutPlan(Protocol):
+    """The interface of a plan by pattern, such as `shardwise.nn.ModelPlan`."""
+
+    def specs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, ShardingSpec]:
+        """The spec of every tensor, by name."""
+
+
+@dataclass(frozen=True)
+class ChosenLayouts:
+    """The layout of every tensor, and the names of those that one layout for all did not fit."""
+
+    layouts: Mapping[str, Layout]
+    unfit: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for layout in set(self.layouts.values()) for rank in layout.ranks}))
+
+
+def choose_layouts(
+    index: Index, plan: LayoutPlan | None, layout: ShardingSpec | str | None, ranks: int | None
+) -> ChosenLayouts:
+    """The layouts that the arguments ask for, checked against all tensors of a checkpoint."""
+    shapes = {name: entry.shape for name, entry in index.tensors.items()}
+    if plan is not None and layout is not None:
+        raise CheckpointError("both a plan and a layout were passed; pass one of them")
+    if plan is not None:
+        chosen = ChosenLayouts({name: spec.layout(shapes[name]) for name, spec in plan.specs_of(shapes).items()})
+    elif layout is not None:
+        chosen = fit_layouts(spec_for(layout, ranks), shapes)
+        if shapes and len(chosen.unfit) == len(shapes):
+            longest = max(shapes.values(), key=len)
+            raise CheckpointError(
+                f"the layout {layout} fits none of the {len(shapes)} tensors, which have up to {len(longest)} dims, as "
+                f"in {list(longest)}; choose another one"
+            )
+    elif ranks is not None:
+        raise CheckpointError(f"{ranks} ranks, but no layout for them; pass one such as 'S(0)'")
+    else:
+        return ChosenLayouts({name: stored_layout(entry) for name, entry in index.tensors.items()})
+    if ranks is not None and chosen.layouts and len(chosen.ranks) != ranks:
+        raise CheckpointError(
+            f"{ranks} ranks were requested, but the {'plan' if layout is None else f'layout {layout}'} covers "
+            f"{len(chosen.ranks)}; omit the number of ranks, or make both agree"
+        )
+    return chosen
+
+
+def spec_for(layout: ShardingSpec | str, ranks: int | None) -> ShardingSpec:
+    """The spec of a layout's text: a rule of the notation, or one placement for a number of ranks.
+
+    >>> spec_for("S(0)", 4), spec_for("on dp=2,tp=2: R, S(1)", None)
+    (MeshSpec(ranks=4, (Shard(0),)), MeshSpec(dp=2,tp=2, (Replicate(), Shard(1))))
+    """
+    if isinstance(layout, ShardingSpec):
+        spec = layout
+    elif layout.lstrip().startswith(("on ", "as ", "@")):
+        spec = parse_spec(layout)
+    else:
+        placements = parse_placements(layout)
+        if ranks is None or len(placements) != 1:
+            raise CheckpointError(
+                f"the layout {layout!r} does not say which ranks it is for; pass the number of ranks with a single "
+                "placement, or write the mesh, as in 'on dp=2,tp=4: R, S(0)'"
+            )
+        spec = MeshSpec(Mesh.of(**{AXIS: ranks}), placements)
+    if spec.reduction() is not None:
+        raise CheckpointError(f"the layout {layout} leaves a reduction pending; a checkpoint stores reduced tensors")
+    return spec
+
+
+def fit_layouts(spec: ShardingSpec, shapes: Mapping[str, tuple[int, ...]]) -> ChosenLayouts:
+    """One spec for all tensors; those that it does not fit are replicated, as the module docstring says."""
+    known: dict[tuple[int, ...], tuple[Layout, bool]] = {}
+    for shape in shapes.values():
+        if shape not in known:
+            known[shape] = _fit_layout(spec, shape)
+    unfit = tuple(name for name, shape in shapes.items() if not known[shape][1])
+    return ChosenLayouts({name: known[shape][0] for name, shape in shapes.items()}, unfit)
+
+
+def _fit_layout(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[Layout, bool]:
+    try:
+        return spec.layout(shape), True
+    except LayoutError:
+        if isinstance(spec, MeshSpec):
+            kept = [_drop_missing_dim(p, len(shape)) for p in spec.placements]
+            return _layout_or_copies(
+                MeshSpec(spec.mesh, kept, spec.order), shape, spec.mesh.ranks.reshape(-1).tolist()
+            ), False
+        return _replicated_layout(_ranks_of(spec), shape), False
+
+
+def _layout_or_copies(spec: MeshSpec, shape: tuple[int, ...], ranks: Iterable[int]) -> Layout:
+    try:
+        return spec.layout(shape)
+    except LayoutError:
+        return _replicated_layout(ranks, shape)
+
+
+def _drop_missing_dim(placement: Placement, ndim: int) -> Placement:
+    missing = isinstance(placement, Shard) and not -ndim <= placement.dim < ndim
+    assert not isinstance(placement, Partial), "specs with a pending reduction are refused before"
+    return Replicate() if missing else placement
+
+
+def _replicated_layout(ranks: Iterable[int], shape: tuple[int, ...]) -> Layout:
+    return MeshSpec(Mesh((AXIS,), list(ranks)), (Replicate(),)).layout(shape)
+
+
+def _ranks_of(spec: ShardingSpec) -> list[int]:
+    """The ranks of a chunk, grid or enumerable spec."""
+    ranks = getattr(spec, "ranks", None)
+    if ranks is None:
+        raise CheckpointError(f"the layout {spec!r} fits only some tensors; pass a plan that says which")
+    return [int(rank) for rank in np.unique(np.asarray(ranks))]
+
+
+_CONFIG = "config.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_MAX_FILE_BYTES = 1 << 26
+
+
+def read_companions(folder: ReadableFolder, format: Format, dtype: DType | None, required: bool) -> dict[str, bytes]:
+    """The files of a folder that a format has beside its tensors; an error if some are `required` and there is none."""
+    found = {name: folder.read(name, _MAX_FILE_BYTES) for name in format.companions if folder.has(name)}
+    if required and _CONFIG not in found:
+        raise CheckpointError(f"{folder.path}: it has no {_CONFIG}; pass the folder that has the model's")
+    if dtype is not None and _CONFIG in found:
+        found[_CONFIG] = _set_config_dtype(found[_CONFIG], dtype)
+    return found
+
+
+def _set_config_dtype(data: bytes, dtype: DType) -> bytes:
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError):
+        return data  # copied as it is: whoever loads the model will say so
+    keys = [key for key in _DTYPE_KEYS if isinstance(config, dict) and isinstance(config.get(key), str)]
+    if not keys:
+        return data
+    return json.dumps({**config, **dict.fromkeys(keys, dtype.torch_name)}, indent=2).encode() + b"\n"
+
+
+def digest_companions(files: dict[str, bytes]) -> list[list[str]]:
+    """What identifies the files, for a run that is resumed."""
+    return [[name, checksum(data)] for name, data in sorted(files.items())]
+
 
 _MIN_BYTES_PER_WORKER = 128 << 20
 _MAX_WORKERS = 8

@@ -38,6 +38,7 @@ from shardwise._text import package_logger
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import Place, find_place, new_save
 from shardwise.checkpoint.files import CheckpointError, PositionedFile, SaveFolder, run_or_describe_error
+from shardwise.checkpoint.formats import find_format
 from shardwise.checkpoint.formats.base import (
     FileItem,
     FilePlan,
@@ -48,7 +49,6 @@ from shardwise.checkpoint.formats.base import (
     TensorToSave,
     write_item,
 )
-from shardwise.checkpoint.formats.table import find_format
 from shardwise.checkpoint.index import BLOCK_BYTES, Json, split_into_blocks
 from shardwise.checkpoint.state import (
     Leaf,

@@ -42,8 +42,8 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.commit import FolderVanished, Place, find_place, open_folder
 from shardwise.checkpoint.files import CheckpointError, FileReader, ReadableFolder
+from shardwise.checkpoint.formats import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.formats.base import Format
-from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.index import CRC, SUM_DIGITS, StoredCut, TensorEntry, checksum
 from shardwise.geometry import DType, LayoutError, find_dtype
 from shardwise.geometry.mesh import IntArray

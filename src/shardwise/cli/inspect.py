@@ -21,7 +21,7 @@ import typer
 
 from shardwise.checkpoint.commit import find_checkpoint, find_place, open_folder
 from shardwise.checkpoint.files import CheckpointError, PinnedFolder
-from shardwise.checkpoint.formats.table import FORMATS, describe_expected, detect_format
+from shardwise.checkpoint.formats import FORMATS, describe_expected, detect_format
 from shardwise.checkpoint.index import TensorEntry, stored_values
 from shardwise.checkpoint.remote import RemotePath
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, find_index, open_store

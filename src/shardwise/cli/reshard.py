@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.table import FORMATS
+from shardwise.checkpoint.formats import FORMATS
 from shardwise.checkpoint.resharding import ReshardReport, reshard
 from shardwise.cli.output import (
     INTERRUPTED,

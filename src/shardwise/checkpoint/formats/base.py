@@ -2,7 +2,7 @@
 
 A format is one class: it detects its folders, reads their index, and plans the files of a new one. `save`, `load`,
 `open`, `reshard` and the commands know formats only through it. To add one, subclass `Format` in a file of its own and
-put an instance in `formats/table.py`; `tests/checkpoint/test_format.py` does so with a format of 60 lines.
+put an instance in `formats/__init__.py`; `tests/checkpoint/test_format.py` does so with a format of 60 lines.
 
 A `FilePlan` follows from layouts alone. It says which files each rank writes and which boxes are where in them; when
 the bytes of all boxes of a file are there, it provides what surrounds them, and at the end the index.
