@@ -41,6 +41,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
+from shardwise._text import parse_text
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.index import Index, Json, StoredCut, StridedView, TensorEntry, checksum, iterate_leaves
 from shardwise.geometry.mesh import IntArray
@@ -554,9 +555,12 @@ def _load_map(path: Path) -> NameMap:
     try:
         if path.stat().st_size > _MAX_MAP_BYTES:
             raise CheckpointError(f"{path}: a map of names has at most {_MAX_MAP_BYTES} bytes")
-        return _parse_map(tomllib.loads(path.read_text()), path.name)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = parse_text(tomllib.loads, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path.name} is not valid TOML: {error}") from error
+    return _parse_map(data, path.name)
 
 
 def _parse_map(data: Mapping[str, Any], told: str) -> NameMap:

@@ -334,7 +334,7 @@ class PinnedFolder(ReadableFolder):
     def has(self, name: str) -> bool:
         """Whether there is an ordinary file of this name."""
         try:
-            return stat.S_ISREG(os.stat(name, dir_fd=self._handle).st_mode)
+            return stat.S_ISREG(self._stat(name).st_mode)
         except OSError:
             return False
 
@@ -344,13 +344,17 @@ class PinnedFolder(ReadableFolder):
 
     def version(self, name: str) -> list[str | int]:
         """What is different as soon as a file is another one, or was written to; copies of a folder are alike."""
-        found = os.stat(name, dir_fd=self._handle)
+        found = self._stat(name)
         return [found.st_size, found.st_mtime_ns]
 
     def identity(self, name: str) -> list[str | int]:
         """What is different as soon as a file is another one, also in a copy of the folder."""
-        found = os.stat(name, dir_fd=self._handle)
+        found = self._stat(name)
         return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]
+
+    def _stat(self, name: str) -> os.stat_result:
+        _check_file_name(name)
+        return os.stat(name, dir_fd=self._handle)
 
     def is_replaced(self) -> bool:
         """Whether the path of this folder names another one by now, or none."""
@@ -382,8 +386,7 @@ class PinnedFolder(ReadableFolder):
             raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror}") from error
 
     def _open(self, name: str) -> int:
-        if os.sep in name or name in ("", ".", ".."):
-            raise OSError(errno.EINVAL, "Not a file name", name)
+        _check_file_name(name)
         handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._handle)
         mode = os.fstat(handle).st_mode
         if stat.S_ISREG(mode):
@@ -416,6 +419,16 @@ class PinnedFolder(ReadableFolder):
     def __del__(self) -> None:
         if getattr(self, "_handle", -1) >= 0:
             self.close()
+
+
+def _check_file_name(name: str) -> None:
+    """Raise an error of the system unless a name that was read can be that of a file in a folder."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or b"\0" in encoded or os.sep in name or name in (".", ".."):
+        raise OSError(errno.EINVAL, "Not a file name", name)
 
 
 class MappedFile(FileReader):

@@ -122,6 +122,9 @@ class RemotePath:
                 f"{self.url}: unknown scheme {scheme!r}; known are s3, gs, hf, memory, file and others of fsspec "
                 f"({error})"
             ) from error
+        except Exception as error:  # drivers raise classes of their own, and need more than a URL
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+            raise CheckpointError(f"{self.url}: {scheme}:// cannot be opened from a URL alone: {problem}") from error
 
     @property
     def key(self) -> str:

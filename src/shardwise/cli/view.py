@@ -7,7 +7,6 @@ A question changes numbers or texts in the notation. It never names a file: what
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import webbrowser
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from shardwise._text import parse_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.cli.inspect import OpenedCheckpoint, open_checkpoint
 from shardwise.cli.model import Batch, DeviceName, DtypeText, Optimizer, read_topology
@@ -224,7 +224,7 @@ def find_file_kind(target: str) -> str | None:
     if kind != ".json":
         return "checkpoint"
     try:
-        data = json.loads(Path(target).read_text(encoding="utf-8"))
+        data = parse_json(Path(target).read_text(encoding="utf-8"))
     except ValueError:
         return "trace"  # whose reader says what is wrong
     if not isinstance(data, dict) or "traceEvents" in data:

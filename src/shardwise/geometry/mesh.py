@@ -15,6 +15,7 @@ import numpy.typing as npt
 from shardwise.geometry.box import LayoutError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+MAX_RANKS = 2**20  # that are counted rather than listed
 
 
 def freeze_array(values: Any) -> IntArray:
@@ -86,8 +87,7 @@ class Mesh:
                 )
             if size < 1:
                 raise LayoutError(f"axis {name!r} needs at least one rank, got {size}")
-        sizes = tuple(axes.values())
-        return cls(tuple(axes), np.arange(math.prod(sizes)).reshape(sizes))
+        return cls(tuple(axes), number_ranks(tuple(axes.values())))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Mesh is frozen: {name} cannot be set")
@@ -213,6 +213,19 @@ def to_mesh(value: Any) -> Mesh:
     return Mesh(tuple(names), ranks)
 
 
+def number_ranks(shape: Sequence[int]) -> IntArray:
+    """The ranks 0, 1, 2... as an array of a shape; an error for more of them than there can be.
+
+    >>> number_ranks((2, 2)).tolist()
+    [[0, 1], [2, 3]]
+    """
+    count = math.prod(shape)
+    if count > MAX_RANKS:
+        sizes = " x ".join(str(size)[:20] for size in shape[:8])
+        raise LayoutError(f"{sizes} ranks are more than {MAX_RANKS}; pass a smaller number of ranks")
+    return np.arange(count).reshape(shape)
+
+
 def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:
     """The names and the array of ranks, from either order of arguments."""
     if _are_names(ranks) and len(ranks):
@@ -222,7 +235,7 @@ def _read_axes_and_ranks(axes: Any, ranks: Any) -> tuple[tuple[str, ...], Any]:
         is_shape = isinstance(axes, list | tuple) and len(axes) == len(names) and all(isinstance(n, int) for n in axes)
         if is_shape and min(axes) < 1:
             raise LayoutError(f"a mesh of shape {tuple(axes)} has an axis without ranks; every axis has 1 or more")
-        return names, np.arange(math.prod(axes)).reshape(axes) if is_shape else axes
+        return names, number_ranks(axes) if is_shape else axes
     if _are_names(axes):
         return ((axes,) if isinstance(axes, str) else tuple(axes)), ranks
     raise LayoutError(

@@ -42,7 +42,7 @@ import numpy as np
 from shardwise._text import draw_html
 from shardwise.geometry.box import Box, LayoutError, NotationError, Piece
 from shardwise.geometry.layout import Layout, ShardingSpec
-from shardwise.geometry.mesh import Mesh, format_ranks
+from shardwise.geometry.mesh import MAX_RANKS, Mesh, format_ranks
 from shardwise.geometry.placements import REDUCE_OPS, Partial, Placement, Replicate, RowOwners, Shard, resolve_dim
 from shardwise.geometry.specs import ChunkSpec, EnumerableSpec, GridSpec, MeshSpec
 
@@ -332,9 +332,6 @@ def _format_pieces(pieces: Sequence[Piece]) -> str:
         else:
             runs.append((piece.box, [piece.rank]))
     return ", ".join(f"{format_ranks(ranks)}{str(box).replace(' ', '')}" for box, ranks in runs) or "none"
-
-
-MAX_RANKS = 2**20
 
 
 @dataclass(frozen=True, slots=True)

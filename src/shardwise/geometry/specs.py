@@ -24,7 +24,7 @@ from shardwise.geometry.layout import (
     mesh_cells,
     table_from_boxes,
 )
-from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array, to_mesh
+from shardwise.geometry.mesh import IntArray, Mesh, format_ranks, freeze_array, number_ranks, to_mesh
 from shardwise.geometry.placements import (
     Partial,
     Placement,
@@ -70,7 +70,11 @@ class ChunkSpec(_ProductSpec):
                 f"ChunkSpec takes ranks as numbers, a count such as 4 or a list such as [0, 1]; got {ranks!r}. Texts "
                 "such as 'rank:0/cpu' belong in the ChunkShardingSpec of shardwise.compat"
             )
-        chosen = tuple(range(ranks)) if isinstance(ranks, int) else to_int_tuple(ranks, "ranks of ChunkSpec")
+        chosen = (
+            tuple(number_ranks((ranks,)).tolist())
+            if isinstance(ranks, int)
+            else to_int_tuple(ranks, "ranks of ChunkSpec")
+        )
         object.__setattr__(self, "dim", to_int_tuple((dim,), "a dim")[0])
         object.__setattr__(self, "ranks", chosen)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))

@@ -48,6 +48,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise._text import parse_json, parse_text
 from shardwise.comm import Comm, DisagreementError, advise_ranks, agree, name_ranks
 from shardwise.comm.current import remember_device_mesh
 from shardwise.geometry import (
@@ -670,11 +671,11 @@ def save_plan(plan: ModelPlan, path: str | Path) -> None:
     path, data = Path(path), plan_to_data(plan)
     kind = _plan_file_kind(path)
     if kind == "json":
-        path.write_text(json.dumps(data, indent=2) + "\n")
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     elif kind == "toml":
-        path.write_text(to_toml(data))
+        path.write_text(to_toml(data), encoding="utf-8")
     else:
-        path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False))
+        path.write_text(_import_yaml(path).safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
 def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
@@ -687,9 +688,13 @@ def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
     Mesh(dp=2,tp=4)
     """
     path = Path(path)
-    kind, text = _plan_file_kind(path), path.read_text()
+    kind = _plan_file_kind(path)
     try:
-        data = _parse_yaml(path, text) if kind == "yaml" else (json if kind == "json" else tomllib).loads(text)
+        text = path.read_text(encoding="utf-8")
+        if kind == "yaml":
+            data = _parse_yaml(path, text)
+        else:
+            data = parse_json(text, unique_keys=True) if kind == "json" else parse_text(tomllib.loads, text)
     except ValueError as error:
         raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
     if not isinstance(data, dict):
@@ -715,6 +720,22 @@ def _import_yaml(path: Path) -> Any:
 def _parse_yaml(path: Path, text: str) -> Any:
     module = _import_yaml(path)
     try:
-        return module.safe_load(text)
+        _check_yaml_keys(parse_text(lambda given: module.compose(given, Loader=module.SafeLoader), text))
+        return parse_text(module.safe_load, text)
     except module.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def _check_yaml_keys(root: Any) -> None:
+    """Raise for a key that a mapping has twice, of which YAML's own reader takes the last."""
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))
+        pairs = [pair for pair in node.value if isinstance(pair, tuple)]
+        keys = [(key.tag, key.value) for key, _ in pairs if isinstance(key.value, str)]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[1][:100]!r} appears twice")
+        todo += [part for pair in pairs for part in pair] if pairs else node.value

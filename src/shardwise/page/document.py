@@ -22,6 +22,7 @@ import math
 import posixpath
 import re
 import secrets
+import sys
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -141,6 +142,7 @@ def _drop_nonfinite(data: Any) -> Any:
 
 LOOPBACK = "127.0.0.1"
 LONGEST_QUESTION = 1 << 20
+_MOST_DIGITS = 20
 Answer: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -155,6 +157,11 @@ class PageServer(ThreadingHTTPServer):
         self.answer = answer
         self.document = render_document(facts, served=True).encode()
         self.hosts = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away, or is slow, is not an error of this program."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -175,7 +182,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if not self._may_ask("/ask"):
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LONGEST_QUESTION:
+        if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > LONGEST_QUESTION:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         elif self.headers.get_content_type() != "application/json":
             self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)

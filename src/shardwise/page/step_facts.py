@@ -18,7 +18,6 @@ are asked for by the number of the tensor.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
@@ -26,6 +25,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise._text import parse_json
 from shardwise.checkpoint.index import TensorEntry, stored_values
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.verify import StoredLayouts, measure_balance
@@ -65,7 +65,7 @@ class EventKind(NamedTuple):
 def read_trace(path: str | Path) -> dict[str, Any]:
     """The document of a trace file, or an error that says what it is not."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise LayoutError(f"{path} is not valid JSON: {error}") from error
     if isinstance(data, list):

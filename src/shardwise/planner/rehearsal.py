@@ -33,7 +33,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import json
 import os
 import sys
 import threading
@@ -53,6 +52,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shardwise._text import parse_json
 from shardwise._torch import is_in_backward, pytree, storage_identity
 from shardwise.comm import use_comm
 from shardwise.comm.stand_in import StandInComm
@@ -529,7 +529,7 @@ def _describe_cause(error: BaseException) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
