@@ -182,7 +182,7 @@ def check_name_bytes(tree: Json, index_bytes: int, name: str) -> None:
     while todo:
         node, length, depth = todo.pop()
         try:
-            children = None if isinstance(node, dict) and "tensor" in node else _tree_children(node, depth)
+            children = None if isinstance(node, dict) and "tensor" in node else tree_children(node, depth)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
         if children is None:
@@ -397,14 +397,14 @@ def _iterate_node_leaves(node: Json, path: tuple[str, ...]) -> Iterator[tuple[st
         if len(node) != 1 or not isinstance(node["tensor"], str):
             raise CheckpointError(f"the tree of the index has a tensor without a name at {'.'.join(path)[:300]!r}")
         yield ".".join(path), node["tensor"], None
-    elif (children := _tree_children(node, len(path))) is not None:
+    elif (children := tree_children(node, len(path))) is not None:
         for key, child in children:
             yield from _iterate_node_leaves(child, (*path, str(key)))
     else:
         yield ".".join(path), None, _parse_tree_scalar(node, path)
 
 
-def _tree_children(node: Json, depth: int) -> list[tuple[str | int, Json]] | None:
+def tree_children(node: Json, depth: int) -> list[tuple[str | int, Json]] | None:
     """The children of a container, or None for a leaf."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"the tree of the index is nested deeper than {MAX_DEPTH} levels")
@@ -435,16 +435,17 @@ def build_state(tree: Json, tensor: Callable[[str], Any]) -> Any:
     >>> build_state({"dict": [["a", {"tuple": [1, {"tensor": "w"}]}]]}, str.upper)
     {'a': (1, 'W')}
     """
-    return _build_node(tree, (), tensor)
+    return build_tree(tree, lambda _, name: tensor(name))
 
 
-def _build_node(node: Json, path: tuple[str, ...], tensor: Callable[[str], Any]) -> Any:
+def build_tree(node: Json, tensor: Callable[[tuple[str, ...], str], Any], path: tuple[str, ...] = ()) -> Any:
+    """The same with what `tensor` returns for the path and the name of each tensor."""
     if isinstance(node, dict) and "tensor" in node:
-        return tensor(node["tensor"])
-    children = _tree_children(node, len(path))
+        return tensor(path, node["tensor"])
+    children = tree_children(node, len(path))
     if children is None:
         return _parse_tree_scalar(node, path)
-    built = [(key, _build_node(child, (*path, str(key)), tensor)) for key, child in children]
+    built = [(key, build_tree(child, tensor, (*path, str(key)))) for key, child in children]
     if isinstance(node, dict) and "dict" in node:
         return dict(built)
     values = [value for _, value in built]

@@ -41,6 +41,7 @@ from shardwise.checkpoint.index import (
     stored_names,
     stored_values,
 )
+from shardwise.checkpoint.objects import ObjectLoad, plan_objects, replace_objects
 from shardwise.checkpoint.saving import wait_for_running_save
 from shardwise.checkpoint.state import (
     Leaf,
@@ -83,11 +84,10 @@ def match_state(
     values: Mapping[str, Scalar],
     *,
     strict: bool,
-    names: StateNames,
+    rename: Callable[[str], str | None],
     cast: bool,
 ) -> MatchedState:
     """Find what is stored for every entry of a state; raise one error that lists all that does not fit."""
-    rename = _make_renamer(names)
     held_tensors, held_values = stored_names(index), stored_values(index)
     own = [*(leaf.name for leaf in tensors), *values]
     wanted = {name: source for name in own if (source := rename(name)) is not None}
@@ -164,10 +164,13 @@ def _unexpected_problems(unexpected: Sequence[str], wanted: Mapping[str, str]) -
 
 
 def _explain_optimizer_state(unexpected: Collection[str], wanted: Mapping[str, str]) -> str:
-    """A hint where the checkpoint has the state of an optimizer and the program none: that is made by a first step."""
+    """A hint where the checkpoint has the state of an optimizer and the program none."""
     if not any(".state." in f".{name}" for name in unexpected) or any(".state." in f".{name}" for name in wanted):
         return ""
-    return "; an optimizer has no state before its first step: ShardedOptimizer.init_state() makes it"
+    return (
+        "; an optimizer has no state before its first step: pass the module and the optimizer themselves, "
+        'load({"model": model, "optimizer": optimizer}, path), which makes what is stored'
+    )
 
 
 def _format_both_names(name: str, source: str) -> str:
@@ -236,9 +239,11 @@ def load(
         found, problem = run_or_describe_error(
             lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes)
         )
-        asked = None if found is None else [found[0].digest, verify, cast, _digest_wanted(found[1].tensors)]
+        asked = None
+        if found is not None:
+            asked = [found[0].digest, verify, cast, _digest_wanted(found[1].tensors), bool(found[2])]
         everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
-        store, matched = found
+        store, matched, objects = found
         try:
             if _agree_on_load(comm, everyone, before):
                 loader = Loader(store, matched.tensors, comm, shared=len({one[3] for one in everyone}) == 1)
@@ -246,6 +251,9 @@ def load(
                     loader.copy, "; tensors may be half-loaded"
                 ):
                     loader.settle()
+                    if any(one[4] for one in everyone):
+                        _, problem = run_or_describe_error(partial(_finish_objects, objects, matched.values))
+                        gather_or_raise(comm, None, problem, LOAD_LABEL)
                     if comm.rank == comm.ranks[0]:
                         _log.info("loaded %s: %d tensors", path, len(matched.tensors))
                     return fill_state(state, matched.values)
@@ -263,15 +271,29 @@ def _open_and_match(
     names: StateNames,
     cast: bool,
     max_buffer_bytes: int,
-) -> tuple[Store, MatchedState]:
+) -> tuple[Store, MatchedState, list[ObjectLoad]]:
     if max_buffer_bytes < 1 << 16:
         raise CheckpointError(f"max_buffer_bytes must be at least 65536, got {max_buffer_bytes}")
     store = open_store(path, max_buffer_bytes)
     if isinstance(names, NameMap):
         store.index = rename_index(store.index, names)
-    flat = flatten_state(state)
+    rename = _make_renamer(names)
+    objects = plan_objects(state, store.index, rename, strict=strict, cast=cast)
+    flat = flatten_state(replace_objects(state, {each.path: each.state for each in objects}))
     tensors = [make_leaf(name, tensor, comm) for name, tensor in flat.tensors.items()]
-    return store, match_state(store.index, tensors, flat.values, strict=strict, names=names, cast=cast)
+    moved = [each for each in objects if each.stored_name is not None]
+
+    def find_stored(name: str) -> str | None:
+        return next((found for each in moved if (found := each.stored(name)) is not None), None) or rename(name)
+
+    matched = match_state(store.index, tensors, flat.values, strict=strict, rename=find_stored, cast=cast)
+    return store, matched, objects
+
+
+def _finish_objects(objects: Sequence[ObjectLoad], values: Mapping[str, Scalar]) -> None:
+    for each in objects:
+        fill_state(each.state, values, each.path)
+        each.finish()
 
 
 def _digest_wanted(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:

@@ -50,6 +50,7 @@ from shardwise.checkpoint.formats.base import (
     write_item,
 )
 from shardwise.checkpoint.index import BLOCK_BYTES, Json, split_into_blocks
+from shardwise.checkpoint.objects import expand_objects
 from shardwise.checkpoint.state import (
     Leaf,
     agree_on_state,
@@ -432,7 +433,7 @@ def _plan_save(
     format: Format,
 ) -> SavePlan:
     def look() -> tuple[Place, Json, list[Leaf]]:
-        target, flat = find_place(path), flatten_state(state)
+        target, flat = find_place(path), flatten_state(expand_objects(state))
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
         if flat.values and not format.has_values:

@@ -239,26 +239,22 @@ def _scalar_json(value: Scalar) -> Json:
     return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def fill_state(state: Any, values: Mapping[str, Scalar]) -> Any:
+def fill_state(node: Any, values: Mapping[str, Scalar], path: tuple[str, ...] = ()) -> Any:
     """Put values in place of those of the same name: dicts and lists are changed in place, tuples are rebuilt.
 
     >>> fill_state({"a": 1, "b": (2, 3)}, {"a": 7, "b.1": 9})
     {'a': 7, 'b': (2, 9)}
     """
-    return _fill_node(state, (), values)
-
-
-def _fill_node(node: Any, path: tuple[str, ...], values: Mapping[str, Scalar]) -> Any:
     if isinstance(node, Tensor):
         return node
     if isinstance(node, Mapping):
         for key, child in list(node.items()):
-            new = _fill_node(child, (*path, str(key)), values)
+            new = fill_state(child, values, (*path, str(key)))
             if new is not child:
                 node[key] = new  # type: ignore[index]  # a state that cannot be changed says so itself
         return node
     if isinstance(node, list | tuple):
-        items = [_fill_node(child, (*path, str(i)), values) for i, child in enumerate(node)]
+        items = [fill_state(child, values, (*path, str(i))) for i, child in enumerate(node)]
         if isinstance(node, list):
             node[:] = items
             return node

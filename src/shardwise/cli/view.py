@@ -266,7 +266,7 @@ def _check_layout(text: str, ranks_per_host: int) -> LayoutTarget:
 
 def write_page(facts: dict[str, Any], output: Path) -> None:
     """Write the page to a file, complete or not at all; what is not a file, as a pipe, is written to."""
-    data = render_document(facts).encode()
+    data = render_document(facts).encode(errors="replace")  # a path that is not UTF-8
     if not output.name or output.is_dir():
         raise LayoutError(f"-o {str(output)!r} is a folder; name a file in it, such as {output / 'page.html'}")
     partial = output.with_name(f".{output.name}.partial")

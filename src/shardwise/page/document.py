@@ -155,7 +155,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((LOOPBACK, port), _PageHandler)
         self.token = secrets.token_urlsafe(24)
         self.answer = answer
-        self.document = render_document(facts, served=True).encode()
+        self.document = render_document(facts, served=True).encode(errors="replace")
         self.hosts = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
