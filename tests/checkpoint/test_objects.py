@@ -218,7 +218,8 @@ def test_other_objects_are_values(tmp_path: Path) -> None:
     assert empty.state["seen"] == [1, 2] and empty.state["order"].tolist() == [0, 1, 2]
     assert empty.state["nested"] == {"epoch": 2}
     shardwise.save(loader, tmp_path / "alone")
-    assert shardwise.load(empty := Counting({}), tmp_path / "alone") is empty and empty.state["seen"] == [1, 2]
+    alone = Counting({})
+    assert shardwise.load(alone, tmp_path / "alone") is alone and alone.state["seen"] == [1, 2]
 
 
 def test_a_module_alone_and_what_it_has_besides(tmp_path: Path) -> None:

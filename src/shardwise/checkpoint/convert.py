@@ -692,7 +692,7 @@ class Conversion:
     def apply(self, index: Index) -> Index:
         """What is written, as an index of the source's bytes; an error for patterns that match nothing."""
         chosen = self.choose(index)
-        if (self.only or self.without) and not chosen.tensors and not chosen.leaves:
+        if (self.only or self.without) and not chosen.tensors and next(chosen.leaves, None) is None:
             raise CheckpointError("nothing is left to write: the filters leave out every tensor and value")
         return self.rename(chosen)
 

@@ -15,7 +15,7 @@ It detects accidents; it does not protect against someone who forges the index a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -178,19 +178,25 @@ def _count_ints(node: Any) -> int:
 def check_name_bytes(tree: Json, index_bytes: int, name: str) -> None:
     """Raise if the names of all leaves together are much longer than the index: each repeats those of its parents."""
     left = _FREE_NAME_BYTES + _NAME_BYTES_PER_BYTE * index_bytes
-    todo: list[tuple[Json, int, int]] = [(tree, 0, 0)]
-    while todo:
-        node, length, depth = todo.pop()
-        try:
-            children = None if isinstance(node, dict) and "tensor" in node else tree_children(node, depth)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name}: {error}") from error
-        if children is None:
-            left -= length
+    open_nodes: list[tuple[Iterator[Any], int]] = [(iter([("", tree)]), 0)]  # of containers, one inside the other
+    while open_nodes:
+        children, length = open_nodes[-1]
+        for key, node in children:
+            below = length + 1 + (len(key) if isinstance(key, str) else 8)
+            try:
+                inner = (
+                    None if isinstance(node, dict) and "tensor" in node else tree_children(node, len(open_nodes) - 1)
+                )
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from error
+            if inner is not None:
+                open_nodes.append((iter(inner), below))
+                break
+            left -= below - 1
             if left < 0:
                 raise CheckpointError(f"{name}: the names in the state are much longer than the index")
-            continue
-        todo += [(child, length + 1 + (len(key) if isinstance(key, str) else 8), depth + 1) for key, child in children]
+        else:
+            open_nodes.pop()
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,15 +321,15 @@ class Index:
     block_bytes: int = BLOCK_BYTES
     opaque: tuple[str, ...] = ()
 
-    @cached_property
-    def leaves(self) -> list[tuple[str, str | None, Scalar]]:
-        """The (name, tensor or None, value) of every leaf of the tree."""
-        return list(iterate_leaves(self.tree))
+    @property
+    def leaves(self) -> Iterator[tuple[str, str | None, Scalar]]:
+        """The (name, tensor or None, value) of every leaf of the tree; a long list of numbers is not held twice."""
+        return iterate_leaves(self.tree)
 
-
-def stored_values(index: Index) -> dict[str, Scalar]:
-    """The values of a checkpoint that are not tensors, by name."""
-    return {name: value for name, tensor, value in index.leaves if tensor is None}
+    @property
+    def values(self) -> Iterator[tuple[str, Scalar]]:
+        """The names and values of what is not a tensor."""
+        return ((name, value) for name, tensor, value in self.leaves if tensor is None)
 
 
 def stored_names(index: Index) -> dict[str, str]:
@@ -404,17 +410,17 @@ def _iterate_node_leaves(node: Json, path: tuple[str, ...]) -> Iterator[tuple[st
         yield ".".join(path), None, _parse_tree_scalar(node, path)
 
 
-def tree_children(node: Json, depth: int) -> list[tuple[str | int, Json]] | None:
+def tree_children(node: Json, depth: int) -> Iterable[tuple[str | int, Json]] | None:
     """The children of a container, or None for a leaf."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"the tree of the index is nested deeper than {MAX_DEPTH} levels")
     items = node.get("tuple") if isinstance(node, dict) else node
     if isinstance(items, list):
-        return list(enumerate(items))
+        return enumerate(items)
     if isinstance(node, dict) and isinstance(node.get("dict"), list):
-        pairs = node["dict"]
+        pairs: list[Any] = node["dict"]
         if all(isinstance(p, list) and len(p) == 2 and type(p[0]) in (str, int) for p in pairs):
-            return [(key, child) for key, child in pairs]
+            return pairs
         raise CheckpointError("the tree of the index has keys that are not strings or ints")
     return None
 

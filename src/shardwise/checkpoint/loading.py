@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -39,7 +40,6 @@ from shardwise.checkpoint.index import (
     checksum,
     stored_layout,
     stored_names,
-    stored_values,
 )
 from shardwise.checkpoint.objects import ObjectLoad, plan_objects, replace_objects
 from shardwise.checkpoint.saving import wait_for_running_save
@@ -68,6 +68,7 @@ from shardwise.transfer.transfer import format_bytes
 StateNames: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None] | NameMap | None
 _log = package_logger(__name__)
 _MAX_LISTED_PROBLEMS = 5
+_COMPARED_NAMES = 2000
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,21 @@ def match_state(
     cast: bool,
 ) -> MatchedState:
     """Find what is stored for every entry of a state; raise one error that lists all that does not fit."""
-    held_tensors, held_values = stored_names(index), stored_values(index)
+    held_tensors = stored_names(index)
     own = [*(leaf.name for leaf in tensors), *values]
     wanted = {name: source for name in own if (source := rename(name)) is not None}
     for name in _find_tied_names(tensors, wanted, held_tensors):
         del wanted[name]
+    sources = set(wanted.values())
+    held_values = {name: value for name, value in index.values if name in sources}
     problems = _kind_problems(wanted, {leaf.name for leaf in tensors}, held_tensors, held_values)
     hint = ""
     if strict:
-        held = {**held_tensors, **held_values}
-        unexpected = set(held) - set(wanted.values())
-        problems += _missing_problems(wanted, held)
-        problems += _unexpected_problems([name for name in held if name in unexpected], wanted)
+        every = (*held_tensors, *islice((name for name, _ in index.values), _COMPARED_NAMES))
+        problems += _missing_problems(wanted, {**held_tensors, **held_values}, every)
+        unexpected = [name for name in held_tensors if name not in sources]
+        unexpected += islice((name for name, _ in index.values if name not in sources), _COMPARED_NAMES)
+        problems += _unexpected_problems(unexpected, wanted)
         hint = _explain_optimizer_state(unexpected, wanted)
     found = [
         (leaf, index.tensors[held_tensors[wanted[leaf.name]]])
@@ -148,17 +152,18 @@ def _kind_problems(
     return problems
 
 
-def _missing_problems(wanted: Mapping[str, str], held: Mapping[str, object]) -> list[str]:
+def _missing_problems(wanted: Mapping[str, str], held: Mapping[str, object], every: Sequence[str]) -> list[str]:
     missing = [(name, source) for name, source in wanted.items() if source not in held]
     return [
-        f"{_format_both_names(name, source)} is missing from it{_suggest_names(source, held, number)}"
+        f"{_format_both_names(name, source)} is missing from it{_suggest_names(source, every, number)}"
         for number, (name, source) in enumerate(missing)
     ]
 
 
 def _unexpected_problems(unexpected: Sequence[str], wanted: Mapping[str, str]) -> list[str]:
+    own = list(wanted)
     return [
-        f"it has {name}, which the state does not have{_suggest_names(name, wanted, number)} (strict=False skips it)"
+        f"it has {name}, which the state does not have{_suggest_names(name, own, number)} (strict=False skips it)"
         for number, name in enumerate(unexpected)
     ]
 
@@ -177,11 +182,11 @@ def _format_both_names(name: str, source: str) -> str:
     return name if name == source else f"{source} (for {name})"
 
 
-def _suggest_names(name: str, others: Mapping[str, object], number: int) -> str:
+def _suggest_names(name: str, others: Sequence[str], number: int) -> str:
     """Names that are nearly the same, for the first problems: a comparison with thousands of names takes a while."""
     if number >= _MAX_LISTED_PROBLEMS:
         return ""
-    near = difflib.get_close_matches(name, list(others)[:2000], n=2, cutoff=0.75)
+    near = difflib.get_close_matches(name, others[:_COMPARED_NAMES], n=2, cutoff=0.75)
     return f" (near: {', '.join(near)})" if near else ""
 
 
@@ -596,7 +601,7 @@ class Checkpoint:
 
     def values(self) -> dict[str, Scalar]:
         """Everything that is not a tensor, by name."""
-        return stored_values(self._store.index)
+        return dict(self._store.index.values)
 
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._names:

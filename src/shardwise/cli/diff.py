@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.index import Scalar, TensorEntry, block_count, stored_names, stored_values
+from shardwise.checkpoint.index import Scalar, TensorEntry, block_count, stored_names
 from shardwise.checkpoint.verify import ComparedTensor, Difference, StoredLayouts, Tolerance, compare_stored
 from shardwise.cli.inspect import NamePatterns, OpenedCheckpoint, filter_names, open_checkpoint
 from shardwise.cli.output import NO, AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
@@ -175,7 +175,7 @@ def _value_differences(
     """What differs besides the tensors; formats that cannot store values are not compared."""
     if not (first.store.format.has_values and second.store.format.has_values):
         return ValueDiff()
-    stored = [stored_values(found.store.index) for found in (first, second)]
+    stored = [dict(found.store.index.values) for found in (first, second)]
     a, b = ({name: values[name] for name in filter_names(values, patterns)} for values in stored)
     return ValueDiff(
         compared=len({*a, *b}),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ import typer
 from shardwise.checkpoint.commit import find_checkpoint, find_place, open_folder
 from shardwise.checkpoint.files import CheckpointError, PinnedFolder
 from shardwise.checkpoint.formats import FORMATS, describe_expected, detect_format
-from shardwise.checkpoint.index import TensorEntry, stored_values
+from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.remote import RemotePath
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, find_index, open_store
 from shardwise.checkpoint.verify import (
@@ -281,7 +282,7 @@ def checkpoint_to_json(
         "count": len(index.tensors),
         "bytes": sum(e.nbytes for e in index.tensors.values()),
         "tensors": tensors,
-        "values": stored_values(index),
+        "values": dict(index.values),
         "opaque": list(index.opaque),
         "ranks": [
             {"rank": r, "held_bytes": balance.held.get(r), "written_bytes": balance.written.get(r)}
@@ -318,7 +319,7 @@ def _summary(found: OpenedCheckpoint, balance: CheckpointBalance) -> list[Line]:
         ("checkpoint", found.path),
         ("format", found.format),
         ("tensors", f"{len(index.tensors)}, {total} in {format_count(len(index.files), 'file')}"),
-        ("values", str(len(stored_values(index))) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
+        ("values", str(sum(1 for _ in index.values)) + (f", {len(index.opaque)} unreadable" if index.opaque else "")),
     ]
     rows += [("held", format_spread(balance.held, "rank"))] if balance.held else []
     rows += [("written", format_spread(balance.written, "rank"))] if balance.written else []
@@ -369,8 +370,10 @@ def _file_lines(found: OpenedCheckpoint, balance: CheckpointBalance) -> list[Lin
 
 def _value_lines(found: OpenedCheckpoint) -> list[Line]:
     index = found.store.index
-    values = [(name, truncate_text(repr(value))) for name, value in stored_values(index).items()]
-    rows, more = _limit_rows([*values, *((name, "(not plain data: not read)") for name in index.opaque)], "values")
+    values = [(name, truncate_text(repr(value))) for name, value in islice(index.values, SHOWN_ROWS)]
+    values += [(name, "(not plain data: not read)") for name in index.opaque[: SHOWN_ROWS - len(values)]]
+    hidden = sum(1 for _ in index.values) + len(index.opaque) - len(values)
+    rows, more = values, [line(f"and {hidden} more values; --json lists all")] if hidden else []
     return [line(), *table_lines(("value", ""), rows, left=2), *more] if rows else []
 
 

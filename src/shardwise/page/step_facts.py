@@ -21,12 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise._text import parse_json
-from shardwise.checkpoint.index import TensorEntry, stored_values
+from shardwise.checkpoint.index import TensorEntry
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.verify import StoredLayouts, measure_balance
 from shardwise.geometry import Layout, LayoutError
@@ -243,7 +243,7 @@ def checkpoint_facts(title: str, store: Store) -> dict[str, Any]:
             [file.name, file.bytes, count] for file, count in zip(index.files, balance.tensors_by_file, strict=True)
         ],
         "ranks": [[rank, balance.held.get(rank), balance.written.get(rank)] for rank in balance.ranks],
-        "values": _value_rows(stored_values(index)),
+        "values": [[n, shorten(repr(value), LONGEST_VALUE)] for n, value in islice(index.values, MOST_VALUES)],
         "opaque": list(index.opaque)[:MOST_VALUES],
     }
 
@@ -263,10 +263,6 @@ def picture_facts(layout: Layout) -> dict[str, Any]:
 def _row(entry: TensorEntry, layouts: StoredLayouts) -> list[Any]:
     files = sorted(set(entry.files))
     return [entry.name, entry.dtype.name, list(entry.shape), layouts.notation(entry), entry.nbytes, files]
-
-
-def _value_rows(values: dict[str, Any]) -> list[list[str]]:
-    return [[name, shorten(repr(value), LONGEST_VALUE)] for name, value in list(values.items())[:MOST_VALUES]]
 
 
 class _Pictures:

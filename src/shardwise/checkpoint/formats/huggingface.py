@@ -48,6 +48,7 @@ _ALIGNMENT = 64
 _PREFIX = 8
 _SHOWN = 300
 _METADATA = "__metadata__"
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -134,9 +135,21 @@ def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEn
     (2,)
     """
     data_start = len(start)
+    shapes: dict[Any, Any] = {}
+
+    def shrink(pairs: list[tuple[str, Any]]) -> Any:
+        """An entry as soon as it is read, in little memory: equal shapes and dtypes are one object."""
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key appears twice")
+        if found.keys() != _ENTRY_KEYS or not isinstance(found["shape"], list) or len(found["shape"]) > MAX_DIMS:
+            return found
+        code, shape, (begin, end) = found["dtype"], tuple(found["shape"]), found["data_offsets"]
+        return shapes.setdefault(code, code), shapes.setdefault(shape, shape), begin, end
+
     try:
-        content = json.loads(start[_PREFIX:])
-    except (ValueError, RecursionError) as error:
+        content = json.loads(start[_PREFIX:], object_pairs_hook=shrink)
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{name}: the header is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{name}: the header is a {type(content).__name__}, it should be an object")
@@ -149,8 +162,8 @@ def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEn
 def _parse_header_entry(key: str, value: Any, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
     told = f"{name}: tensor {key[:_SHOWN]!r}"
     try:
-        require(isinstance(value, dict) and len(value["shape"]) <= MAX_DIMS, "no entry")
-        code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        require(isinstance(value, tuple), "no entry")
+        code, shape, begin, end = value
         numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
         require(numbers and isinstance(code, str), "no numbers")
     except (KeyError, TypeError, ValueError):
@@ -348,11 +361,12 @@ def parse_weight_map(folder: Location, data: bytes, suffix: str) -> dict[str, st
 
 def _make_hf_index(files: Sequence[FileEntry], tensors: Mapping[str, tuple[int, HeaderEntry]]) -> Index:
     cuts: dict[tuple[int, ...], StoredCut] = {}
+    numbers, none, no_sums = [(number,) for number in range(len(files))], (), ("",)  # shared: there may be very many
     entries: dict[str, TensorEntry] = {}
     for name, (file, entry) in tensors.items():
-        cut = cuts.setdefault(entry.shape, _whole_cut(entry.shape))
-        count = len(cut)
-        entries[name] = TensorEntry(name, entry.dtype, cut, [file] * count, [entry.begin] * count, [""] * count)
+        cut = cuts.get(entry.shape) or cuts.setdefault(entry.shape, _whole_cut(entry.shape))
+        place = (numbers[file], (entry.begin,), no_sums) if len(cut) else (none, none, none)
+        entries[name] = TensorEntry(name, entry.dtype, cut, *place)
     return Index(files, entries, {"dict": [[name, {"tensor": name}] for name in entries]})
 
 
