@@ -285,7 +285,7 @@ def test_a_misfit_of_many_names_is_found_quickly(tmp_path: Path, monkeypatch: py
         "shardwise.checkpoint.loading.difflib.get_close_matches", lambda name, *_, **__: compared.append(name) or []
     )
     state = {"model": {"w": torch.zeros(2)}, "optimizer": {"state": {}}}
-    with pytest.raises(shardwise.CheckpointError, match=r"and 295 more; an optimizer has no state .*load\(\{\"model\": model"):
+    with pytest.raises(CheckpointError, match=r"and 295 more; an optimizer has no state .* the optimizer themselves"):
         shardwise.load(state, tmp_path / "c")
     assert 0 < len(compared) <= 10 and not state["model"]["w"].any()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -127,3 +128,25 @@ def test_the_command_serves_until_ctrl_c() -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+def test_absurd_lengths_and_browsers_that_go_away_are_no_tracebacks(
+    server: PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for length in ("9" * 5000, "-1", "1e3", "\u0663", ""):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+            host = f"127.0.0.1:{server.server_port}"
+            head = f"POST /{server.token}/ask HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+            connection.sendall(head.encode())
+            assert connection.makefile("rb").readline().split()[1] == b"413", length[:20]
+    for error in (BrokenPipeError(), ConnectionResetError(), TimeoutError()):
+        try:
+            raise error
+        except OSError:
+            server.handle_error(None, ("127.0.0.1", 1))
+    assert "Traceback" not in capfd.readouterr().err
+    try:
+        raise ValueError("a mistake of ours")
+    except ValueError:
+        server.handle_error(None, ("127.0.0.1", 1))
+    assert "a mistake of ours" in capfd.readouterr().err

@@ -257,6 +257,7 @@ def digest_companions(files: dict[str, bytes]) -> list[list[str]]:
 
 _MIN_BYTES_PER_WORKER = 128 << 20
 _MAX_WORKERS = 8
+_FREE_REPEATED_BYTES, _MOST_REPEATS = 64 << 20, 16
 
 
 _TOKEN = "work"
@@ -624,8 +625,9 @@ class ReshardRun:
 class ReshardReport:
     """What a reshard did. `kept_bytes` of `bytes` were there from an earlier run; `seconds` are those of this one.
 
-    `unfit`: tensors that one layout for all did not fit. `left_out`: entries that the
-    format has no place for, or that cannot be read. `copied`: files that were copied along.
+    `repeated`: tensors that are the same bytes of the source as one before them, such as tied weights in a file of
+    torch.save; they are written again. `unfit`: tensors that one layout for all did not fit. `left_out`: entries that
+    the format has no place for, or that cannot be read. `copied`: files that were copied along.
 
     >>> import tempfile, torch, shardwise
     >>> folder = tempfile.mkdtemp()
@@ -647,6 +649,7 @@ class ReshardReport:
     unfit: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 def reshard(
@@ -700,6 +703,7 @@ def reshard(
         chosen = _choose_target_layouts(store, plan, layout, ranks, kind)
         token, beside = secrets.token_hex(8), _read_beside(store, kind, config, wanted)
         files = _plan_target(store, chosen, kind, max_file_bytes, wanted, new_save(target, token).prefix)
+        repeated = _find_repeated(store, files)
         options = (beside, overwrite, verify, store, files, workers, max_buffer_bytes, progress)
         kept, used = ReshardRun(source, target, kind, conversion, wanted, *options).run(resume, token)
     return ReshardReport(
@@ -715,7 +719,29 @@ def reshard(
         unfit=chosen.unfit,
         left_out=(*left_out, *files.left_out),
         copied=tuple(beside),
+        repeated=repeated,
     )
+
+
+def _find_repeated(store: Store, files: FilePlan) -> tuple[str, ...]:
+    """The tensors that are the very bytes of another; an error where names would make much of few bytes."""
+    seen: set[Any] = set()
+    repeated: list[str] = []
+    runs: dict[tuple[int, int], int] = {}
+    for entry in store.index.tensors.values():
+        views = None if entry.views is None else tuple(entry.views)
+        key = (entry.dtype, entry.shape, tuple(entry.files), tuple(entry.begins), views)
+        repeated += [entry.name] if key in seen and entry.files else []
+        seen.add(key)
+        runs |= {run: entry.run_bytes(n) for n, run in enumerate(zip(entry.files, entry.begins, strict=True))}
+    there, wanted = sum(runs.values()), sum(tensor.nbytes for tensor in files.tensors)
+    if wanted > _FREE_REPEATED_BYTES + _MOST_REPEATS * there:
+        raise CheckpointError(
+            f"{store.folder}: {len(files.tensors)} tensors of {wanted} bytes are made of {there} bytes, of which each "
+            f"would be written about {wanted // max(1, there)} times; choose tensors with only= and exclude= (--only, "
+            "--except)"
+        )
+    return tuple(repeated)
 
 
 def _read_beside(

@@ -165,6 +165,8 @@ def report_lines(report: ReshardReport) -> list[Line]:
         lines.append(
             f"replicated along axes that split a dim they lack, or that do not fit: {_list_some_names(report.unfit)}"
         )
+    if report.repeated:
+        lines.append(f"the same bytes as another tensor, written again: {_list_some_names(report.repeated)}")
     if report.copied:
         lines.append(f"copied along: {_list_some_names(report.copied)}")
     if report.left_out:
