@@ -36,6 +36,7 @@ from tools.fuzz.values import addends, difference, fill, tolerance
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS, CHUNKS = 240, 6
+EMPTY_RANK_PROGRAMS = 40
 MOST_REFUSED = 0.06  # of what ran; views of tensors in pieces, and writes into pending ones
 MANY = 1200
 ROWS = Input("a0", "float64", (4, 3), "on tp=2: S(0)")
@@ -92,6 +93,26 @@ def test_programs_are_right_or_refused_by_all_ranks(chunk: int) -> None:
     hint = "python -m tools.fuzz --programs 1 --seed N shrinks one and prints it as a script"
     assert failed == [], hint
     assert sum(tally.refused.values()) <= MOST_REFUSED * sum(tally.ran.values()), "\n".join(tally.lines())
+
+
+def test_programs_in_which_a_rank_holds_nothing_are_right_or_refused_by_all_ranks() -> None:
+    programs = [random_program(seed, empty_ranks=True) for seed in range(EMPTY_RANK_PROGRAMS)]
+    assert sum(p.twice for p in programs) > EMPTY_RANK_PROGRAMS / 3
+    verdicts = list(run_isolated(programs))
+    failed = [f"seed {seed}: {verdict}" for seed, verdict in enumerate(verdicts) if verdict.failed]
+    assert failed == [], (
+        "python -m tools.fuzz --empty-ranks --programs 1 --seed N shrinks one and prints it as a script"
+    )
+    assert sum(len(v.refused) for v in verdicts) <= MOST_REFUSED * sum(len(v.ran) for v in verdicts)
+
+
+def test_a_second_gradient_that_is_wrong_is_noticed() -> None:
+    """The value and the first gradient are those of the square."""
+    code = "v0 = (a0 * a0).sum() if type(a0) is torch.Tensor else (2 * a0.detach() * a0 - a0.detach() ** 2).sum()"
+    once = replace(_program(code, replace(ROWS, requires_grad=True)), backward=True)
+    assert not run_on_threads(once).failed
+    verdict = run_on_threads(replace(once, twice=True))
+    assert (verdict.kind, "second gradient of a0" in verdict.text) == (WRONG, True), verdict
 
 
 def test_programs_depend_on_the_seed_alone_and_differ() -> None:

@@ -175,12 +175,14 @@ class Tally:
         return [head, "refused:", *rows] if rows else [head]
 
 
-def run_seeds(seeds: Iterable[int], processes: bool = False, report: Callable[[str], None] = print) -> Tally:
+def run_seeds(
+    seeds: Iterable[int], processes: bool = False, report: Callable[[str], None] = print, *, empty_ranks: bool = False
+) -> Tally:
     """Run the programs of all seeds; each new cause of failure is shrunk and reported."""
     tally = Tally()
     with ProcessRanks() as ranks:
         for batch in _batches(seeds):
-            programs = [random_program(seed) for seed in batch]
+            programs = [random_program(seed, empty_ranks) for seed in batch]
             verdicts = map(ranks.run, programs) if processes else run_isolated(programs)
             for seed, program, verdict in zip(batch, programs, verdicts, strict=True):
                 tally.count(verdict)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise import LayoutError, parse_spec
-from tools.fuzz.operators import OPERATORS, Operator
+from tools.fuzz.operators import EMPTY_RANK_OPERATORS, OPERATORS, Operator
 from tools.fuzz.program import Input, Program, Round, Statement
 from tools.fuzz.run import execute
 from tools.fuzz.values import fill
@@ -37,6 +37,18 @@ MESHES = (
     ("dp=2,tp=2", 4),
 )
 PARTIAL_MESH = ("tp=2 @ 0,2", 3)
+# With ranks that hold nothing of some inputs: the number of ranks, a mesh, how often an input is in pieces, and the
+# ranks that pieces are on.
+EMPTY_WORLDS = (
+    (3, "tp=2 @ 0,2", 0.0, (0, 2)),
+    (3, "tp=2 @ 2,1", 0.0, (1, 2)),
+    (2, "tp=1 @ 1", 0.0, (1,)),
+    (3, "tp=2 @ 0,2", 0.3, (0, 2)),
+    (3, "tp=3", 1.0, (0, 2)),
+    (3, "tp=3", 1.0, (1,)),
+    (3, "tp=3", 0.5, (0, 2)),
+    (2, "tp=2", 0.5, (1,)),
+)
 REDUCTIONS = {
     "float": ("sum", "sum", "sum", "avg", "min", "max", "product"),
     "complex": ("sum", "sum", "avg"),
@@ -47,11 +59,19 @@ REDUCTIONS = {
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a program, its mesh in notation, and how often an input is laid out in pieces instead."""
+    """The ranks of a program, its mesh in notation, and how often an input is laid out in pieces instead.
+
+    `owners` are the ranks that pieces are on, None for all.
+    """
 
     ranks: int
     mesh: str
     pieces: float
+    owners: tuple[int, ...] | None = None
+
+    def draw_rank(self, rng: Random) -> int:
+        """A rank for a piece."""
+        return rng.randrange(self.ranks) if self.owners is None else rng.choice(self.owners)
 
     @property
     def axes(self) -> list[int]:
@@ -120,9 +140,9 @@ def _listed(numbers: list[int]) -> str:
 def _pieces(rng: Random, world: World, shape: tuple[int, ...]) -> str:
     """Boxes by guillotine cuts, on any ranks; or chunks, several on a rank."""
     if not shape or 0 in shape:
-        return f"as pieces {rng.randrange(world.ranks)}[{','.join(f'0:{n}' for n in shape)}]"
+        return f"as pieces {world.draw_rank(rng)}[{','.join(f'0:{n}' for n in shape)}]"
     if rng.random() < 0.3:
-        ranks = [rng.randrange(world.ranks) for _ in range(rng.randint(1, world.ranks + 1))]
+        ranks = [world.draw_rank(rng) for _ in range(rng.randint(1, world.ranks + 1))]
         return f"as chunk({rng.randrange(len(shape))}) over {_listed(ranks)}"
     boxes = [[(0, n) for n in shape]]
     for _ in range(rng.randint(1, 4)):
@@ -131,7 +151,7 @@ def _pieces(rng: Random, world: World, shape: tuple[int, ...]) -> str:
         start, stop = box[dim]
         at = rng.randint(start, stop)
         boxes += [b for b in (_cut(box, dim, start, at), _cut(box, dim, at, stop)) if b[dim][0] < b[dim][1]]
-    texts = [f"{rng.randrange(world.ranks)}[{','.join(f'{a}:{b}' for a, b in box)}]" for box in boxes]
+    texts = [f"{world.draw_rank(rng)}[{','.join(f'{a}:{b}' for a, b in box)}]" for box in boxes]
     return "as pieces " + ", ".join(texts)
 
 
@@ -445,6 +465,8 @@ FIELDS: dict[str, Callable[[Picked], str]] = {
 
 DTYPES = ("float64",) * 9 + ("float32",) * 4 + ("complex128",) * 2 + ("int64",) * 2 + ("bfloat16", "bool")
 LARGEST, MOST_DIMS, MOST_EXACT = 600, 4, 2.0**20
+# Their second gradients are not defined where a vector, or a rank's part of it, is zero.
+_LENGTHS_OF_VECTORS = re.compile(r"norm|dist|cosine|std\(")
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -452,8 +474,11 @@ class NoFitError(Exception):
     """A template that does not fit the tensors at hand: another one is drawn."""
 
 
-def random_program(seed: int) -> Program:
+def random_program(seed: int, empty_ranks: bool = False) -> Program:
     """The program of a seed; the same for the same seed.
+
+    With `empty_ranks` some rank holds nothing of some input, there are operators of which ranks with parts and without
+    have done different things, and gradients are taken twice.
 
     Statements are tried in host memory: on a GPU an index out of range ends the process's use of it.
 
@@ -461,19 +486,23 @@ def random_program(seed: int) -> Program:
     True
     """
     with torch.device("cpu"):
-        return _draw_program(Random(seed))
+        return _draw_program(Random(seed), empty_ranks)
 
 
-def _draw_program(rng: Random) -> Program:
+def _draw_program(rng: Random, empty_ranks: bool) -> Program:
     mode = rng.choice(("grad",) * 8 + ("no_grad", "inference", "autocast"))
     dtype = "float32" if mode == "autocast" else rng.choice(DTYPES)
-    draft = Draft(rng, random_world(rng), dtype, mode)
-    wanted = rng.randint(3, 10)
+    world = World(*rng.choice(EMPTY_WORLDS)) if empty_ranks else random_world(rng)
+    draft = Draft(rng, world, dtype, mode)
+    wanted = rng.randint(1, 6) if empty_ranks else rng.randint(3, 10)
+    operators = (*OPERATORS, *EMPTY_RANK_OPERATORS) if empty_ranks else OPERATORS
     for _ in range(wanted * 12):
         if len(draft.steps) == wanted:
             break
-        _extend(draft, rng.choice(OPERATORS))
-    program = Program(draft.world.ranks, tuple(draft.inputs), tuple(draft.steps), (), rng.random() < 0.8)
+        _extend(draft, rng.choice(operators))
+    backward = rng.random() < 0.8
+    twice = backward and empty_ranks and not any(_LENGTHS_OF_VECTORS.search(step.code) for step in draft.steps)
+    program = Program(world.ranks, tuple(draft.inputs), tuple(draft.steps), (), backward, twice)
     return replace(program, rounds=_rounds(draft)).without_unused()
 
 

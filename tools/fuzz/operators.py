@@ -347,6 +347,52 @@ real   !{x}.clamp_({row}.min().item(), 3)
 rfloat !{x}.floor_()
 """
 
+# Where ranks without parts have gone another way than those with parts: for programs in which a rank holds nothing.
+EMPTY_RANKS = """
+any2   !{x}.transpose_(0, 1)
+any2   !{x}.swapaxes_(0, -1)
+any=2  !{x}.t_()
+any    !{x}.unsqueeze_(0)
+any1   !{x}.squeeze_()
+any1   {x}[[i % 2 == 0 for i in range({x}.shape[0])]]
+any1   {x}[[0] * {x}.shape[0]]
+any1   {x}[{index0} // 2]
+any1   {x}.index_select({d}, {index} // 2)
+any    {x}[None, True]
+num    !{x}[True] = 1
+num    !{x}[False] = 1
+real   {x}.sum(dim=None)
+rfloat {x}.mean(dim=None)
+num    {x}.sum(dim=())
+real   {x}.any(dim=())
+real   {x}.all(dim=())
+any1   {x}.unbind(0)
+num    {t}, {u} = torch._foreach_add([{x}, {y}], [{y}, {x}])
+num    {t}, {u} = torch._foreach_mul([{x}, {y}], 2)
+num    !torch._foreach_mul_([{x}, {y}], 2)
+num    {t}, {u} = torch.broadcast_tensors({x}, {b})
+num    {x}.sum() + {y}.sum()
+num    torch.stack([{x}.sum(), {y}.sum()])
+num    {x} * {y}.sum()
+num    hooked({x})
+num    saved_on_host(lambda t: t * t, {x})
+any    {x}.dtype == {y}.dtype and {x}.requires_grad
+any    {x}.stride() + tuple({x}.t().size() if {x}.ndim < 3 else {x}.size())
+any    {x}.clone().detach().requires_grad
+"""
+
+EMPTY_RANKS_SMOOTH = """
+rfloat torch.nanmean({x})
+rfloat {x}.var()
+rfloat F.hinge_embedding_loss({x}, {y}.detach().sign() * 2 + 1)
+rfloat F.margin_ranking_loss({x}, {y}, {z}.detach())
+rfloat1 {x}.softmax({d}) * {x}
+rfloat torch._foreach_norm([{x}, {y}])
+rfloat torch.nn.utils.get_total_norm([{x}, {y}])
+rfloat saved_on_host(lambda t: t.tanh() * t, {x})
+rfloat hooked({x}.tanh())
+"""
+
 _CLASSES = {"any", "num", "real", "float", "rfloat", "int", "bool", "cplx"}
 _ROW = re.compile(r"([a-z]+)(=?)(\d?)\s+(.+)")
 
@@ -397,3 +443,4 @@ def parse_table(table: str, keeps: bool, needs: bool) -> list[Operator]:
 OPERATORS = tuple(
     [*parse_table(EXACT, True, False), *parse_table(SMOOTH, False, False), *parse_table(SHARP, True, True)]
 )
+EMPTY_RANK_OPERATORS = (*parse_table(EMPTY_RANKS, True, False), *parse_table(EMPTY_RANKS_SMOOTH, False, False))

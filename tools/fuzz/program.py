@@ -76,6 +76,8 @@ class Round:
 class Program:
     """Statements over laid out tensors, run once for each round, in order, in one process or group of processes.
 
+    With `backward` the gradients of the inputs are compared, with `twice` those of the gradients' squares as well.
+
     >>> rows = Input("a0", "float64", (3, 2), "on tp=2: S(0)")
     >>> program = Program(2, (rows,), (Statement("sum", "v0 = a0.sum()"),), (Round(0),))
     >>> Program.from_json(program.to_json()) == program
@@ -87,6 +89,7 @@ class Program:
     steps: tuple[Statement, ...]
     rounds: tuple[Round, ...]
     backward: bool = False
+    twice: bool = False
 
     def to_json(self) -> str:
         """This program as one line of JSON."""
@@ -102,6 +105,7 @@ class Program:
             tuple(Statement(**item) for item in data["steps"]),
             tuple(Round(item["seed"], _pairs(item["aliases"]), item["mode"]) for item in data["rounds"]),
             data["backward"],
+            data["twice"],
         )
 
     def without_unused(self) -> Program:
@@ -149,6 +153,7 @@ def script(program: Program, preamble: str = "") -> str:
         *(f"        {item!r}," for item in program.rounds),
         "    ),",
         f"    backward={program.backward},",
+        f"    twice={program.twice},",
         ")",
         "verdict = run_on_threads(program)",
         "print(verdict)",
@@ -192,6 +197,8 @@ def _simpler(program: Program) -> Iterator[Program]:
         yield replace(program, rounds=program.rounds[:number] + program.rounds[number + 1 :])
     for number in reversed(range(len(program.steps))):
         yield _without_step(program, number)
+    if program.twice:
+        yield replace(program, twice=False)
     if program.backward:
         yield replace(program, backward=False)
     yield from _simpler_rounds(program)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +121,7 @@ class _Run:
         last = done[-1].operator if done else "inputs"
         operators = {t: step.operator for step in done for t in step.targets}
         self._together(lambda: self._compare(laid, dense, operators, last), last, "compare")
-        if backward and _can_backward(dense, inputs):
+        if backward and _can_backward(dense, inputs) and not any(map(_is_out_of_date, laid.values())):
             self._backward(laid, dense, grads, last)
 
     def _sharded(self, step: Statement, names: Names) -> bool:
@@ -168,12 +168,16 @@ class _Run:
     def _compare(self, laid: Names, dense: Names, operators: Mapping[str, str], last: str) -> str | None:
         near = tolerance(dense.values(), self.round.mode == "autocast")
         for name, found in laid.items():
+            if _is_out_of_date(found):
+                continue
             text = difference(gathered(found), dense[name], near)
             if text is not None:
                 return f"{operators.get(name, last)}\n{name}: {text}"
         return None
 
     def _backward(self, laid: Names, dense: Names, inputs: list[tuple[str, Any, Any]], last: str) -> None:
+        if self.program.twice:
+            self._second_gradients(laid, dense, inputs, last)
         torch.autograd.backward(loss_of(dense.values()))
         near = tolerance(dense.values(), self.round.mode == "autocast")
 
@@ -188,6 +192,57 @@ class _Run:
             return None
 
         self._together(compare, last, "backward")
+
+    def _second_gradients(self, laid: Names, dense: Names, inputs: list[tuple[str, Any, Any]], last: str) -> None:
+        """Compare the gradients of the sum of all gradients' squares; nothing where torch itself has none."""
+        leaves = [(n, a, b) for n, a, b in inputs if a.is_leaf and b.is_leaf and not _averaged(self.program, n)]
+        try:
+            wanted = _penalty([b for _, _, b in leaves], dense.values())
+        except RuntimeError:
+            return
+        near = 10 * tolerance(dense.values(), self.round.mode == "autocast")
+
+        def compare() -> str | None:
+            found = _penalty([a for _, a, _ in leaves], laid.values())
+            for (name, *_), one, other in zip(leaves, found, wanted, strict=True):
+                text = _compare_gradients(one, other, near)
+                if text is not None:
+                    return f"{last}\nsecond gradient of {name}: {text}"
+            return None
+
+        self._together(compare, last, "second backward")
+
+
+def _penalty(leaves: Sequence[Any], values: Iterable[Any]) -> tuple[Any, ...]:
+    """The gradients of the sum of the squares of the gradients of tensors."""
+    loss = loss_of([gathered(value) for value in values])
+    grads = torch.autograd.grad(loss, leaves, create_graph=True, retain_graph=True, allow_unused=True)
+    squares = [(g * g.conj()).real.sum() for g in grads if g is not None and g.requires_grad]
+    if not squares:
+        return (None,) * len(leaves)
+    total = torch.stack([gathered(s).double() for s in squares]).sum()
+    return torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+
+
+def _compare_gradients(found: Any, wanted: Any, near: float) -> str | None:
+    """What differs; None and zeros are the same: which of the two torch returns depends on how a graph was built."""
+    if found is None or wanted is None:
+        one = found if wanted is None else wanted
+        return None if one is None or not bool(gathered(one).any()) else "one is None, the other is not zero"
+    return difference(gathered(found), wanted, near)
+
+
+def _is_out_of_date(value: Any) -> bool:
+    """Whether a value is a copy in place of a view, and its source was written to since: its use is refused."""
+    if isinstance(value, tuple | list):
+        return any(map(_is_out_of_date, value))
+    copied = value._copied_from if isinstance(value, ShardedTensor) else None
+    try:
+        if copied is not None:
+            copied.check()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _averaged(program: Program, name: str) -> bool:
@@ -230,7 +285,31 @@ def redistribute(tensor: Tensor, spec: str) -> Tensor:
     return tensor.clone()
 
 
-SCOPE = {"torch": torch, "F": F, "checkpoint": checkpoint, "redistribute": redistribute}
+def hooked(tensor: Tensor) -> Tensor:
+    """Twice the tensor, whose gradient is doubled by a hook, if it has one."""
+    made = tensor * 2
+    if made.requires_grad:
+        try:
+            made.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]  # untyped in torch
+        except NotImplementedError as error:  # several local tensors on a rank
+            raise ValueError(str(error)) from error
+    return made
+
+
+def saved_on_host(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """The result of a function that keeps what it needs for the backward pass in host memory."""
+    with torch.autograd.graph.save_on_cpu():
+        return function(tensor)
+
+
+SCOPE = {
+    "torch": torch,
+    "F": F,
+    "checkpoint": checkpoint,
+    "redistribute": redistribute,
+    "hooked": hooked,
+    "saved_on_host": saved_on_host,
+}
 
 
 def execute(step: Statement, names: Names) -> None:

@@ -346,7 +346,7 @@ def note_operator(
 def note_entry(op: Any) -> None:
     """Record that an operator is entered: autocast, where it is on, may cast its arguments."""
     if _recording_state.recording is not None:
-        _recording_state.recording.casts |= bool(autocast_keys_of(op))
+        _recording_state.recording.casts |= bool(autocast_keys_of(op)) or op is torch.ops.aten.einsum.default
 
 
 def note_special() -> None:

@@ -35,7 +35,14 @@ import torch
 from torch import Tensor, is_tensor
 
 from shardwise._cache import Cache, cached
-from shardwise._torch import aten, decompose, decomposition_table, is_composite, pytree
+from shardwise._torch import (
+    aten,
+    decompose,
+    decomposition_table,
+    is_any_autocast_enabled,
+    is_composite,
+    pytree,
+)
 from shardwise.comm import Comm, CommError
 from shardwise.geometry import Layout, LayoutError, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.dispatch_cache import is_function_recorded, note_entry, note_operator, note_special
@@ -45,13 +52,21 @@ from shardwise.ops.implicit_replication import (
     convert_plain_tensors,
     describe_on_one_mesh,
     is_placeholder,
+    join_rank_sets,
     needs_one_mesh,
     plain_as_replicated,
     reads_plain_as_replicated,
     refuse_lost_gradients,
 )
 from shardwise.ops.irregular import is_irregular, mark_views_of_moved, put_on_mesh, run_on_pieces
-from shardwise.ops.non_participating import count_versions, leave, refuse_unknown_shapes, show_to_hooks, take_part
+from shardwise.ops.non_participating import (
+    computes_apart,
+    count_versions,
+    leave,
+    refuse_unknown_shapes,
+    show_to_hooks,
+    take_part,
+)
 from shardwise.ops.propagation import Decision, WrittenMoveError, cut_like, decide, first_positions
 from shardwise.ops.rule import (
     OperatorCall,
@@ -103,6 +118,8 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tensor._copied_from is not None:
             tensor._copied_from.check()
     refuse_unknown_shapes(op, given)
+    if len(given) > 1 and not computes_apart(op) and not any(map(is_irregular, given)):
+        call = join_rank_sets(call)
     here = take_part(call)
     versions = count_versions(here) if here is not call else ()
     hooks = show_to_hooks(given[0].device) if here is not call else nullcontext()
@@ -237,7 +254,7 @@ def _run_strategies(call: OperatorCall) -> Any:
     pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
     called = key_without_numbers(call) if pointwise else call.key
     kinds = tuple((id(t.sharding), t.dtype, is_summed(t)) for t in tensors)
-    key = (called, kinds, first_positions(tensors), recorded, tensors[0].device)
+    key = (called, kinds, first_positions(tensors), recorded, tensors[0].device, is_any_autocast_enabled())
     known = _decisions.get(key)
     try:
         decision = decide(call, tensors, recorded) if known is None else known[0]

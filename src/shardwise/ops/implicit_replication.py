@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._cache import cache_by_identity
 from shardwise._torch import pytree
 from shardwise.comm import Comm
 from shardwise.comm.current import resolve_comm
@@ -149,6 +150,33 @@ def is_placeholder(tensor: Any) -> bool:
     return tuple(tensor.shape) == (0,) and not is_plain_passed()
 
 
+def join_rank_sets(call: OperatorCall) -> OperatorCall:
+    """The same call with tensors that are on different sets of ranks on one.
+
+    Numbers, and tensors on meshes that no user named, are moved to the mesh of the others. All ranks of the comm come
+    here, before those outside of a mesh go on with stand-ins.
+    """
+    given = {i: t for i, t in enumerate(call.tensors) if isinstance(t, ShardedTensor) and _ANY_MESH not in t.__dict__}
+    if len({_ranks_of_mesh(t.sharding) for t in given.values()}) < 2:
+        return call
+    meshes, written = {i: _mesh_of(t) for i, t in given.items()}, call.written
+    fixed = [i for i, t in given.items() if i in written or (t.numel() != 1 and not _is_own(meshes[i]))]
+    lead = max(fixed or given, key=lambda i: (i in written, given[i].numel(), meshes[i].ranks.size))
+    moved = {i for i in given if meshes[i] != meshes[lead]}
+    if not moved.isdisjoint(fixed):
+        return call
+    tensors: list[Any] = list(call.tensors)
+    for index in moved:
+        tensors[index] = _cut_over_mesh(given[index], meshes[lead])
+    return call.with_tensors(tensors)
+
+
+@cache_by_identity
+def _ranks_of_mesh(layout: Layout) -> frozenset[int]:
+    view = mesh_view(layout)
+    return frozenset() if view is None else frozenset(map(int, view.mesh.ranks.flat))
+
+
 def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[int]) -> list[ShardedTensor]:
     """The same tensors on one mesh where their layouts can be described so: that of what is written, or the largest.
 
@@ -169,17 +197,21 @@ def describe_on_one_mesh(tensors: Sequence[ShardedTensor], written: Collection[i
 def _move_from_own_meshes(tensors: list[ShardedTensor], written: Collection[int]) -> list[ShardedTensor]:
     """The same tensors, those on a mesh that no user named moved to the one that a user did, or that is written to.
 
-    Tensors in irregular pieces are put on such meshes. Where a mesh leaves out ranks nothing is moved: those ranks do
-    not come here.
+    Tensors in irregular pieces are put on such meshes; numbers go to the mesh of the others. Meshes of other ranks are
+    left to the caller: ranks outside of one do not come here.
     """
     specs = [mesh_view(t.sharding) for t in tensors]
     meshes = list(dict.fromkeys(s.mesh for s in specs if s is not None))
-    if len(meshes) < 2 or any(m.ranks.size < tensors[0].comm.world_size for m in meshes):
+    if len(meshes) < 2 or len({frozenset(map(int, m.ranks.flat)) for m in meshes}) > 1:
         return tensors
-    named = next((m for m in meshes if not _is_own(m)), meshes[0])
+    long = [s.mesh for t, s in zip(tensors, specs, strict=True) if s is not None and t.numel() != 1]
+    named = next((m for m in long or meshes if not _is_own(m)), (long or meshes)[0])
     held = specs[min(written)] if written else None
     mesh = named if held is None else held.mesh
-    movable = [s is not None and s.mesh != mesh and (_is_own(s.mesh) or _is_own(mesh)) for s in specs]
+    movable = [
+        s is not None and s.mesh != mesh and (_is_own(s.mesh) or _is_own(mesh) or t.numel() == 1)
+        for t, s in zip(tensors, specs, strict=True)
+    ]
     return [
         _cut_over_mesh(t, mesh) if moves and i not in written else t
         for i, (t, moves) in enumerate(zip(tensors, movable, strict=True))
@@ -192,8 +224,11 @@ def _is_own(mesh: Mesh) -> bool:
 
 
 def _cut_over_mesh(tensor: ShardedTensor, mesh: Mesh) -> ShardedTensor:
-    """The tensor cut along its longest dim over the first axis of a mesh, and replicated over the others."""
-    cut = Shard(max(range(tensor.ndim), key=lambda d: tensor.shape[d])) if tensor.ndim else Replicate()
+    """The tensor cut along its longest dim over the first axis of a mesh, and replicated over the others.
+
+    One number is replicated.
+    """
+    cut = Shard(max(range(tensor.ndim), key=lambda d: tensor.shape[d])) if tensor.numel() != 1 else Replicate()
     placements = (cut, *(Replicate(),) * (mesh.ndim - 1))
     return redistribute_to(tensor, MeshSpec(mesh, placements).layout(tuple(tensor.shape)), "one mesh")
 

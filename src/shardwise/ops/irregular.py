@@ -162,8 +162,14 @@ def _show_mesh(tensor: ShardedTensor, spec: Any) -> ShardedTensor:
 def _cut_over_ranks(tensor: ShardedTensor, name: str) -> ShardedTensor:
     """The tensor cut along its longest dim over all ranks of the comm."""
     placement = Shard(max(range(tensor.ndim), key=lambda d: tensor.shape[d])) if tensor.ndim else Replicate()
-    spec = MeshSpec(Mesh(("all",), tensor.comm.ranks), (placement,))
-    return redistribute_to(tensor, spec.layout(tuple(tensor.shape)), name)
+    return _move_to_mesh(tensor, MeshSpec(Mesh(("all",), tensor.comm.ranks), (placement,)), name)
+
+
+def _move_to_mesh(tensor: ShardedTensor, spec: MeshSpec, name: str) -> ShardedTensor:
+    """The tensor in the layout of a spec, which names a mesh; where it has this layout, it is described so."""
+    layout = spec.layout(tuple(tensor.shape))
+    moved = redistribute_to(tensor, layout, name)
+    return moved if isinstance(moved.sharding.spec, MeshSpec) else _show_mesh(moved, spec)
 
 
 def _place_on_mesh(tensor: ShardedTensor, lead: ShardedTensor, name: str) -> ShardedTensor:
@@ -174,7 +180,7 @@ def _place_on_mesh(tensor: ShardedTensor, lead: ShardedTensor, name: str) -> Sha
     assert spec is not None
     same = tensor.shape == lead.shape
     placements = [Replicate() if isinstance(p, Partial) or not same else p for p in spec.placements]
-    return redistribute_to(tensor, MeshSpec(spec.mesh, placements, spec.order).layout(tuple(tensor.shape)), name)
+    return _move_to_mesh(tensor, MeshSpec(spec.mesh, placements, spec.order), name)
 
 
 @cache_by_identity
@@ -262,7 +268,7 @@ def _wrap_pieces(call: OperatorCall, layout: Layout, results: Sequence[Tensor], 
 def _reduce_pieces(call: OperatorCall) -> Any:
     """The reduction of a whole tensor in irregular pieces, or NotImplemented for anything else."""
     tensors: Sequence[Any] = call.tensors
-    if call.op not in WHOLE_REDUCTIONS or len(tensors) != 1:
+    if call.op not in WHOLE_REDUCTIONS or len(tensors) != 1 or not tensors[0].ndim:
         return NotImplemented
     given = arguments_by_name(call.op, call.args, call.kwargs)
     ndim = tensors[0].ndim
@@ -286,7 +292,8 @@ def flatten_pieces(tensor: ShardedTensor) -> ShardedTensor:
     ranks = tensor.comm.ranks
     cut = Shard(0, sizes=tuple(counts.get(rank, 0) for rank in ranks))
     layout = MeshSpec(Mesh(("pieces",), ranks), (cut,)).layout((sum(counts.values()),))
-    local = torch.cat([piece.reshape(-1) for piece in once._tape_tensors()])
+    # As columns: of empty 1-D tensors the gradient of cat is not on the tape.
+    local = torch.cat([piece.reshape(piece.numel(), 1) for piece in once._tape_tensors()]).view(-1)
     return wrap(layout, (local,), tensor.comm)
 
 

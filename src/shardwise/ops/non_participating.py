@@ -109,6 +109,14 @@ def _is_index_without_mask(op: Any, tensors: Sequence[ShardedTensor]) -> bool:
     return op is aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
 
 
+def computes_apart(op: Any) -> bool:
+    """Whether an operator takes each tensor of a list by itself, or is broken down into others by torch."""
+    rule = find_rule(op)
+    if isinstance(rule, Steps):
+        return _takes_lists(op)
+    return rule is None and not is_pointwise(op) and is_composite(op)
+
+
 def take_part(call: OperatorCall) -> OperatorCall:
     """The call as this rank computes it: the call itself, or one of stand-ins where this rank is outside of the mesh.
 
@@ -118,12 +126,10 @@ def take_part(call: OperatorCall) -> OperatorCall:
     """
     given: list[ShardedTensor] = [t for t in call.tensors if isinstance(t, ShardedTensor)]
     left_out = [t for t in given if _leaves_out_this_rank(t)]
-    op, rule = call.op, find_rule(call.op)
-    if not left_out or op in _ASK_ALL_RANKS or any(map(is_irregular, given)):
+    op = call.op
+    if not left_out or op in _ASK_ALL_RANKS or any(map(is_irregular, given)) or computes_apart(op):
         return call
-    if isinstance(rule, Steps) and has_tag(op, torch.Tag.nondeterministic_seeded):
-        return call
-    if (isinstance(rule, Steps) and _takes_lists(op)) or (rule is None and not is_pointwise(op) and is_composite(op)):
+    if isinstance(find_rule(op), Steps) and has_tag(op, torch.Tag.nondeterministic_seeded):
         return call
     note_special()
     spec = left_out[0].sharding.spec

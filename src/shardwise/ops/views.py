@@ -554,12 +554,19 @@ def global_rows(layout: Layout, rank: int, dim: int, device: torch.device) -> Te
 
 
 def empty_result_like(x: Tensor, *others: Tensor | None) -> Tensor:
-    """The result of a rank without elements: as `x`, and on the tape of everything that the other ranks compute from.
-
-    Every rank's backward pass has to meet the same moves.
-    """
+    """The result of a rank without elements: as `x`, on the tape of everything that the other ranks compute from."""
     assert x.numel() == 0
-    return sum((t.sum() for t in others if t is not None), start=x * 1)
+    return put_on_tape(torch.zeros_like(x), x, *(t for t in others if t is not None))
+
+
+def put_on_tape(zeros: Tensor, *inputs: Tensor) -> Tensor:
+    """Zeros that are computed from all inputs, by no linear function.
+
+    So the gradient of each depends on all, as on other ranks, and every rank's backward pass meets the same moves, also
+    that of a gradient.
+    """
+    nothing = sum((t.flatten()[:0].sum() for t in inputs), start=zeros.new_zeros(()))
+    return zeros + nothing.expm1().to(zeros.dtype)
 
 
 @dataclass(frozen=True, slots=True)

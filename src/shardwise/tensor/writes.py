@@ -111,7 +111,7 @@ def note_write_without_data(tensor: ShardedTensor, anchor: Tensor | None) -> Non
     if anchor is None or not anchor.requires_grad or not torch.is_grad_enabled():
         return
     own = tensor._anchor
-    tensor._anchor = anchor if own is None or not own.requires_grad else torch.cat([own, anchor])
+    tensor._anchor = anchor if own is None or not own.requires_grad else (own + anchor).to(own.dtype)
     base: ShardedTensor | None = tensor.__dict__.get(_VIEW_OF)
     if base is not None:
         note_write_without_data(base, anchor)
@@ -172,10 +172,10 @@ def turn_into(tensor: ShardedTensor, view: ShardedTensor) -> ShardedTensor:
             f"a tensor that requires grad is given the shape {tuple(view.shape)} in place, as a leaf or outside of the "
             "tape, and its gradient would be lost; use the view that is not in place"
         )
+    set_wrapper_shape(tensor, view)
     tensor.sharding, tensor.local_parts, tensor._anchor = view.sharding, view.local_parts, view._anchor
     tensor._dense_strides = view._dense_strides
     tensor._forget()
-    set_wrapper_shape(tensor, view)
     return tensor
 
 

@@ -14,7 +14,7 @@ from shardwise._torch import aten, pytree
 from shardwise.geometry import Placement, Replicate, Shard
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta
-from shardwise.ops.views import mesh_view
+from shardwise.ops.views import mesh_view, put_on_tape
 from shardwise.tensor.dispatch import UnsupportedOpError
 
 Mask = TensorMeta | None
@@ -61,15 +61,10 @@ def _attend_if_any(
     """
     if not (q.numel() and v.numel()):
         biases = [mask] if mask is not None and mask.is_floating_point() else []
-        return _put_on_tape(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v, *biases)
+        return put_on_tape(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v, *biases)
     if is_causal:
         return _attend_causal_rows(view, q, k, v, **named)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **named)
-
-
-def _put_on_tape(zeros: Tensor, *inputs: Tensor) -> Tensor:
-    """Zeros that are computed from the inputs: every rank's backward pass has to meet the same moves."""
-    return sum((t.flatten()[:0].sum() for t in inputs), start=zeros)
 
 
 def _attention_batch_strategies(
@@ -156,7 +151,7 @@ def _register_fused_attention(op: Any) -> None:
             return op(q, k, v, *args, **kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), ((q, k, v, *args), kwargs))
         made = pytree.tree_map_only(Tensor, lambda t: torch.zeros_like(t, device=q.device), op(*args, **kwargs))
-        return (_put_on_tape(made[0], q, k, v), *made[1:])
+        return (put_on_tape(made[0], q, k, v), *made[1:])
 
     @register_sharding(op)
     def fused_attention(q: TensorMeta, k: TensorMeta, v: TensorMeta, *args: Any, **kwargs: Any) -> list[Any]:

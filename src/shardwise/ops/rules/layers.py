@@ -26,7 +26,6 @@ from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, 
 from shardwise.ops.implicit_replication import MixedTensorsError, replicate
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
-from shardwise.ops.rules.index import zeros_on_tape
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.ops.unshard import vary_along
@@ -36,6 +35,7 @@ from shardwise.ops.views import (
     cutting_axes,
     empty_result_like,
     mesh_view,
+    put_on_tape,
     redistribute_to,
     replace_placements,
     resolve_partial,
@@ -78,7 +78,7 @@ def _convolve(view: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: 
     probe = torch.empty(1, 1, *x.shape[2:], device="meta")
     spatial = aten.convolution.default(probe, torch.empty(kernel, device="meta"), None, *rest[:5], 1).shape[2:]
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    empty = zeros_on_tape(x, (x.shape[0], channels, *spatial)) + zeros_on_tape(weight, ())
+    empty = put_on_tape(x.new_zeros((x.shape[0], channels, *spatial)), x, weight)
     return empty if bias is None else empty + bias.reshape(1, -1, *([1] * len(spatial)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, decompose
+from shardwise._torch import aten, decompose, is_any_autocast_enabled
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import register_plain_maker
 from shardwise.ops.registration import register_sharding
@@ -185,7 +185,11 @@ def _replicate_ones(strategy: Strategy, metas: Sequence[TensorMeta]) -> Strategy
 @register_sharding(aten.einsum.default)
 @ignores_lengths
 def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] | None = None) -> list[Any] | Steps:
-    """A product of several tensors by its own formula; diagonals, dots and dims that broadcast are broken down."""
+    """A product of several tensors by its own formula; diagonals, dots and dims that broadcast are broken down.
+
+    So is each product under autocast: a sum over one element is no matrix product to torch, and is not cast, and that
+    must not depend on how many elements a rank has.
+    """
     formula = _write_formula(equation)
     operands = formula.split("->")[0].split(",")
     lengths: dict[str, int] = {}
@@ -193,7 +197,7 @@ def einsum(equation: str, tensors: Sequence[TensorMeta], *, path: Sequence[int] 
     plain &= [len({*names}) for names in operands] == [t.ndim for t in tensors]
     for names, tensor in zip(operands, tensors, strict=True) if plain else ():
         plain &= all(lengths.setdefault(letter, n) == n for letter, n in zip(names, tensor.shape, strict=True))
-    return product_strategies(formula) if plain else Steps(_break_einsum_down)
+    return product_strategies(formula) if plain and not is_any_autocast_enabled() else Steps(_break_einsum_down)
 
 
 def _write_formula(equation: str) -> str:

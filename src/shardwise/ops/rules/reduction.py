@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from shardwise.ops.views import (
     is_in_one_run,
     mesh_spec_of,
     mesh_view,
+    put_on_tape,
     replace_placements,
     resolve_partial,
 )
@@ -614,6 +616,16 @@ register_sharding([aten.quantile.scalar, aten.quantile.default])(_quantile_rule(
 register_sharding([aten.nanquantile.scalar, aten.nanquantile.default])(_quantile_rule(torch.nanquantile))
 
 
+def empty_on_tape(op: Any) -> Callable[..., Any]:
+    """The local function of an operator whose gradient of nothing is on no tape in torch."""
+
+    def local(view: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = op(x, *args, **kwargs)
+        return result if x.numel() else put_on_tape(result.detach(), x)
+
+    return local
+
+
 def other_dim_strategies(x: TensorMeta, dim: int, outputs: int = 1, keeps: Sequence[str] = ()) -> list[Strategy]:
     """Strategies of an operator that keeps its shape and needs one dim whole."""
     whole = dim % max(x.ndim, 1)
@@ -631,14 +643,16 @@ def cumsum(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Strategy] | St
 
 @register_sharding(aten.cumprod.default)
 def cumprod(x: TensorMeta, dim: int, *, dtype: Any = None) -> list[Any]:
-    return other_dim_strategies(x, dim)
+    found = other_dim_strategies(x, dim)
+    return [replace(s, local_if_empty=empty_on_tape(aten.cumprod.default)) for s in found]
 
 
 @register_sharding(aten.logcumsumexp.default)
 def logcumsumexp(x: TensorMeta, dim: int) -> list[Any]:
     if x.dtype.is_complex and x.requires_grad and 0 in x.layout.elements_per_rank().values():
         raise RuntimeError("logcumsumexp of complex numbers has no gradient in torch; detach() the tensor")
-    return other_dim_strategies(x, dim)
+    found = other_dim_strategies(x, dim)
+    return [replace(s, local_if_empty=empty_on_tape(aten.logcumsumexp.default)) for s in found]
 
 
 @register_sharding([aten.cummax.default, aten.cummin.default])

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, 
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.dispatch_cache import note_special
+from shardwise.ops.engine import compute
 from shardwise.ops.registration import register_sharding
 from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths
 from shardwise.ops.views import (
@@ -260,7 +262,15 @@ def unfold(x: TensorMeta, dim: int, size: int, step: int) -> list[Any]:
 
 @register_sharding([aten.view_as_real.default])
 def view_as_real(x: TensorMeta) -> list[Any]:
-    return renumber_dims(x, list(range(x.ndim)))
+    return [replace(s, local_if_empty=_view_empty_as_real) for s in renumber_dims(x, list(range(x.ndim)))]
+
+
+def _view_empty_as_real(view: Any, x: Tensor) -> Tensor:
+    """A gradient without elements may have any strides, and torch's backward takes it for a contiguous one."""
+    made = aten.view_as_real.default(x)
+    if x.numel() == 0 and made.requires_grad:
+        made.register_hook(lambda grad: grad.clone(memory_format=torch.contiguous_format))
+    return made  # type: ignore[no-any-return]  # untyped in torch
 
 
 @register_sharding([aten.view_as_complex.default])
@@ -383,7 +393,7 @@ _VIEWS = {
 
 
 def _view_in_place(view: Any, tensor: ShardedTensor, *args: Any) -> ShardedTensor:
-    return turn_into(tensor, view(tensor, *args))
+    return turn_into(tensor, compute(view, (tensor, *args), {}))  # torch's way there is closed in inference mode
 
 
 for _op, _view in _VIEWS.items():
@@ -478,8 +488,16 @@ def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
     found += [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
     cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
     if cuts and all(p.is_plain for p in cuts):
-        found.append(_same_cut_strategy(Shard(at, groups=tuple(t.shape[at] for t in tensors)), Shard(at), len(tensors)))
+        joined = Shard(at, groups=tuple(t.shape[at] for t in tensors))
+        found.append(replace(_same_cut_strategy(joined, Shard(at), len(tensors)), local_if_empty=_cat_empty))
     return found
+
+
+def _cat_empty(view: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Torch's cat skips tensors of shape (0,), and their gradients are on no tape: they are joined as columns."""
+    if tensors[0].ndim > 1:
+        return aten.cat.default(tensors, dim)  # type: ignore[no-any-return]  # untyped in torch
+    return torch.cat([t.unsqueeze(1) for t in tensors]).squeeze(1)
 
 
 def _strategies_beside_nothing(tensors: Sequence[TensorMeta], ndim: int) -> list[Strategy]:
