@@ -322,10 +322,10 @@ def comm_debug_modes() -> list[Any]:
 
 def set_wrapper_shape(wrapper: Tensor, like: Tensor) -> None:
     """Give a wrapper, which has no memory, the shape of another in place; torch's C++ code asks the wrapper for it."""
-    with torch.inference_mode(wrapper.is_inference()):
+    with _DisableTorchDispatch(), DisableTorchFunctionSubclass(), torch.inference_mode(wrapper.is_inference()):
         if like.is_inference() and not wrapper.is_inference():
             like = make_wrapper_subclass(type(like), like.shape, dtype=like.dtype, device=like.device)
-        with _DisableTorchDispatch(), below_autograd(), DisableTorchFunctionSubclass():
+        with below_autograd():
             Tensor.data.__set__(wrapper, like)  # type: ignore[attr-defined]  # the class has a `data` of its own
 
 

@@ -461,6 +461,10 @@ def test_a_wrapper_takes_the_shape_of_another_in_place() -> None:
     _torch.set_wrapper_shape(wrapper, like)
     with _torch.DisableTorchFunctionSubclass():
         assert wrapper.shape == (2, 3) and wrapper.stride() == (3, 1) and type(wrapper) is Wrapper
+    with torch.inference_mode():
+        _torch.set_wrapper_shape(wrapper, Wrapper.of(torch.ones(4)))
+    with _torch.DisableTorchFunctionSubclass():
+        assert wrapper.shape == (4,) and not wrapper.is_inference()
     assert Wrapper.seen == []
 
 

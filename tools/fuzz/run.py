@@ -216,8 +216,9 @@ class _Run:
 def _penalty(leaves: Sequence[Any], values: Iterable[Any]) -> tuple[Any, ...]:
     """The gradients of the sum of the squares of the gradients of tensors."""
     loss = loss_of([gathered(value) for value in values])
-    grads = torch.autograd.grad(loss, leaves, create_graph=True, retain_graph=True, allow_unused=True)
-    squares = [(g * g.conj()).real.sum() for g in grads if g is not None and g.requires_grad]
+    grads: Any = torch.autograd.grad(loss, leaves, create_graph=True, retain_graph=True, allow_unused=True)
+    taped = [g for g in grads if isinstance(g, Tensor) and g.requires_grad]  # None, too, where a leaf was not used
+    squares = [(g * g.conj()).real.sum() for g in taped]
     if not squares:
         return (None,) * len(leaves)
     total = torch.stack([gathered(s).double() for s in squares]).sum()
