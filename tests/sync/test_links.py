@@ -105,12 +105,13 @@ def test_a_version_is_never_mixed_with_another() -> None:
 
 
 def test_a_subscriber_may_come_first_and_another_late() -> None:
-    address, served = free_address(), threading.Event()
+    address, looked, served = free_address(), threading.Event(), threading.Event()
 
     def early(comm: Comm) -> int | None:
         state = {"w": laid_out(torch.zeros(4, 4), "on x=2: S(0)", comm)}
         with subscribe(state, address, token=TOKEN) as link:
             assert link.pull(0) is None
+            looked.set()
             step = link.pull(60.0)
             served.set()
             return step
@@ -121,6 +122,7 @@ def test_a_subscriber_may_come_first_and_another_late() -> None:
         with publish(state, address, token=TOKEN) as link:
             while not link.members:
                 link.drain(0.1)
+            looked.wait(60)
             link.push(11, wait=True)
             served.wait(60)
             late = shardwise.sync.subscribe({"w": torch.zeros(4, 4)}, address, token=TOKEN, comm=alone())
@@ -334,6 +336,70 @@ def test_in_place_says_when_tensors_are_mixed(monkeypatch: pytest.MonkeyPatch) -
         assert link.pull() == 2
         link.check()
         assert "no memory" in link.describe()
+        link.close()
+
+
+@pytest.mark.parametrize("host", [None, "another host"])
+def test_what_is_served_is_compared_with_what_was_pushed(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host is not None:
+        monkeypatch.setattr("shardwise.sync.subscriber.identify_host", lambda: host)
+    address, done = free_address(), threading.Event()
+
+    def train(comm: Comm) -> None:
+        state = {
+            "a": laid_out(whole((6, 4), 1), "on x=2: S(0)", comm),
+            "b": laid_out(whole((8,), 2), "on x=2: R", comm),
+        }
+        with publish(state, address, token=TOKEN) as link:
+            link.push(1)
+            done.wait(60)
+            link.push(2)
+            link.push(3)
+            comm.barrier(label="pushed")
+            pushed.set()
+            finished.wait(60)
+
+    pushed, finished = threading.Event(), threading.Event()
+
+    def serve(comm: Comm) -> None:
+        state = {"a.t": torch.zeros(4, 6), "b": laid_out(torch.zeros(8).bfloat16(), "on x=2: S(0)", comm)}
+        names = {"rename": {"a": "a.t"}, "change": [{"transpose": "a.t"}]}
+        link = subscribe(state, address, token=TOKEN, names=names, verify=True)
+        assert link.pull() == 1
+        report = link.verify()
+        assert report and (report.step, report.nbytes) == (1, 2 * 96 + 16)
+        if comm.rank == 1:
+            parts_of(state["b"])[0][2] += 1
+        wrong = link.verify()
+        assert not wrong and wrong.different == ("b on rank 1: [0:4]",)
+        comm.barrier(label="compared")
+        done.set()
+        pushed.wait(60)
+        with pytest.raises(SyncError, match="step 1: it keeps newer versions only"):
+            link.verify()
+        assert link.pull() == 3 and link.verify()
+        comm.barrier(label="read")
+        finished.set()
+        link.close()
+
+    run_worlds((train, 2), (serve, 2))
+
+
+def test_a_version_with_wrong_bytes_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with publish({"w": torch.ones(4)}, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        served = {"w": torch.zeros(4)}
+        link = subscribe(served, trainer.address, token=TOKEN, verify=True)
+        trainer.push(1)
+        read = link._read
+
+        def spoil(slot: int, generation: int) -> None:
+            read(slot, generation)
+            link._staging[0][0][2] = 9
+
+        monkeypatch.setattr(link, "_read", spoil)
+        assert link.pull(0) is None
+        assert link.problem is not None and "what was read is not what was pushed: w on rank 0: [0:4]" in link.problem
+        assert served["w"].tolist() == [0.0] * 4
         link.close()
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "check-rule": "shardwise.cli.check_rule:check_rule",
     "inspect": "shardwise.cli.inspect:inspect",
     "diff": "shardwise.cli.diff:diff",
+    "digest": "shardwise.cli.digest:digest",
     "reshard": "shardwise.cli.reshard:command",
     "clean": "shardwise.cli.clean:clean",
 }
@@ -79,6 +80,7 @@ def main(
       shardwise view runs/step-1000
       shardwise inspect runs/step-1000 --verify
       shardwise diff runs/step-1000 runs/step-2000
+      shardwise digest runs/step-1000
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2
       shardwise clean runs
       shardwise doctor

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.sync.digests import Digest, digest
 from shardwise.sync.publisher import Member, Publisher, Removed
 from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
-from shardwise.sync.subscriber import APPLY, Apply, Subscriber
+from shardwise.sync.subscriber import APPLY, Apply, Subscriber, Verification
 
 __all__ = [
+    "Digest",
     "Member",
     "Publisher",
     "RefusedError",
@@ -24,6 +26,8 @@ __all__ = [
     "Subscriber",
     "SyncError",
     "TensorShape",
+    "Verification",
+    "digest",
     "publish",
     "subscribe",
 ]
@@ -66,6 +70,7 @@ def subscribe(
     token: Token = None,
     names: StateMap | Mapping[str, object] | str | os.PathLike[str] | None = None,
     apply: Apply = "stage",
+    verify: bool = False,
     after: Callable[[int], None] | None = None,
     name: str | None = None,
     deadline: float = 30.0,
@@ -76,7 +81,8 @@ def subscribe(
     `names` says how they are made of the publisher's where the names differ: a TOML file or a dict as `shardwise
     reshard` takes them (old pattern to new name), or a `StateMap`. `apply` says how a version is taken over: "stage"
     copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
-    `after(step)` runs on each rank after a version was taken over.
+    With `verify` digests of what was read are compared before a version is taken over. `after(step)` runs on each rank
+    after that.
 
     >>> import torch, shardwise
     >>> fused = {"qk": torch.zeros(3)}
@@ -100,6 +106,7 @@ def subscribe(
         resolve_comm(comm),
         names=names,
         apply=apply,
+        verify=bool(verify),
         after=after,
         name=name,
         deadline=_check(deadline),

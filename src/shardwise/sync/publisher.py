@@ -29,6 +29,7 @@ from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
+from shardwise.sync.digests import sum_box
 from shardwise.sync.plan import Published, RankPlace, parse_read, read_description
 from shardwise.sync.session import (
     MAX_DESCRIPTION,
@@ -306,6 +307,8 @@ class Publisher:
                     channel.send({"ok": True}, until)
                 case "read":
                     self._send_list(channel, lists[message["list"]], message["slot"], message["generation"], until)
+                case "digest":
+                    self._send_sums(channel, lists[message["list"]], message["slot"], message["generation"], until)
                 case other:
                     raise ConnectionError(f"an unknown request {other!r:.40}")
 
@@ -330,15 +333,22 @@ class Publisher:
         channel.send({"whole": whole}, until)
         if slot is None or not whole:
             return
-        for offset, shape, dtype, index, order, wire in rows:
-            piece = slot.memory[offset:]
-            count = torch.Size(shape).numel()
-            view = piece[: count * dtype.itemsize].view(torch_dtype(dtype)).view(shape)[index].permute(order)
-            packed = view.to(torch_dtype(wire)).contiguous().reshape(-1).view(torch.uint8)
-            data = packed.numpy().data
+        for row in rows:
+            data = _packed(slot, row).reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), _SEND_BYTES):
                 channel.send_raw(data[start : start + _SEND_BYTES], until)
         channel.send({"whole": slot.generation == generation}, until)
+
+    def _send_sums(self, channel: Channel, rows: Sequence[Any], number: int, generation: int, until: float) -> None:
+        """Send the sums of what a reader has listed, for it to compare with what it has."""
+        with self._guard:
+            slot = self._slots.get(number)
+        sums: list[list[str]] = []
+        if slot is not None and slot.generation == generation:
+            for row in rows:
+                packed = _packed(slot, row)
+                sums.append([f"{lane:x}" for lane in sum_box(packed, (0,) * packed.ndim, packed.shape)])
+        channel.send({"whole": slot is not None and slot.generation == generation, "sums": sums}, until)
 
     def _serve_control(self, channel: Channel) -> None:
         guest = _Guest(channel, str(channel.peer.get("world"))[:200], int(channel.peer.get("size", 1)))
@@ -369,6 +379,8 @@ class Publisher:
                 return {"ok": True}
             case "take":
                 return self._grant(guest, int(message["have"]), min(float(message["wait"]), ROUND_SECONDS))
+            case "again":
+                return self._grant_again(guest, int(message["seq"]))
             case "took" | "release":
                 with desk.changed:
                     lease, guest.lease = guest.lease, None
@@ -390,6 +402,15 @@ class Publisher:
                 desk.changed.wait(left)
             guest.lease = _Lease(version.slot, time.monotonic())
             return {"version": [version.seq, version.step, version.slot]}
+
+    def _grant_again(self, guest: _Guest, seq: int) -> Message:
+        """A lease of a version that the subscriber has, if it is kept still."""
+        with self._desk.changed:
+            version = next((v for v in self._desk.versions.values() if v.seq == seq), None)
+            if version is None:
+                return {"version": None}
+            guest.lease = _Lease(version.slot, time.monotonic())
+            return {"version": list(version)}
 
     # What the trainer calls.
 
@@ -555,6 +576,14 @@ class Publisher:
 def _is_laid_out(leaf: Leaf, layout: Layout) -> bool:
     """Whether a tensor is still in a layout; plain ones have their shape only."""
     return leaf.layout.shape == layout.shape if leaf.plain else leaf.layout == layout
+
+
+def _packed(slot: VersionSlot, row: Any) -> Tensor:
+    """What a reader has listed, as it travels."""
+    offset, shape, dtype, index, order, wire = row
+    count = torch.Size(shape).numel() * dtype.itemsize
+    view = slot.memory[offset : offset + count].view(torch_dtype(dtype)).view(shape)[index].permute(order)
+    return view.to(torch_dtype(wire)).contiguous()
 
 
 def _own_address(place: tuple[str, int]) -> str:

@@ -29,7 +29,9 @@ from shardwise._text import package_logger
 from shardwise.checkpoint.state import make_leaf, torch_dtype
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
+from shardwise.sync.digests import Sums, sum_box
 from shardwise.sync.plan import (
+    Filled,
     Published,
     Read,
     ReadPlan,
@@ -58,6 +60,29 @@ APPLY = ("stage", "swap", "in_place")
 
 class _StaleError(SyncError):
     """The version was overwritten while it was read."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether what is served equals what was pushed: `different` names tensors with ranks and boxes of local tensors.
+
+    >>> report = Verification(step=7, nbytes=1024, different=("w on rank 1: [0:4]",))
+    >>> bool(report), str(report)
+    (False, 'step 7: 1 of the boxes read differ from what was pushed: w on rank 1: [0:4]')
+    """
+
+    step: int
+    nbytes: int
+    different: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.different
+
+    def __str__(self) -> str:
+        if not self.different:
+            return f"step {self.step}: {self.nbytes} bytes are those that were pushed"
+        shown = "; ".join(self.different[:4])
+        return f"step {self.step}: {len(self.different)} of the boxes read differ from what was pushed: {shown}"
 
 
 @dataclass(eq=False)
@@ -96,7 +121,7 @@ class Subscriber:
         """"waiting" for a publisher or a version, "current", "broken" after a failed pull in place, or "closed"."""
         self.problem: str | None = None
         """What the last attempt to read met, with the names of the world and the rank."""
-        self._names, self._after = options["names"], options["after"]
+        self._names, self._after, self._verify = options["names"], options["after"], options["verify"]
         self._lead = comm.rank == comm.ranks[0]
         self._host = identify_host() or f"alone-{comm.rank}"
         self._incarnation = secrets.token_hex(16)
@@ -129,7 +154,7 @@ class Subscriber:
             problem = str(error)
         agree(
             self.comm,
-            {"subscribe to": self._place, "apply": self.apply, "deadline": self.deadline},
+            {"subscribe to": self._place, "apply": self.apply, "verify": self._verify, "deadline": self.deadline},
             label="sync subscribe",
             problem=problem,
         )
@@ -289,6 +314,8 @@ class Subscriber:
             self.state, self.version = "broken", None
         try:
             self._read(slot, 2 * seq)
+            if self._verify and (wrong := self._compare(slot, 2 * seq, self._staging)):
+                problem = f"what was read is not what was pushed: {'; '.join(wrong[:4])}"
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             problem = str(error)
         found = gather_values(self.comm, problem, label="sync pull: read")
@@ -408,6 +435,65 @@ class Subscriber:
             for source in self._sources.values():
                 source.views.clear()  # they lead into memory that is served now
 
+    def verify(self) -> Verification:
+        """Compare digests of the tensors here with those of the version that was pushed; all ranks call it.
+
+        Raises `SyncError` if the publisher does not keep that version any more: pull, then verify.
+        """
+        self.check()
+        said: Message = {}
+        if self._lead:
+            try:
+                said = self._ask({"do": "again", "seq": self._seq})
+            except (OSError, KeyError) as error:
+                said = {"version": None, "problem": str(error)}
+        found = self._share("sync verify", said)
+        if found.get("version") is None:
+            reason = found.get("problem", "it keeps newer versions only; pull, then verify")
+            raise SyncError(f"{self._where}: publisher {self._publisher_name()}: step {self.version}: {reason}")
+        problem, wrong = None, list[str]()
+        try:
+            slot = found["version"][2]
+            wrong = self._compare(slot, 2 * self._seq, [want.parts for want in self._wanted])
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            problem = f"{self._where}: {error}"
+        everyone = gather_values(self.comm, [problem, wrong, self._plan.nbytes], label="sync verify")
+        if self._lead:
+            with suppress(OSError, KeyError):
+                self._ask({"do": "release"})
+        problems = [one[0] for one in everyone.values() if one[0] is not None]
+        if problems:
+            raise SyncError("; ".join(problems[:4]))
+        assert self.version is not None
+        different = tuple(text for one in everyone.values() for text in one[1])
+        return Verification(self.version, sum(one[2] for one in everyone.values()), different)
+
+    def _compare(self, slot: int, generation: int, parts: Sequence[Sequence[Tensor]]) -> list[str]:
+        """The boxes in which these tensors differ from a slot: digests of both are compared, and values of fills."""
+        until = time.monotonic() + self.deadline
+        wrong = []
+        for fill in self._plan.fills:
+            part = parts[fill.target][fill.part][fill.here]
+            if not bool((part == torch.full((), fill.value, dtype=part.dtype, device=part.device)).all()):
+                wrong.append(self._name_box(fill))
+        for rank, reads in self._plan.reads.items():
+            source = self._sources.get(rank)
+            if source is None:
+                source = self._sources[rank] = self._open(rank, until)
+            if not source.listed:
+                self._send_list(source, reads, until)
+            source.channel.send({"do": "digest", "list": 0, "slot": slot, "generation": generation}, until)
+            ours = [_sums_of(parts[read.target][read.part][read.here], read) for read in reads]
+            answer = source.channel.receive(until, MAX_DESCRIPTION)
+            _check_whole(answer["whole"])
+            theirs = [(int(a, 16), int(b, 16)) for a, b in answer["sums"]]
+            wrong += [self._name_box(r) for r, a, b in zip(reads, ours, theirs, strict=True) if a != b]
+        return wrong
+
+    def _name_box(self, place: Read | Filled) -> str:
+        box = ", ".join(f"{cut.start}:{cut.stop}" for cut in place.here)
+        return f"{self._wanted[place.target].name} on rank {self.comm.rank}: [{box}]"
+
     # Words and ends.
 
     def describe(self) -> str:
@@ -455,6 +541,21 @@ class Subscriber:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sums_of(held: Tensor, read: Read) -> Sums | None:
+    """The sums of what a rank has of a read, as it travelled; None if parts that are repeated are not equal."""
+    once = held[tuple(slice(None) if kept is not None else slice(0, 1) for kept in read.widen)]
+    if once.shape != held.shape and not torch.equal(_bits(once).expand(held.shape), _bits(held)):
+        return None
+    wire = once.detach().to(torch_dtype(read.wire)).reshape(read.sent_shape)
+    return sum_box(wire, (0,) * wire.ndim, wire.shape)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The elements as numbers that are equal if their bits are."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().view(kinds[x.dtype.itemsize]) if x.dtype.itemsize in kinds else x.detach()
 
 
 def _check_whole(whole: object) -> None:
