@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.opening import Checkpoint
+from shardwise.checkpoint.loading import Checkpoint
 from shardwise.cli.inspect import NamePatterns, filter_names, open_checkpoint
 from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, print_json
 from shardwise.sync.digests import digest_of, digest_stored

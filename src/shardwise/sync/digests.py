@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._cache import cached
-from shardwise.checkpoint.opening import Checkpoint
+from shardwise.checkpoint.loading import Checkpoint
 from shardwise.checkpoint.state import Leaf, as_array, flatten_state, make_leaf
 from shardwise.comm import gather_values
 from shardwise.comm.current import GroupOrComm, comm_of, resolve_comm
