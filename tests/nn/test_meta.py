@@ -167,7 +167,8 @@ def test_what_nothing_fills_is_an_error_that_names_it_on_every_rank() -> None:
             shard_module(net, PAIR_PLAN, init=lambda m: nn.init.zeros_(m[0].weight))
         return str(unknown.value), str(left.value)
 
-    for unknown, left in run_local(body, 2):
+    for texts in run_local(body, 2):
+        unknown, left = (text.removeprefix("'shard_module': ") for text in texts)
         assert unknown.startswith("0 (weight, turns): tensors on the meta device whose modules have no reset")
         assert left.startswith("1.weight, 1.bias, 0.turns: 3 tensors came from the meta device and have no values")
 

@@ -251,7 +251,7 @@ def test_what_cannot_be_done_is_told_on_every_rank(world: Ranks) -> None:
     results = world.run(refused)
     assert all(found == results[0] for found in results)
     undefined, out = results[0]
-    assert "ranks 0-3: a pending sum of bool values is not defined" in undefined
+    assert "LayoutError: 'redistribute': a pending sum of bool values is not defined" in undefined
     assert out == "DisagreementError: 'gather': rank 0: Argument ``out`` has size (3,), but should be (37, 29)"
 
 

@@ -35,6 +35,7 @@ from shardwise.nn.plan import ModelPlan, ShardingPlan, ShardingPlanner, owners_o
 from shardwise.transfer.transfer import format_bytes
 
 MOST_WHOLE = 4  # shown of the parameters that stay whole
+OUT_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "out_lin", "dense", "wo", "to_out", "proj", "output", "out")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd")
 HEAD = ("parameter", "count", "shape", "layout", "memory", "gradient traffic", "traffic per row")
@@ -204,7 +205,10 @@ def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
         spec, (path, _, _) = layout.spec, name.rpartition(".")
         assert isinstance(spec, MeshSpec)
         length = next((n for p in (path, path.rpartition(".")[0]) if (n := _head_length(parts[p]))), 0)
+        of_heads = int(path.rpartition(".")[2] in OUT_PROJECTIONS)  # dim 1 of what projects out of heads, else dim 0
         for dim in {p.dim % layout.ndim for p in spec.placements if isinstance(p, Shard) and length and layout.ndim}:
+            if dim != of_heads:
+                continue
             size, table = layout.shape[dim], layout.table
             cut = (table.offsets[:, dim] % length > 0) | ((table.offsets[:, dim] + table.sizes[:, dim]) % length > 0)
             if size % length or size == length or not cut.any():
