@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,10 @@ def run_saver(path: Path, format: str) -> None:
         given = state(value)
         if format == "hf":
             given = {"x": given["x"], "y": given["y"]}
-        shardwise.save(given, path, format=format)
+        try:
+            shardwise.save(given, path, format=format)
+        except CheckpointError as error:
+            assert " is running (" in str(error), error
 
 
 @contextmanager
@@ -192,6 +196,33 @@ def loads_beside_a_saver(folder: Path, count: int) -> Counter[str]:
 
 
 # Bits that flip.
+
+
+def cleans_beside_savers(folder: Path, count: int) -> Counter[str]:
+    """Clean up after, and save to, a path that another process saves to; one writes at a time, and nothing is lost."""
+    found: Counter[str] = Counter()
+    path = folder / "c"
+    shardwise.save(state(1.0), path)
+    seen: set[float] = set()
+
+    def attempt(what: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+            found[what] += 1
+        except CheckpointError as error:
+            assert " is running (" in str(error), error
+            found["refused"] += 1
+
+    with running_saver(path):
+        for number in range(count):
+            attempt("cleaned", lambda: clean(path))
+            attempt("saved", partial(shardwise.save, state(-2.0 - number), path))
+            seen.add(loaded_value(path))
+    found["saves seen"] = len(seen)
+    last = loaded_value(path)
+    clean(path)
+    assert leftovers(path) == [] and loaded_value(path) == last, "after the last kill"
+    return found
 
 
 def example(folder: Path, format: str) -> Path:
@@ -355,6 +386,7 @@ def main() -> None:
             ("kills, swapped names", lambda: kill_pairs(folder / "a", 1, True, given.pairs)),
             ("kills, two renames", lambda: kill_pairs(folder / "b", 1, False, given.pairs)),
             ("loads beside a saver", lambda: loads_beside_a_saver(folder, given.loads)),
+            ("clean and saves beside a saver", lambda: cleans_beside_savers(folder / "c", given.loads // 10)),
             ("loads beside a saver, hf", lambda: loads_of_tensors_beside_a_saver(folder, given.loads // 10)),
         ]
         for kind in FORMATS:

@@ -26,6 +26,11 @@ def test_loads_of_tensors_beside_a_saver(tmp_path: Path) -> None:
     assert chaos.loads_of_tensors_beside_a_saver(tmp_path, 30)["saves seen"] > 1
 
 
+def test_cleaning_and_saving_beside_a_saver_loses_nothing(tmp_path: Path) -> None:
+    found = chaos.cleans_beside_savers(tmp_path, 25)
+    assert found["cleaned"] + found["saved"] + found["refused"] == 50 and found["saves seen"] > 1
+
+
 @pytest.mark.parametrize("format", chaos.FORMATS)
 def test_bit_flips_are_found(tmp_path: Path, format: str) -> None:
     found = chaos.bit_flips(tmp_path, format, 150)

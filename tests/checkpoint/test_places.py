@@ -235,15 +235,17 @@ def test_a_commit_finds_out_that_its_files_are_gone(tmp_path: Path, monkeypatch:
     shardwise.save({"w": torch.ones(4)}, path)
     plain = folders.LocalSave.write_index
 
-    def gutted(self: folders.LocalSave, *args: object) -> None:
-        plain(self, *args)  # type: ignore[arg-type]  # as it was called
-        for file in self.work.glob("*.safetensors"):
-            file.unlink()
-
     with monkeypatch.context() as patched:
-        patched.setattr(folders.LocalSave, "write_index", gutted)
-        with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
-            shardwise.save({"w": torch.zeros(4)}, path)
+        for lost in ("*.safetensors", "*.json"):
+
+            def gutted(self: folders.LocalSave, *args: object, lost: str = lost) -> None:
+                plain(self, *args)  # type: ignore[arg-type]  # as it was called
+                for file in self.work.glob(lost):
+                    file.unlink()
+
+            patched.setattr(folders.LocalSave, "write_index", gutted)
+            with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
+                shardwise.save({"w": torch.zeros(4)}, path)
         patched.setattr(folders.LocalSave, "write_index", lambda self, *args: os.unlink(tmp_path / ".c.lock"))
         with pytest.raises(CheckpointError, match="another save has taken its lock; the checkpoint stays as it is"):
             shardwise.save({"w": torch.zeros(4)}, path)

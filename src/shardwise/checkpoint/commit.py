@@ -283,8 +283,10 @@ class LocalSave(SaveFolder):
         self.unlock()
 
     def write_index(self, index: tuple[str, bytes] | None, beside: Mapping[str, bytes]) -> None:
-        for name, data in (*beside.items(), *([] if index is None else [index])):
+        last = {**beside, **({} if index is None else dict([index]))}
+        for name, data in last.items():
             write_synced(self.work / name, data)
+        self.last_files = {name: len(data) for name, data in last.items()}
         sync_folder(self.work)
 
     def put_in_place(self, in_background: bool) -> None:

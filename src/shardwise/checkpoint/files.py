@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -204,6 +204,7 @@ class SaveFolder(ABC):
     work: Path
     prefix: str = ""
     lock_token: str | None = None  # of the lock, if it is not that of the save
+    last_files: Mapping[str, int] = MappingProxyType({})  # names and lengths of what was written after the data files
     poll_seconds = 0.01
 
     @abstractmethod
@@ -274,7 +275,7 @@ class SaveFolder(ABC):
                     raise CheckpointError(
                         f"{self.path}: another save has taken its lock; the checkpoint stays as it is"
                     )
-                self._check_files(self._written)
+                self._check_files({**self._written, **self.last_files})
             except BaseException:
                 self.remove()
                 raise
