@@ -118,12 +118,11 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model, "optimizer": self.optimizer}
 
     def load(self, folder: str) -> None:
         """Take everything from a checkpoint of any layout and number of ranks."""
-        self.optimizer.init_state()  # tensors to load into
-        self.optimizer.load_state_dict(load(self.state(), folder)["optimizer"])
+        load(self.state(), folder)
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
