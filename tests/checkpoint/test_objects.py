@@ -300,3 +300,41 @@ def test_state_in_another_dtype_than_its_parameter_stays_so(tmp_path: Path) -> N
     shardwise.load({"w": weight, "optimizer": fresh}, tmp_path / "c")
     assert fresh.state[weight]["momentum_buffer"].dtype == torch.float32
     assert fresh.state[weight]["momentum_buffer"].tolist() == [1.0009765625] * 4
+
+
+def test_stages_have_optimizers_of_their_own_parameters(tmp_path: Path) -> None:
+    """Ranks that have different layers of one model, under the names that they have in it."""
+
+    def stage(comm: Comm) -> bool:
+        model = nn.ModuleDict({f"layer{comm.rank}": nn.Linear(3, 3)})
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        model[f"layer{comm.rank}"](torch.full((1, 3), comm.rank + 1.0)).sum().backward()
+        optimizer.step()
+        shardwise.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+        other = nn.ModuleDict({f"layer{comm.rank}": nn.Linear(3, 3)})
+        fresh = optim.AdamW(other.parameters())
+        shardwise.load({"model": other, "optimizer": fresh}, tmp_path / "c", strict=False)
+        assert_same_state(optimizer, fresh)
+        return torch.equal(other[f"layer{comm.rank}"].weight, model[f"layer{comm.rank}"].weight)
+
+    assert run_local(stage, 2) == [True, True]
+    whole = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3) for rank in range(2)})
+    optimizer = optim.AdamW(whole.parameters())
+    shardwise.load({"model": whole, "optimizer": optimizer}, tmp_path / "c")
+    assert [len(optimizer.state[p]) for p in whole.parameters()] == [3] * 4
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_one_name_for_optimizers_of_different_modules_is_refused(tmp_path: Path) -> None:
+    def stage(comm: Comm) -> str:
+        model = nn.Linear(3, 3)
+        state = {"model": {f"stage{comm.rank}": model}, "optimizer": optim.AdamW(model.parameters())}
+        with pytest.raises(CheckpointError) as raised:
+            shardwise.save(state, tmp_path / "c")
+        return str(raised.value)
+
+    (text,) = set(run_local(stage, 2))
+    assert text.startswith(
+        "optimizer: it optimizes the module 'model.stage0' on rank 0 and 'model.stage1' on rank 1; save"
+    )
+    assert not list(tmp_path.iterdir())

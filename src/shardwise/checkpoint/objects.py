@@ -79,17 +79,20 @@ def replace_objects(node: Any, states: Mapping[Path, Any], path: Path = ()) -> A
     return items if isinstance(node, list) else tuple(items)
 
 
-def expand_objects(state: Any) -> Any:
-    """A state to save, with the plain state of every object in its place.
+def expand_objects(state: Any) -> tuple[Any, dict[str, str]]:
+    """A state to save, with the plain state of every object in its place, and the module that each optimizer is of.
 
     >>> weight = nn.Linear(1, 1, bias=False)
     >>> optimizer = optim.SGD(weight.parameters(), lr=0.5)
-    >>> expand_objects({"model": weight, "optimizer": optimizer})["optimizer"]["param_groups"][0]["params"]
-    ['weight']
+    >>> plain, modules = expand_objects({"model": weight, "optimizer": optimizer})
+    >>> plain["optimizer"]["param_groups"][0]["params"], modules
+    (['weight'], {'optimizer': 'model'})
     """
     found = list(find_objects(state))
     known = ParameterNames(state, found) if found else None
-    return replace_objects(state, {path: _plain_state(path, value, known) for path, value in found})
+    plain = replace_objects(state, {path: _plain_state(path, value, known) for path, value in found})
+    owners = {".".join(path): known.module_of(value) for path, value in found if known and has_numbered_state(value)}
+    return plain, {path: module for path, module in owners.items() if module is not None}
 
 
 class ParameterNames:
@@ -108,11 +111,17 @@ class ParameterNames:
         if isinstance(own, Mapping):  # a ShardedOptimizer
             names = {id(value): (name,) for name, value in own.items()}
             return [Parameter(names[id(p)], p, number) for p, number in rows]
-        whole = next((named for _, named in self._modules if all(id(p) in named for p, _ in rows)), None)
+        module = self.module_of(optimizer)
+        whole = next((named for name, named in self._modules if name == module), None)
         return [
             Parameter(tuple(whole[id(p)]) if whole is not None else self._names(p, place), p, number)
             for place, (p, number) in enumerate(rows)
         ]
+
+    def module_of(self, optimizer: Any) -> str | None:
+        """The name of the first module that has all of the optimizer's parameters."""
+        parameters = [id(p) for group in optimizer.param_groups for p in group[_PARAMS]]
+        return next((name for name, named in self._modules if named.keys() >= set(parameters)), None)
 
     def _names(self, parameter: Tensor, place: int) -> tuple[str, ...]:
         for prefix, named in self._modules:

@@ -432,8 +432,9 @@ def _plan_save(
     async_op: bool,
     format: Format,
 ) -> SavePlan:
-    def look() -> tuple[Place, Json, list[Leaf]]:
-        target, flat = find_place(path), flatten_state(expand_objects(state))
+    def look() -> tuple[Place, Json, list[Leaf], dict[str, str]]:
+        target, (plain, modules) = find_place(path), expand_objects(state)
+        flat = flatten_state(plain)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
         if flat.values and not format.has_values:
@@ -443,12 +444,12 @@ def _plan_save(
         leaves = [make_leaf(name, t, comm) for name, t in flat.tensors.items()]
         if comm.rank == comm.ranks[0]:
             new_save(target, token).make()
-        return target, flat.tree, leaves
+        return target, flat.tree, leaves, modules
 
     token = secrets.token_hex(8)
     found, problem = run_or_describe_error(look)
-    target, tree, leaves = found or (Path(), None, [])
-    asked = [str(target), async_op, max_file_bytes, format.name, token]
+    target, tree, leaves, modules = found or (Path(), None, [], {})
+    asked = [str(target), async_op, max_file_bytes, format.name, token, modules]
     with _removed_on_failure(new_save(target, token) if found is not None else None, comm):
         tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
         _check_same_save(comm, everyone)
@@ -478,6 +479,15 @@ def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
                 raise CheckpointError(
                     f"save: {what} is {everyone[0][number]!r} on rank {comm.ranks[0]} and {asked[number]!r} on rank "
                     f"{rank}; pass the same on every rank"
+                )
+    owners: dict[str, tuple[int, str]] = {}
+    for rank, asked in zip(comm.ranks, everyone, strict=True):
+        for name, module in asked[5].items():
+            first, other = owners.setdefault(name, (rank, module))
+            if module != other:
+                raise CheckpointError(
+                    f"{name or 'the state'}: it optimizes the module {other!r} on rank {first} and {module!r} on rank "
+                    f"{rank}; save the optimizers of different modules under names of their own"
                 )
 
 

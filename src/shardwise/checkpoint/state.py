@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,7 @@ def copy_target(tensor: Tensor, stored: DType) -> CopyTarget:
 
 
 _MAX_DIGITS = 1000
+_PARAMS_PATH = re.compile(r"(?:^|\.)param_groups\.\d+\.params$")
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,10 @@ def _merge_nodes(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> J
             for key in {**ours, **theirs}
         }
         return {"dict": [[key[1], value] for key, value in merged.items()]}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and path.endswith("param_groups"):
+        return [_merge_nodes(a, b, f"{path}.{i}", ranks) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    if isinstance(one, list) and isinstance(other, list) and _PARAMS_PATH.search(path):
+        return list(dict.fromkeys([*one, *other]))  # names of parameters, of which each rank has some
     raise CheckpointError(
         f"{path or 'the state'}: rank {ranks[0]} has {_shorten_json(one)} and rank {ranks[1]} has "
         f"{_shorten_json(other)}; "
