@@ -449,7 +449,7 @@ def _plan_save(
     token = secrets.token_hex(8)
     found, problem = run_or_describe_error(look)
     target, tree, leaves, modules = found or (Path(), None, [], {})
-    asked = [str(target), async_op, max_file_bytes, format.name, token, modules]
+    asked: Json = [str(target), async_op, max_file_bytes, format.name, token, modules]
     with _removed_on_failure(new_save(target, token) if found is not None else None, comm):
         tree, tensors, everyone = agree_on_state(comm, tree, leaves, asked, problem, SAVE_LABEL)
         _check_same_save(comm, everyone)
