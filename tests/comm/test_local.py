@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import LayoutError, NotationError
 from shardwise.comm import (
     Comm,
     CommError,
@@ -372,6 +373,26 @@ def fail_alike(comm: Comm) -> str:
     with pytest.raises(DisagreementError) as caught:
         agree(comm, {}, label="m", problem="too long" if comm.rank != 2 else "too short")
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "text"),
+    [
+        ("no tensor", ValueError, "'m': no tensor"),
+        (TypeError("got int: 5"), TypeError, "'m': got int: 5"),
+        (LayoutError("m: no dim 3"), LayoutError, "m: no dim 3"),
+        (NotationError("expected R", "Q", 0), NotationError, "'m': expected R\n  Q\n  ^"),
+        (KeyError("name"), KeyError, "'name'"),
+    ],
+)
+def test_what_all_ranks_find_wrong_is_raised_as_it_is(problem: Any, kind: type[Exception], text: str) -> None:
+    def body(comm: Comm) -> None:
+        agree(comm, {"rank": comm.rank}, label="m", problem=problem)
+
+    with pytest.raises(kind) as caught:
+        run_local(body, 3)
+    assert str(caught.value) == text and type(caught.value) is kind
+    assert caught.value.__cause__ is None and len(caught.value.__notes__) == 1
 
 
 def test_errors_stay_short_in_a_large_world() -> None:

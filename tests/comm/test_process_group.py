@@ -6,13 +6,23 @@ import os
 import socket
 import warnings
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import DisagreementError, ProcessGroupComm, agree, comm_from_device_mesh, default_comm, launch
+from shardwise.comm import (
+    Comm,
+    DisagreementError,
+    ProcessGroupComm,
+    agree,
+    comm_from_device_mesh,
+    default_comm,
+    launch,
+    run_local,
+)
 from shardwise.comm.transports import backends
 from tests.device import DEVICE
 from tests.world import Ranks, world_fixture
@@ -317,6 +327,28 @@ def find_port() -> int:
             tried.bind(("127.0.0.1", port))
             return port
     raise OSError("no port is free")
+
+
+def rank_without_comm(factor: int = 1) -> int:
+    return default_comm().rank * factor
+
+
+def rank_with_comm(comm: Comm, factor: int = 1) -> tuple[int, bool]:
+    return comm.rank * factor, comm is default_comm()
+
+
+def test_launch_and_run_local_call_the_same_functions() -> None:
+    cases: list[tuple[Any, tuple[int, ...]]] = [(rank_without_comm, ()), (rank_without_comm, (10,))]
+    for body, args in [*cases, (rank_with_comm, (10,))]:
+        assert launch(body, 2, *args) == run_local(body, 2, *args)
+    assert run_local(rank_with_comm, 2, 10) == [(0, True), (10, True)]
+    assert run_local(lambda own: own.world_size, nprocs=3) == [3, 3, 3]
+    for start in (run_local, launch):
+        assert list(signature(start).parameters)[:4] == ["fn", "world_size", "args", "nprocs"]
+        with pytest.raises(TypeError, match=r"takes neither with 1 argument$"):
+            start(lambda a, b, c: None, 2, 1)  # type: ignore[operator]  # of two functions
+        with pytest.raises(ValueError, match="with world_size=0: pass at least 1 rank"):
+            start(rank_without_comm, 0)
 
 
 def test_launch_under_torchrun_uses_the_given_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def moves(comm: Comm) -> Any:
     held = sw.from_local([numbers(5, 6)], PENDING, (5, 6))
     many = sw.redistribute_many([x, held], [COLUMNS, ROWS])
     asked = x.redistribute(COLUMNS, async_op=True)
-    return [x.redistribute(ChunkSpec(1, RANKS)), held.redistribute(ROWS), *many, asked.wait(), x.gather(0)]
+    return [x.redistribute(ChunkSpec(1, RANKS)), held.redistribute(ROWS), *many, asked.wait(), x.gather_to(0)]
 
 
 def creation(comm: Comm) -> Any:

@@ -84,7 +84,7 @@ def test_a_bad_spec_or_rank_is_refused_on_every_rank() -> None:
         with pytest.raises(LayoutError, match=r"^from_local with a spec needs the global shape"):
             shardwise.from_local(torch.ones(2), ChunkSpec(0, (0, 1)))
         with pytest.raises(ValueError, match="rank 9"):
-            shardwise.shard(torch.ones(4), ChunkSpec(0, (0, 1))).gather(9)
+            shardwise.shard(torch.ones(4), ChunkSpec(0, (0, 1))).gather_to(9)
 
     run_local(body, 2, timeout=60)
 

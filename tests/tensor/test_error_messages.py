@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"such as ModelPlan\(Mesh.of\(tp=2\), .* got dict",
     ),
     "ranks without a function": (lambda: any_.run_local(2, print), r"run_local\(fn, world_size, \*args\)"),
-    "a name to launch": (lambda: any_.launch("main", 2), r"launch\(fn, nprocs, \*args\) .*; got str and int"),
+    "a name to launch": (lambda: any_.launch("main", 2), r"launch\(fn, world_size, \*args\) .*; got str and int"),
     "an optimizer that is made": (
         lambda: any_.ShardedOptimizer(dict(model().named_parameters()), torch.optim.SGD(model().parameters())),
         "takes the class of an optimizer and its options, .* got SGD as the class",

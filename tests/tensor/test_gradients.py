@@ -80,7 +80,7 @@ def through_one_rank(comm: Comm, spec: ShardingSpec, x: Tensor) -> tuple[Tensor,
     """From rank 1 alone over a layout to rank 0 alone; the second tensor keeps rank 0 on the tape of the first move."""
     start = shard(x * x, ChunkSpec(0, (1,)), None)
     given = start.local_tensor() if comm.rank == 1 else None
-    gathered = shard(given, spec, src_rank=1).clone().to(torch.float64, copy=True).gather(dst=0)
+    gathered = shard(given, spec, src_rank=1).clone().to(torch.float64, copy=True).gather_to(0)
     assert gathered is not None and (gathered.numel() > 0) is (comm.rank == 0)
     return gathered.reshape(-1), (x if start._anchor is None else start._anchor)[:0].sum()
 
@@ -197,12 +197,12 @@ def test_only_the_source_rank_gets_the_gradient_of_shard() -> None:
 def test_gather_gives_every_rank_something_to_call_backward_on() -> None:
     def body(comm: Comm) -> Any:
         leaf = shard(point().detach(), SMALL["rows"], None).requires_grad_()
-        gathered = leaf.gather(dst=1)
+        gathered = leaf.gather_to(1)
         assert gathered is not None
         (gathered * 5).sum().backward()
         assert leaf.grad is not None
         with torch.no_grad():
-            assert (leaf.gather(dst=1) is None) is (comm.rank == 0)
+            assert (leaf.gather_to(1) is None) is (comm.rank == 0)
         return leaf.grad.local_tensor()
 
     assert all(torch.equal(grad, torch.full((1, 3), 5.0, dtype=torch.float64)) for grad in run_local(body, 2))

@@ -61,7 +61,7 @@ def report(tensor: ShardedTensor, call: Callable[[], Any]) -> Any:
 def makes_another_call() -> Any:
     comm = set_up_comm(TIMEOUT)
     tensor = source(comm)
-    return report(tensor, lambda: tensor.gather(0) if comm.rank == 1 else tensor.redistribute(COLUMNS))
+    return report(tensor, lambda: tensor.gather_to(0) if comm.rank == 1 else tensor.redistribute(COLUMNS))
 
 
 def test_a_rank_that_makes_another_call_is_told_to_all(world: Ranks) -> None:
@@ -80,7 +80,7 @@ def disagree() -> Any:
         lambda: (taller if odd else tensor).redistribute(COLUMNS),
         lambda: tensor.to(torch.float64 if odd else torch.float32).redistribute(COLUMNS),
         lambda: tensor.redistribute(MeshSpec(Mesh.of(tp=3), (Shard(0, sizes=(1, 2, 3)),)) if odd else COLUMNS),
-        lambda: tensor.gather(2 if odd else 0),
+        lambda: tensor.gather_to(2 if odd else 0),
         lambda: shard(whole, ROWS, 2 if odd else 0, comm=comm),
         lambda: shard(whole if comm.rank == 0 else None, COLUMNS if odd else ROWS, 0, comm=comm),
         lambda: shard(whole.double() if odd else whole, ROWS, 0, comm=comm),

@@ -126,7 +126,7 @@ def move_large(shared: bool) -> bool:
     handle = tensor.redistribute(ChunkSpec(1, (3, 1, 0, 2)), async_op=True)
     again = tensor.redistribute(ChunkSpec(0, (1, 2, 3, 0)))
     moved = handle.wait()
-    gathered = moved.gather(1)
+    gathered = moved.gather_to(1)
     return torch.equal(again.full(), whole) and (gathered is None or torch.equal(gathered, whole))
 
 
@@ -171,12 +171,12 @@ def gather_exactly() -> list[bool]:
     for i, dtype in enumerate(DTYPES):
         whole = values(SHAPE, dtype)
         out = torch.empty(SHAPE, dtype=dtype) if comm.rank == i % 4 else None
-        found = shard(whole, MATRIX["grid"], None, comm=comm).gather(i % 4, out)
+        found = shard(whole, MATRIX["grid"], None, comm=comm).gather_to(i % 4, out=out)
         right.append(found is out and (out is None or same_bytes(out, whole)))
     pair = comm.subset((1, 3)) if comm.rank in (1, 3) else comm.subset((0, 2))
     exact = torch.tensor([16777217, 2**62 + 1, -(2**53) - 1])
     tensor = shard(exact if comm.rank == pair.ranks[0] else None, ChunkSpec(0, pair.ranks), pair.ranks[0], comm=pair)
-    found = tensor.gather(dst=pair.ranks[1])
+    found = tensor.gather_to(pair.ranks[1])
     right.append(torch.equal(exact, tensor.full()) and (found is None or torch.equal(found, exact)))
     return right
 
@@ -192,7 +192,7 @@ def gather_on_a_torch_group() -> bool:
         return True
     tensor = shard(torch.arange(7), ChunkSpec(0, (3, 1, 2)), None, comm=group)
     assert tensor.comm.process_group is group
-    found = tensor.gather(dst=3)
+    found = tensor.gather_to(3)
     return found is None or found.tolist() == list(range(7))
 
 

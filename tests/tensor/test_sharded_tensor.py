@@ -51,7 +51,7 @@ def test_gather_and_full_are_exact_from_every_layout(dtype: torch.dtype) -> None
         whole = values((5, 7), dtype)
         for i, name in enumerate(names):
             tensor = sharded(name, dtype, comm)
-            gathered = tensor.gather(i % 4)
+            gathered = tensor.gather_to(i % 4)
             assert (gathered is None) is (comm.rank != i % 4)
             assert gathered is None or same_bytes(gathered, whole), name
             assert same_bytes(tensor.full(), whole), name
@@ -66,7 +66,7 @@ def test_gather_keeps_numbers_that_float32_loses() -> None:
             torch.tensor([0.1, 1 + 2**-52, 1e300], dtype=torch.float64),
         ]
         for whole in exact:
-            gathered = shard(whole, ChunkSpec(0, (2, 0, 1))).gather(dst=1)
+            gathered = shard(whole, ChunkSpec(0, (2, 0, 1))).gather_to(1)
             assert gathered is None or same_bytes(gathered, whole)
         return gathered is not None
 
@@ -77,21 +77,14 @@ def test_gather_into_out_and_into_another_dtype() -> None:
     def body(comm: Comm) -> Any:
         tensor = sharded("cyclic", torch.int64, comm)
         out = torch.zeros(5, 7, dtype=torch.float64) if comm.rank == 2 else None
-        found = tensor.gather(2, out)
-        halves = tensor.gather(2, dtype=torch.float16)
+        found = tensor.gather_to(2, out=out)
+        halves = tensor.gather_to(2, dtype=torch.float16)
         if comm.rank != 2:
             return found is None and halves is None
         assert found is out and out is not None and halves is not None
         return torch.equal(out, values((5, 7), torch.float64)) and halves.dtype == torch.float16
 
     assert run_local(body, 4) == [True] * 4
-
-
-def test_enforcing_a_dtype_is_not_needed() -> None:
-    tensor = shard(torch.arange(3), ChunkSpec(0, 1))
-    with pytest.warns(FutureWarning, match="`enforce_dtype` is not needed: values keep their dtype"):
-        gathered = tensor.gather(enforce_dtype=True)
-    assert gathered is not None and gathered.tolist() == [0, 1, 2]
 
 
 def test_gather_of_a_tensor_on_some_ranks() -> None:
@@ -103,8 +96,8 @@ def test_gather_of_a_tensor_on_some_ranks() -> None:
         pair = comm.subset((1, 3))
         tensor = from_local(local_parts(layout, comm.rank, values((5, 7), torch.int64)), layout, comm=pair)
         assert same_bytes(tensor.full(), values((5, 7), torch.int64))
-        gathered = tensor.gather(dst=3)
-        wrong = error_of(tensor.gather, dst=0)
+        gathered = tensor.gather_to(3)
+        wrong = error_of(tensor.gather_to, 0)
         return None if gathered is None else same_bytes(gathered, values((5, 7), torch.int64)), wrong
 
     wrong = "ValueError: gather to rank 0, which is not in the comm (ranks 1, 3)"
@@ -135,7 +128,7 @@ def test_gather_within_a_buffer_limit() -> None:
     def body(comm: Comm) -> Any:
         counting = CountingComm(comm)
         tensor = sharded("two boxes or none", torch.float64, counting)
-        gathered = tensor.gather(1, max_buffer_bytes=64)
+        gathered = tensor.gather_to(1, max_buffer_bytes=64)
         assert gathered is None or same_bytes(gathered, values((5, 7), torch.float64))
         return max(nbytes for _, nbytes in counting.exchanges)
 
@@ -185,7 +178,7 @@ def test_shard_full_and_gather_give_memory_of_their_own_in_every_layout(spec: Sh
     def body(comm: Comm) -> tuple[list[float], list[float], list[float]]:
         given = torch.zeros(2, 2).t()
         sharded = shard(given, spec, source)
-        before, gathered = sharded.full(), sharded.gather(0)
+        before, gathered = sharded.full(), sharded.gather_to(0)
         for local in sharded.local_tensors():
             assert local.is_contiguous()
             local.fill_(1.0)

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -160,14 +162,61 @@ def find_device_mesh(mesh: Mesh, device_type: str, comm: Comm) -> DeviceMesh:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class RankBody:
+    """A function that every rank runs, called with the comm of the rank if it takes one.
+
+    It takes one if its first parameter is named `comm`, or if the arguments alone are one too few.
+
+    >>> RankBody.of(lambda: default_comm().rank, ())(), RankBody.of(lambda comm: comm.world_size, ())()
+    (0, 1)
+    """
+
+    fn: Callable[..., Any]
+    takes_comm: bool
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...]) -> RankBody:
+        """Find out from a function's parameters; one that takes neither is refused before any rank is started."""
+        try:
+            known = signature(fn)
+        except (TypeError, ValueError):  # built-in functions have no parameters to look at
+            return cls(fn, False)
+        first = next(iter(known.parameters.values()), None)
+        named = first is not None and first.name == "comm" and first.kind is not first.VAR_POSITIONAL
+        fits = [with_comm for with_comm in (named, not named) if _binds(known, args, with_comm)]
+        if not fits:
+            name = getattr(fn, "__name__", repr(fn))
+            raise TypeError(
+                f"each rank calls {name}(*args) or {name}(comm, *args), and {name}{known} takes neither with "
+                f"{len(args)} argument{'s' * (len(args) != 1)}"
+            )
+        return cls(fn, fits[0])
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(default_comm(), *args) if self.takes_comm else self.fn(*args)
+
+
+def _binds(known: Signature, args: tuple[Any, ...], with_comm: bool) -> bool:
+    try:
+        known.bind(*((None, *args) if with_comm else args))
+    except TypeError:
+        return False
+    return True
+
+
 def run_local(
     fn: Callable[..., T],
     world_size: int = 4,
     *args: Any,
+    nprocs: int | None = None,
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> list[T]:
-    """Call `fn(comm, *args)` on one thread per rank and return the results in rank order.
+    """Call `fn(*args)` on one thread per rank and return the results in rank order.
+
+    Inside, `default_comm()` is the comm of the rank; a function whose first parameter is `comm` is passed it. `launch`
+    calls the same functions on processes. `nprocs` is another name for `world_size`.
 
     `device` is where tensors normally live, by default torch's default device. On a GPU all ranks share it.
 
@@ -181,14 +230,10 @@ def run_local(
     ...     return x.item()
     >>> run_local(total, 3, 10)
     [30, 30, 30]
+    >>> run_local(lambda: default_comm().rank, 3)
+    [0, 1, 2]
     """
-    if not isinstance(world_size, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
-        raise TypeError(
-            "run_local(fn, world_size, *args) calls fn(comm, *args) on each rank; got "
-            f"{type(fn).__name__} and {type(world_size).__name__}"
-        )
-    if world_size < 1:
-        raise ValueError(f"run_local with world_size={world_size}: pass at least 1 rank")
+    body, world_size = read_ranks("run_local", fn, world_size if nprocs is None else nprocs, args)
     device = default_device() if device is None else number_device(device)
     world = ThreadWorldState(device=device)
     hub = RendezvousHub(tuple(range(world_size)), world)
@@ -196,7 +241,7 @@ def run_local(
     comms = [LocalComm(rank, hub, device=device, timeout=timeout) for rank in range(world_size)]
     intra_op_threads = torch.get_num_threads()
     try:
-        threads = [_start_rank(comm, fn, args, results, world) for comm in comms]
+        threads = [_start_rank(comm, body, args, results, world) for comm in comms]
         _join_ranks(threads, world, timeout)
     finally:
         torch.set_num_threads(intra_op_threads)
@@ -207,8 +252,20 @@ def run_local(
     return [results[rank] for rank in range(world_size)]
 
 
+def read_ranks(name: str, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> tuple[RankBody, int]:
+    """The body of the ranks and their number, checked; for `run_local` and `launch`."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or not callable(fn):
+        raise TypeError(
+            f"{name}(fn, world_size, *args) calls fn(*args) on each rank; got {type(fn).__name__} and "
+            f"{type(world_size).__name__}"
+        )
+    if world_size < 1:
+        raise ValueError(f"{name} with world_size={world_size}: pass at least 1 rank")
+    return RankBody.of(fn, args), world_size
+
+
 def _start_rank(
-    comm: LocalComm, fn: Callable[..., T], args: tuple[Any, ...], results: dict[int, T], world: ThreadWorldState
+    comm: LocalComm, fn: RankBody, args: tuple[Any, ...], results: dict[int, T], world: ThreadWorldState
 ) -> threading.Thread:
     grad, device = torch.is_grad_enabled(), find_default_device()
     gpu = _find_gpu(comm.device)
@@ -245,11 +302,11 @@ def _enter_gpu(number: int) -> None:
     torch.cuda.current_stream(number).query()
 
 
-def _run_as_rank(fn: Callable[..., T], comm: Comm, args: tuple[Any, ...], grad: bool, device: torch.device) -> T:
+def _run_as_rank(body: RankBody, comm: Comm, args: tuple[Any, ...], grad: bool, device: torch.device) -> Any:
     torch.set_num_threads(1)
     made_there = nullcontext() if find_default_device() == device else device
     with use_comm(comm), torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad), made_there:
-        return fn(comm, *args)
+        return body.fn(comm, *args) if body.takes_comm else body.fn(*args)
 
 
 def _join_ranks(threads: list[threading.Thread], world: ThreadWorldState, timeout: float) -> None:

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from shardwise._torch import TCPStore
 from shardwise.comm.agree import gather_values
-from shardwise.comm.current import given_world, use_comm
+from shardwise.comm.current import RankBody, given_world, read_ranks, use_comm
 from shardwise.comm.faults import report_exception
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import DEFAULT_TIMEOUT, CommError
@@ -59,13 +59,19 @@ _AFTERMATH = 10.0  # how long the other ranks have to report how they ended, onc
 
 
 def launch(
-    fn: Callable[..., T], nprocs: int = 4, *args: Any, timeout: float = DEFAULT_TIMEOUT, device: str | None = None
+    fn: Callable[..., T],
+    world_size: int = 4,
+    *args: Any,
+    nprocs: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    device: str | None = None,
 ) -> list[T]:
-    """Call `fn(*args)` in `nprocs` new local processes that form a gloo world; return the results in rank order.
+    """Call `fn(*args)` in `world_size` new local processes, the ranks; return the results in rank order.
 
-    Inside, torch.distributed is initialised and `default_comm()` is the world. `fn` must be importable (a function of
-    a module, and in a script started under `if __name__ == "__main__"`). If a rank raises, the others are stopped and
-    its exception is raised here with a note that has its rank and traceback.
+    Inside, torch.distributed is initialised and `default_comm()` is the world; a function whose first parameter is
+    `comm` is passed it, as by `run_local`. `nprocs` is another name for `world_size`. `fn` must be importable (a
+    function of a module, and in a script started under `if __name__ == "__main__"`). If a rank raises, the others are
+    stopped and its exception is raised here with a note that has its rank and traceback.
 
     With `device="cuda"` each rank's comm is for its GPU, which ranks share where there are more of them.
     Under torchrun the world already exists: `fn` runs in this process only and the list has its one result.
@@ -73,16 +79,12 @@ def launch(
     >>> launch(os.cpu_count, 2)  # doctest: +SKIP
     [8, 8]
     """
-    if not isinstance(nprocs, int) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
-        raise TypeError(
-            "launch(fn, nprocs, *args) calls fn(*args) in each process; got "
-            f"{type(fn).__name__} and {type(nprocs).__name__}"
-        )
+    body, world_size = read_ranks("launch", fn, world_size if nprocs is None else nprocs, args)
     if given_world() is not None:
-        _warn_of_other_size(nprocs)
-        return [_run_in_given_world(fn, args, timeout, _check_device(device))]
-    with LocalWorld(nprocs, timeout=timeout, device=device) as world:
-        return results_of(world.outcomes(fn, *args, last=True))
+        _warn_of_other_size(world_size)
+        return [_run_in_given_world(body, args, timeout, _check_device(device))]
+    with LocalWorld(world_size, timeout=timeout, device=device) as world:
+        return results_of(world.outcomes(body, *args, last=True))
 
 
 def _warn_of_other_size(nprocs: int) -> None:
@@ -317,8 +319,9 @@ def _pickle_task(task: WorkerTask) -> bytes:
     try:
         return pickle.dumps(task)
     except Exception as problem:
+        fn = task.fn.fn if isinstance(task.fn, RankBody) else task.fn
         raise ValueError(
-            f"{task.fn!r} or its arguments cannot be sent to another process ({problem}); "
+            f"{fn!r} or its arguments cannot be sent to another process ({problem}); "
             "use a function defined at the top of a module"
         ) from problem
 

@@ -29,6 +29,7 @@ Registered on a root module or on any module below it, a hook covers that module
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -618,19 +619,30 @@ class TorchShardedTensor(TorchShardedTensorBase):
             raise RuntimeError(f"Only support torch.preserve_format for ShardedTensor! Got {memory_format}")
         return super().clone()
 
-    def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
+    def gather(
         self,
         dst: int = 0,
         out: Tensor | None = None,
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
+        *,
+        dim: int | None = None,
+        index: Tensor | None = None,
         **options: Any,
-    ) -> Tensor | None:
-        """The whole tensor on rank `dst`, written to `out` if it is passed. Not recorded: `out` stays a leaf."""
-        if isinstance(out, ShardedTensor):
-            return super().gather(dst, out)
+    ) -> Any:
+        """The whole tensor on rank `dst`, written to `out` if it is passed. Not recorded: `out` stays a leaf.
+
+        With an index it is torch's `gather(dim, index)`. An index is named as such, sharded, or of integers where this
+        tensor has another dtype.
+        """
+        given = out if index is None else index
+        indexes = isinstance(given, Tensor) and given.dtype == torch.int64 and self.dtype != torch.int64
+        if given is not None and (index is not None or indexes or isinstance(given, ShardedTensor)):
+            return super().gather(dst if dim is None else dim, given, **options)
+        if enforce_dtype:
+            warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
         with torch.no_grad():
-            return super().gather(dst, out, enforce_dtype, dtype, **options)
+            return self.gather_to(dst, out=out, dtype=dtype, **options)
 
     def _gather_problem(self, dst: int, out: Tensor | None) -> str | None:
         try:

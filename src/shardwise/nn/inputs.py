@@ -455,7 +455,7 @@ def gather_state(state: Mapping[str, Any], comm: Comm, module: nn.Module | None 
             whole[name] = whole[same]
         elif isinstance(value, ShardedTensor):
             with torch.no_grad():
-                found = value.gather(first)
+                found = value.gather_to(first)
             whole[name] = None if found is None else found.cpu()
         else:
             whole[name] = value.cpu() if isinstance(value, Tensor) else value

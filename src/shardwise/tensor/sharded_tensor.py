@@ -6,7 +6,6 @@ The ShardedTensor is not on the autograd tape: its local tensors are. `requires_
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -306,32 +305,39 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         whole = check_and_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})[0][0]
         return whole.clone() if self.sharding == dst else whole
 
+    def gather(self, dim: Any = None, index: Any = None, **options: Any) -> Any:  # type: ignore[override]  # checked here
+        """The elements at `index` along `dim`, as `torch.gather`; the whole tensor on one rank is `gather_to(rank)`."""
+        if index is None:
+            raise TypeError(
+                "gather(dim, index) picks elements, as torch.Tensor.gather does, and no index was passed; "
+                f"gather_to({0 if dim is None else dim}) returns the whole tensor on that rank"
+            )
+        return torch.gather(self, dim, index, **options)
+
     @on_local_tensors
-    def gather(  # type: ignore[override]  # torch.distributed's verb, not torch.gather
+    def gather_to(
         self,
-        dst: int = 0,
-        out: Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
+        rank: int = 0,
         *,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
         max_buffer_bytes: int | None = None,
     ) -> Tensor | None:
-        """The whole tensor on rank `dst` (a global rank), exact in every dtype; `out` is filled if it is passed.
-
-        With a ShardedTensor in second place it is torch's `gather(dim, index)`.
+        """The whole tensor on one rank (a global rank), exact in every dtype; `out` is filled if it is passed.
 
         Other ranks get None; where gradients are recorded they get a tensor without elements that is on the tape, so
         that every rank can call backward.
+
+        >>> from shardwise.comm import run_local
+        >>> from shardwise.tensor import shard
+        >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").gather_to(1), 2)
+        [None, tensor([0, 1, 2, 3])]
         """
-        if isinstance(out, ShardedTensor):
-            return torch.gather(self, dst, out)
-        if enforce_dtype:
-            warnings.warn("`enforce_dtype` is not needed: values keep their dtype", FutureWarning, stacklevel=2)
-        problem = self._gather_problem(dst, out)
-        layout = single_rank_layout(tuple(self.shape), dst if problem is None else self.comm.ranks[0])
-        asked = {"dst": dst, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
+        problem = self._gather_problem(rank, out)
+        layout = single_rank_layout(tuple(self.shape), rank if problem is None else self.comm.ranks[0])
+        asked = {"dst": rank, "dtype": str(dtype), "max_buffer_bytes": max_buffer_bytes}
         locals_, anchor = check_and_move(self, layout, "gather", asked, problem)
-        if self.comm.rank != dst:
+        if self.comm.rank != rank:
             return anchor
         result = locals_[0] if dtype is None else locals_[0].to(dtype)
         if out is not None:
