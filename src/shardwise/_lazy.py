@@ -2,6 +2,9 @@
 
 Type checkers and editors read the stub; this module reads the same lines when the package is imported.
 
+A name that is not there is answered by the nearest one that is, or by what is written here in place of a word of
+another library.
+
 Pickles name the module of each class: `MOVED` has the modules that classes were in before, so that old pickles load.
 """
 
@@ -9,11 +12,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import difflib
+import dis
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from shardwise._version import SUPPORTED_TORCH
@@ -27,6 +32,47 @@ MOVED = {
     "shardwise.nn.model_plan": "shardwise.nn.plan",
     "shardwise.nn.patterns": "shardwise.nn.plan",
     "shardwise.nn.plan_table": "shardwise.nn.plan_costs",
+}
+
+
+_PLAN = "shard_module(model, ModelPlan(Mesh.of(dp=2, tp=4), {pattern: placements}))"
+WORDS_OF_OTHERS = {
+    "distribute_tensor": "shard(x, mesh, placements)",
+    "DTensor": "ShardedTensor; shard(x, mesh, placements) and from_local(part, mesh, placements) make one",
+    "DeviceMesh": "Mesh.of(dp=2, tp=4); a DeviceMesh of torch is taken as well",
+    "init_device_mesh": "Mesh.of(dp=2, tp=4); a DeviceMesh of torch is taken as well",
+    "make_mesh": "Mesh.of(dp=2, tp=4)",
+    "parallelize_module": _PLAN,
+    "distribute_module": _PLAN,
+    "tensor_parallel": f"{_PLAN}; shardwise.hf.plan makes the plan of a model of transformers",
+    "ColwiseParallel": "the placement 'tp: S(0)' of a weight, and of its bias, in a ModelPlan",
+    "RowwiseParallel": "the placement 'tp: S(1)' of a weight in a ModelPlan",
+    "SequenceParallel": "nothing: a ModelPlan names the placements of parameters, and activations follow",
+    "PrepareModuleInput": "input_plan= of a ModelPlan",
+    "PrepareModuleOutput": "output_plan= of a ModelPlan",
+    "fully_shard": "shard_module with 'dp: S(0)' in the plan's patterns",
+    "FSDP": "shard_module with 'dp: S(0)' in the plan's patterns",
+    "FullyShardedDataParallel": "shard_module with 'dp: S(0)' in the plan's patterns",
+    "DDP": "shard_module with a plan whose input_plan is 'dp: S(0)'",
+    "DistributedDataParallel": "shard_module with a plan whose input_plan is 'dp: S(0)'",
+    "NamedSharding": "MeshSpec(mesh, placements), or the text 'on dp=2,tp=4: S(0), R'",
+    "PartitionSpec": "MeshSpec(mesh, placements), or the text 'on dp=2,tp=4: S(0), R'",
+    "PositionalSharding": "ChunkSpec or GridSpec",
+    "device_put": "shard(x, spec), and x.redistribute(spec) for a tensor that is sharded already",
+    "with_sharding_constraint": "x.redistribute(spec)",
+    "redistribute": "a method: x.redistribute(spec)",
+    "reshard": "a method, x.redistribute(spec), or shardwise.checkpoint.reshard for files",
+    "all_gather": "a method: x.full(), or x.redistribute('R')",
+    "gather": "a method: x.gather_to(rank), or x.full() for all ranks",
+    "all_reduce": "a method: x.redistribute('R') of a tensor that is pending",
+    "init_process_group": "launch(fn, world_size), or torchrun with torch.distributed.init_process_group",
+    "spawn": "launch(fn, world_size), or run_local(fn, world_size) for ranks that are threads",
+    "get_rank": "default_comm().rank",
+    "get_world_size": "default_comm().world_size",
+    "save_state_dict": "save(state, path)",
+    "load_state_dict": "load(state, path)",
+    "ChunkShardingSpec": "ChunkSpec(dim, ranks); shardwise.compat has torch's class",
+    "EnumerableShardingSpec": "EnumerableSpec(pieces); shardwise.compat has torch's class",
 }
 
 
@@ -71,7 +117,7 @@ def attach_stub(
 
     def load(name: str) -> Any:
         if name not in origins:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _missing_name(package, name, origins, sys._getframe(1))
         module, own = origins[name]
         before = [first] if first and module not in unless else []
         value = _import_name([*before, module], own, f"{package}.{name}")
@@ -81,6 +127,18 @@ def attach_stub(
     # `from shardwise import *` must hide neither a module of the caller's, such as torch's nn, nor a built-in (open).
     names = [name for name, (_, own) in origins.items() if own is not None and not hasattr(builtins, name)]
     return load, lambda: list(origins), names
+
+
+def _missing_name(package: str, name: str, known: Sequence[str] | dict[str, Any], caller: FrameType) -> Exception:
+    """The error of a name that is not there; `from package import name` shows the text of an ImportError only."""
+    text = f"module {package!r} has no attribute {name!r}"
+    if package.count(".") == 0 and name in WORDS_OF_OTHERS:
+        text += f"; here it is {WORDS_OF_OTHERS[name]}"
+    elif not name.startswith("__") and (near := difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)):
+        text += f"; did you mean {' or '.join(near)}?"
+    if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+        return ImportError(text, name=name)
+    return AttributeError(text, name=name)  # without the module: Python would add a guess of its own
 
 
 def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import time
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -86,11 +87,30 @@ def test_ranks_that_cannot_be_started_are_a_finding(monkeypatch: pytest.MonkeyPa
         raise OSError("no more\nprocesses")
 
     monkeypatch.setattr(probes, "probe_transports", refuse)
-    (found,) = doctor_command.examine_transports(0)
+    (found,) = list(doctor_command.examine_transports(0))
     assert (found.state, found.found) == (
         FAILED,
         "does not work (two ranks could not be started: no more processes)",
     )
+
+
+def test_each_finding_is_printed_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def probe(gpus: int) -> Iterator[ProbeResult]:
+        printed.append(capsys.readouterr().out)
+        yield ProbeResult("sockets", bytes_per_second=1e9)
+        printed.append(capsys.readouterr().out)
+        yield ProbeResult("memory", bytes_per_second=2e9)
+
+    monkeypatch.setattr(probes, "probe_transports", probe)
+    doctor_command.doctor()
+    before, sockets = printed
+    assert before.startswith("ok      shardwise") and "\nok      gloo " in before and "between ranks" not in before
+    assert sockets == "ok      between ranks: sockets  works, 1.0 GB/s\n"
+    assert capsys.readouterr().out.splitlines()[0] == "ok      between ranks: memory   works, 2.0 GB/s"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 
 import shardwise
-from shardwise._lazy import MOVED
+from shardwise._lazy import MOVED, WORDS_OF_OTHERS
 
 
 @pytest.mark.parametrize("name", [*shardwise.__all__, "open", "compile"])
@@ -31,6 +32,37 @@ def test_names_of_modules_are_those_of_the_package() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'shard_modul'"):
         shardwise.shard_modul  # noqa: B018  # the attribute is what is asked for
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("distribute_tensor", "here it is shard(x, mesh, placements)"),
+        ("parallelize_module", "here it is shard_module(model, ModelPlan("),
+        ("ColwiseParallel", "here it is the placement 'tp: S(0)' of a weight"),
+        ("fully_shard", "here it is shard_module with 'dp: S(0)' in the plan's patterns"),
+        ("NamedSharding", "here it is MeshSpec(mesh, placements)"),
+        ("shrad", "did you mean shard or rand?"),
+        ("ShardedTensr", "did you mean ShardedTensor?"),
+    ],
+)
+def test_a_name_of_others_is_answered_by_ours(name: str, advice: str) -> None:
+    with pytest.raises(AttributeError) as read:
+        getattr(shardwise, name)
+    with pytest.raises(ImportError) as imported:
+        exec(f"from shardwise import {name}")
+    for error in (read.value, imported.value):
+        assert str(error).startswith(f"module 'shardwise' has no attribute '{name}'; {advice}")
+        assert error.name == name
+    assert not hasattr(shardwise, name)
+
+
+def test_what_is_written_of_others_is_ours() -> None:
+    """No word of others hides one of ours, and the words that the answers name exist."""
+    assert not set(WORDS_OF_OTHERS) & set(shardwise.__all__)
+    ours = re.compile(r"\b(?:shard|from_local|shard_module|launch|run_local|save|load)(?=\()|[A-Z]\w+Spec\b")
+    found = {word for answer in WORDS_OF_OTHERS.values() for word in ours.findall(answer)}
+    assert {"shard", "shard_module", "MeshSpec"} <= found <= set(shardwise.__all__)
 
 
 def test_packages_load_on_first_use_and_do_not_hide_names_of_the_caller() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise
 from shardwise.comm import Comm, run_local
 from shardwise.compat.specs import ChunkShardingSpec
 from shardwise.geometry import (
@@ -336,3 +337,9 @@ def test_optimizers_that_look_at_whole_parameters_do_not_get_parts(kind: type[to
 def test_parameters_are_given_by_name(given: Any) -> None:
     with pytest.raises(ValueError, match="parameters are given by name, such as dict"):
         ShardedOptimizer(given, torch.optim.SGD, lr=0.1)
+
+
+def test_replicate_is_another_word_for_replicated_inputs() -> None:
+    plan = shardwise.ModelPlan(Mesh.of(tp=2), {"*": "R"}, input_plan="replicate")
+    assert plan == shardwise.ModelPlan(Mesh.of(tp=2), {"*": "R"}, input_plan="replicated")
+    assert plan.input_placements == (Replicate(),)

@@ -72,6 +72,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "torch's words for ranks": (lambda: any_.ChunkSpec(0, ["rank:0/cpu"]), "ranks as numbers, a count such as 4"),
     "a device as ranks": (lambda: any_.ChunkSpec(0, "cpu"), "ChunkSpec takes ranks as numbers"),
     "axes by name": (lambda: any_.Mesh(dp=2, tp=2), r"Mesh\(dp=2, tp=2\): .* is Mesh.of\(dp=2, tp=2\)"),
+    "sizes without names": (
+        lambda: any_.Mesh.of(2, 2),
+        r"Mesh.of\(2, 2\) does not name its axes; write Mesh.of\(dp=2, tp=2\)",
+    ),
     "a shape without names": (lambda: any_.Mesh((2, 2)), r"Mesh takes names of axes and ranks.* got \(2, 2\) and None"),
     "ranks as a size": (lambda: any_.Mesh.of(dp=[0, 1]), r"'dp' has a number of ranks, got list: \[0, 1\]; to choose"),
     "an axis in place of a dim": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -22,6 +22,8 @@ from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
 OK, SLOWER, ABSENT, FAILED = "ok", "slower", "absent", "failed"
+BETWEEN = "between ranks: "
+NAME_WIDTH = len(f"{BETWEEN}sockets")
 EXTRAS = {
     "safetensors": "needed by nothing here; other libraries read the same files with it",
     "PyYAML": "plans in .yaml files: pip install 'shardwise[yaml]'",
@@ -54,31 +56,39 @@ def doctor(no_ranks: NoRanks = False, as_json: AsJson = False) -> None:
       shardwise doctor
       shardwise doctor --json
     """
-    findings = examine(with_ranks=not no_ranks)
-    broken = any(finding.state == FAILED for finding in findings)
+    findings, width = [], NAME_WIDTH - len(BETWEEN) * no_ranks
+    for finding in examine(with_ranks=not no_ranks):
+        findings.append(finding)
+        if not as_json:
+            print_lines(finding_lines(finding, width), sys.stdout)
+            sys.stdout.flush()  # each line as soon as it is known, in a pipe as well
+    failed = [finding.name for finding in findings if finding.state == FAILED]
     if as_json:
-        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
-        print_lines(finding_lines(findings), sys.stdout)
-    if broken:
+        summary = f"does not work: {', '.join(failed)}" if failed else "all that is needed works"
+        print_lines([line(), line(summary)], sys.stdout)
+    if failed:
         raise typer.Exit(NO)
 
 
-def examine(with_ranks: bool) -> list[DoctorFinding]:
-    """Everything that the command looks at; torch is loaded here, and may be what is broken."""
-    findings = [
-        DoctorFinding("shardwise", OK, __version__),
-        DoctorFinding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-    ]
+def examine(with_ranks: bool) -> Iterator[DoctorFinding]:
+    """Everything that the command looks at, one by one; torch is loaded here, and may be what is broken."""
+    yield DoctorFinding("shardwise", OK, __version__)
+    yield DoctorFinding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     try:
         import torch  # loads for a second; --help does without
     except Exception as error:
-        advice = "install it: pip install torch"
-        return [*findings, DoctorFinding("torch", FAILED, f"cannot be imported: {error}", advice), *find_extras()]
+        yield DoctorFinding("torch", FAILED, f"cannot be imported: {error}", "install it: pip install torch")
+        yield from find_extras()
+        return
+    yield examine_torch(torch.__version__)
+    yield from find_extras()
+    yield from examine_backends()
     gpus = examine_gpus(torch.cuda)
-    findings += [examine_torch(torch.__version__), *find_extras(), *examine_backends(), *gpus]
-    usable = sum(finding.state == OK for finding in gpus)
-    return findings + (examine_transports(usable) if with_ranks else [])
+    yield from gpus
+    if with_ranks:
+        yield from examine_transports(sum(finding.state == OK for finding in gpus))
 
 
 def examine_torch(found: str) -> DoctorFinding:
@@ -151,14 +161,10 @@ def first_line(problem: object) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
-def examine_transports(gpus: int) -> list[DoctorFinding]:
-    """What two ranks of this host found out."""
+def examine_transports(gpus: int) -> Iterator[DoctorFinding]:
+    """What two ranks of this host find out, each transport as soon as it has been tried."""
     from shardwise.comm.launch import ProbeResult, probe_transports, read_memory_limits
 
-    try:
-        results = probe_transports(gpus)
-    except Exception as error:  # whatever it is, the other findings are printed
-        results = [ProbeResult("sockets", problem=f"two ranks could not be started: {' '.join(str(error).split())}")]
     advise: dict[str, Callable[[], tuple[str, str]]] = {
         "sockets": lambda: (FAILED, "allow connections to 127.0.0.1, and set GLOO_SOCKET_IFNAME to its interface (lo)"),
         "memory": lambda: (SLOWER, advise_memory_reading(*read_memory_limits())),
@@ -169,11 +175,16 @@ def examine_transports(gpus: int) -> list[DoctorFinding]:
         ),
         "nccl": lambda: (FAILED, "set NCCL_DEBUG=INFO and run a program of two ranks: nccl then says what it misses"),
     }
-    return [_to_finding(result, advise[result.name]) for result in results]
+    try:
+        for result in probe_transports(gpus):
+            yield _to_finding(result, advise[result.name])
+    except Exception as error:  # whatever it is, the other findings are printed
+        problem = f"two ranks could not be started: {' '.join(str(error).split())}"
+        yield _to_finding(ProbeResult("sockets", problem=problem), advise["sockets"])
 
 
 def _to_finding(result: Any, advise: Callable[[], tuple[str, str]]) -> DoctorFinding:
-    name = f"between ranks: {result.name}"
+    name = f"{BETWEEN}{result.name}"
     if result.works:
         rate = "" if result.bytes_per_second is None else f", {format_bytes(result.bytes_per_second)}/s"
         return DoctorFinding(name, OK, f"works{rate}")
@@ -198,13 +209,15 @@ def advise_memory_reading(scope: int | None, can_trace: bool) -> str:
     return f"ranks use sockets, which is slower; {cause}"
 
 
-def finding_lines(findings: Sequence[DoctorFinding]) -> list[Line]:
-    """The findings as text: a line for each, what to do below it, and a summary."""
-    width = max(len(finding.name) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}")
-        lines += [f"{'':<6}  {'':<{width}}  -> {finding.advice}"] if finding.advice else []
-    failed = [finding.name for finding in findings if finding.state == FAILED]
-    lines += ["", f"does not work: {', '.join(failed)}" if failed else "all that is needed works"]
+def finding_lines(finding: DoctorFinding, width: int) -> list[Line]:
+    """A finding as text, and what to do about it below.
+
+    >>> for shown in finding_lines(DoctorFinding("nccl", ABSENT, "absent", "only GPUs need it"), 8):
+    ...     print(shown[0].text)
+    absent  nccl      absent
+                      -> only GPUs need it
+    """
+    width = max(width, len(finding.name))
+    lines = [f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}"]
+    lines += [f"{'':<6}  {'':<{width}}  -> {finding.advice}"] if finding.advice else []
     return [line(text) for text in lines]

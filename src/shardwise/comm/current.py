@@ -254,7 +254,7 @@ def run_local(
 
 def read_ranks(name: str, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> tuple[RankBody, int]:
     """The body of the ranks and their number, checked; for `run_local` and `launch`."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or not callable(fn):
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or not callable(fn):  # type: ignore[redundant-expr]  # callers may not be typed
         raise TypeError(
             f"{name}(fn, world_size, *args) calls fn(*args) on each rank; got {type(fn).__name__} and "
             f"{type(world_size).__name__}"

@@ -350,13 +350,14 @@ class ProbeResult:
         return self.problem is None
 
 
-def probe_transports(gpus: int) -> list[ProbeResult]:
-    """Try all transports that two ranks of this host can have, with `gpus` GPUs; starts two processes."""
+def probe_transports(gpus: int) -> Iterator[ProbeResult]:
+    """Try all transports that two ranks of this host can have, with `gpus` GPUs, one by one; starts two processes."""
     probes: dict[str, Callable[[], tuple[float | None, str]]] = {"sockets": try_sockets, "memory": try_memory}
     probes |= {"cuda ipc": try_cuda_ipc} if gpus else {}
     probes |= {"nccl": try_nccl} if gpus > 1 and dist.is_nccl_available() else {}
     with LocalWorld(2, timeout=TIMEOUT_SECONDS) as world:
-        return [_run_probe(world, name, probe) for name, probe in probes.items()]
+        for name, probe in probes.items():
+            yield _run_probe(world, name, probe)
 
 
 def _run_probe(world: LocalWorld, name: str, probe: Callable[[], tuple[float | None, str]]) -> ProbeResult:

@@ -619,7 +619,7 @@ class TorchShardedTensor(TorchShardedTensorBase):
             raise RuntimeError(f"Only support torch.preserve_format for ShardedTensor! Got {memory_format}")
         return super().clone()
 
-    def gather(
+    def gather(  # type: ignore[override]  # torch.distributed's verb, and torch.gather by other arguments
         self,
         dst: int = 0,
         out: Tensor | None = None,

@@ -77,8 +77,14 @@ class Mesh:
             raise LayoutError(f"rank {int(values[counts.argmax()])} appears {int(counts.max())} times in the mesh")
 
     @classmethod
-    def of(cls, **axes: int) -> Mesh:
+    def of(cls, *sizes: int, **axes: int) -> Mesh:
         """A mesh of ranks 0, 1, 2... in row-major order: `Mesh.of(dp=2, tp=4)`."""
+        if sizes:
+            named = ", ".join(f"{name}={size}" for name, size in zip(("dp", "tp", "pp"), sizes, strict=False))
+            raise TypeError(
+                f"Mesh.of({', '.join(map(repr, sizes))}) does not name its axes; write Mesh.of({named}), or with "
+                "other names"
+            )
         for name, size in axes.items():
             if not isinstance(size, int):
                 raise LayoutError(

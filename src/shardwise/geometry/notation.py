@@ -424,6 +424,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 MAX_DIMS = 64
+_LONG_WORDS = {"replica": "R", "shard": "S(0) for dim 0", "partial": "P", "colwise": "S(0)", "rowwise": "S(1)"}
 
 
 @dataclass
@@ -542,7 +543,11 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     if scanner.take("P"):
         return _read_partial(scanner)
     if not scanner.take("S"):
-        scanner.fail(f"expected S(dim), R or P{place} (for Shard(dim), Replicate(), Partial()); {scanner.found()}")
+        word = scanner.peek_word().lower()
+        short = next((f"; write {s}" for long, s in _LONG_WORDS.items() if word.startswith(long)), "")
+        scanner.fail(
+            f"expected S(dim), R or P{place} (for Shard(dim), Replicate(), Partial()); {scanner.found()}{short}"
+        )
     scanner.expect("(", "after S, as in S(0)")
     dim = scanner.integer("a dim", signed=True)
     scanner.expect(")", "after the dim")

@@ -293,6 +293,8 @@ class ModelPlan:
         object.__setattr__(self, "gather_dtype", _read_dtypes(self.gather_dtype))
         _check_kinds(self.mesh, self.parameters)
         _check_bytes(self.prefetch_bytes)
+        if self.input_plan == "replicate":  # as in Replicate() and in other libraries
+            object.__setattr__(self, "input_plan", REPLICATED)
         _check_output_plan(self.output_plan, self.input_plan)
         try:
             placements = self.input_placements

@@ -305,7 +305,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         whole = check_and_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})[0][0]
         return whole.clone() if self.sharding == dst else whole
 
-    def gather(self, dim: Any = None, index: Any = None, **options: Any) -> Any:  # type: ignore[override]  # checked here
+    def gather(self, dim: Any = None, index: Any = None, **options: Any) -> Any:
         """The elements at `index` along `dim`, as `torch.gather`; the whole tensor on one rank is `gather_to(rank)`."""
         if index is None:
             raise TypeError(
