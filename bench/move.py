@@ -130,7 +130,7 @@ def _our_move(
         return lambda _: shard(source, dst, comm=comm).local_tensors()
     tensor: ShardedTensor = wrap(src, held, comm, dtype=values.dtype)
     if case.verb == "gather":
-        return lambda _: _whole(tensor.gather(0, max_buffer_bytes=limit))
+        return lambda _: _whole(tensor.gather_to(0, max_buffer_bytes=limit))
     return lambda _: tensor.redistribute(dst, max_buffer_bytes=limit).local_tensors()
 
 

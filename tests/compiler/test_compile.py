@@ -179,4 +179,4 @@ def _steps_beside_others(comm: Comm, kind: type[nn.Module], name: str, optimizer
 )
 def test_a_whole_training_step_is_one_graph(kind: type[nn.Module], name: str, optimizer: str) -> None:
     for explained in run_ranks(_steps_beside_others, kind, name, optimizer):
-        assert "1 kinds of inputs" in explained and "without a graph" not in explained
+        assert "1 kind of inputs" in explained and "without a graph" not in explained

@@ -92,6 +92,6 @@ def test_inductor_compiles_a_training_step(world: Ranks) -> None:
     compiled = world.run(_train, "inductor", lengths, True, limit=380)
     eager = world.run(_train, None, lengths, True)
     for (found, text), (expected, _) in zip(compiled, eager, strict=True):
-        assert "1 kinds of inputs" in text and "without a graph" not in text
+        assert "1 kind of inputs" in text and "without a graph" not in text
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -108,7 +108,7 @@ def test_lookups_and_likelihoods_are_part_of_the_graph(plan: ModelPlan) -> None:
         return str(train_beside(lambda: make(Language(), plan), batches).explain())
 
     for text in run_local(body, 2, timeout=60.0):
-        assert "1 kinds of inputs" in text and "without a graph" not in text
+        assert "1 kind of inputs" in text and "without a graph" not in text
 
 
 def test_ids_that_no_rank_has_are_an_error_of_the_graph_on_every_rank() -> None:
@@ -208,7 +208,7 @@ def test_parameters_are_gathered_in_another_dtype(whole_step: bool) -> None:
         return str(run.explain())
 
     for text in run_local(body, 2, timeout=60.0):
-        assert "1 kinds of inputs" in text and "without a graph" not in text
+        assert "1 kind of inputs" in text and "without a graph" not in text
 
 
 def test_a_mixture_of_experts_runs_without_a_graph_and_says_where() -> None:

@@ -300,7 +300,7 @@ def test_many_at_once_disagreeing_or_impossible_is_told_to_every_rank() -> None:
     assert "rank 1: " in unplaced[0]
     assert "a pending sum of bool values is not defined" in undefined[0]
     assert "the layout names rank 4, not in the comm (ranks 0-3)" in outside[0]
-    assert "rank 0: 2 tensors need as many targets, got 1" in counts[0]
+    assert "rank 0: redistribute_many takes a target for each tensor, got 2 tensors and 1 target" in counts[0]
 
 
 def test_nothing_to_move() -> None:
@@ -353,7 +353,7 @@ def test_reductions_that_are_not_defined_are_refused_on_every_rank(name: str, dt
             error_of(from_local(blank, pending).redistribute, MATRIX["rows"]),
             error_of(into.redistribute, pending),
             error_of(from_local(blank, pending).full),
-            error_of(from_local(blank, pending).gather, 0),
+            error_of(from_local(blank, pending).gather_to, 0),
         ]
 
     for found in zip(*run_local(body, 4), strict=True):

@@ -157,7 +157,7 @@ def test_failing_copy_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch,
 
     for name in ("foreach_copy", "copy_boxes"):  # on the CPU, and on other devices
         monkeypatch.setattr(shared_moves, name, fail)
-    assert run_local(body, 4) == ["all_gather_bytes 'redistribute': RuntimeError: no such memory"] * 4
+    assert run_local(body, 4) == ["'redistribute': RuntimeError: no such memory"] * 4
 
 
 def test_rank_that_ends_early_is_named() -> None:

@@ -109,17 +109,17 @@ def test_gather_that_cannot_be_is_refused_on_every_rank() -> None:
         tensor = sharded("rows", torch.float32, comm)
         here = comm.rank == 1
         return [
-            error_of(tensor.gather, 1, torch.empty(7, 5) if here else None),
-            error_of(tensor.gather, 1, torch.empty(5, 7) if comm.rank in (1, 2) else None),
-            error_of(tensor.gather, 4),
-            error_of(tensor.gather, 0 if here else 1),
+            error_of(tensor.gather_to, 1, out=torch.empty(7, 5) if here else None),
+            error_of(tensor.gather_to, 1, out=torch.empty(5, 7) if comm.rank in (1, 2) else None),
+            error_of(tensor.gather_to, 4),
+            error_of(tensor.gather_to, 0 if here else 1),
             error_of(tensor.full, max_buffer_bytes=100 if here else 200),
         ]
 
     shape, outside, missing, differing, limit = texts_of(body)
     assert shape == ("DisagreementError: 'gather': rank 1: Argument ``out`` has size (7, 5), but should be (5, 7)")
     assert "rank 2: Argument ``out`` must NOT be specified on non-destination ranks; dst is 1" in outside
-    assert "gather to rank 4, which is not in the comm (ranks 0-3)" in missing
+    assert missing == "ValueError: gather to rank 4, which is not in the comm (ranks 0-3)"
     assert "dst is 1 on ranks 0, 2, 3 and 0 on rank 1" in differing
     assert "max_buffer_bytes is 200 on ranks 0, 2, 3 and 100 on rank 1" in limit
 

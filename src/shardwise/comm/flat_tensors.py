@@ -80,7 +80,11 @@ def describe_call(kind: str, label: str, detail: str = "") -> str:
 
     >>> describe_call("all_reduce", "loss", "sum of 1 elements of float32")
     "all_reduce 'loss' (sum of 1 elements of float32)"
+    >>> describe_call("all_gather_bytes", "shard")  # the ranks agree on a call of the user's
+    "'shard'"
     """
+    if kind == "all_gather_bytes" and not detail:
+        return repr(label)
     return f"{kind} {label!r}" + (f" ({detail})" if detail else "")
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shardwise._text import package_logger
+from shardwise._text import count_of, package_logger
 from shardwise._torch import is_dispatch_mode_on, is_dual_level
 from shardwise.comm import Comm, fold_texts, gather_raw, gather_values
 from shardwise.comm.current import resolve_comm
@@ -410,9 +410,9 @@ class CompiledProgram:
     def explain(self) -> str:
         """What was traced, why, and when the moves of each graph start and end."""
         name = getattr(self._function, "__qualname__", type(self._target).__name__)
-        lines = [f"{name}: {len(self._order)} kinds of inputs"]
+        lines = [f"{name}: {count_of(len(self._order), 'kind')} of inputs"]
         for number, kind in enumerate(self._order):
-            lines.append(f"kind {number}, {kind.calls} calls, traced because: {kind.reason}")
+            lines.append(f"kind {number}, {count_of(kind.calls, 'call')}, traced because: {kind.reason}")
             if kind.problem is not None:
                 lines.append(f"  runs without a graph: {kind.problem}")
             for graph, schedule in kind.schedules.items():

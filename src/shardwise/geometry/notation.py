@@ -39,7 +39,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from shardwise._text import draw_html
+from shardwise._text import count_of, draw_html
 from shardwise.geometry.box import Box, LayoutError, NotationError, Piece
 from shardwise.geometry.layout import Layout, ShardingSpec
 from shardwise.geometry.mesh import MAX_RANKS, Mesh, format_ranks
@@ -485,7 +485,7 @@ def _read_mesh_rule(scanner: Scanner) -> _ParsedSpec:
     rule_at, placements, dims = scanner.at, [], []
     for index, axis in enumerate(mesh.axes):
         if index and not scanner.take(","):
-            named = f"{mesh.ndim} placements, one for each of the axes {', '.join(mesh.axes)}"
+            named = f"{count_of(mesh.ndim, 'placement')}, one for each of the axes {', '.join(mesh.axes)}"
             scanner.fail(f"expected ',' and a placement for axis {axis!r} (the mesh needs {named}); {scanner.found()}")
         at = scanner.at
         placements.append(placement := _read_placement(scanner, f" for axis {axis!r}"))
@@ -744,7 +744,10 @@ def read_placements(
             )
         return _parse_by_axis({axis: parts[0]}, mesh, text)
     if len(parts) != mesh.ndim:
-        raise LayoutError(f"{text!r} has {len(parts)} placements; the mesh {mesh} has {mesh.ndim} axes")
+        raise LayoutError(
+            f"{text!r} has {count_of(len(parts), 'placement')}; the mesh {mesh} has "
+            f"{count_of(mesh.ndim, 'axis', 'axes')}"
+        )
     return tuple(parse_placements(part)[0] for part in parts)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardwise._text import count_of
 from shardwise.geometry.box import LayoutError, Piece, to_int_tuple
 from shardwise.geometry.layout import (
     MAX_ARRAY_DIMS,
@@ -194,7 +195,7 @@ class MeshSpec(_ProductSpec):
         listed = tuple(placements) if isinstance(placements, list | tuple) else (placements,)
         if len(listed) != self.mesh.ndim:
             raise LayoutError(
-                f"a mesh with axes {self.mesh.axes} needs {self.mesh.ndim} placements, one for each axis; "
+                f"a mesh with axes {self.mesh.axes} needs {count_of(self.mesh.ndim, 'placement')}, one for each axis; "
                 f"got {len(listed)}: {listed}"
             )
         return listed

@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor
 
+from shardwise._text import count_of
 from shardwise._torch import is_dual_level
 from shardwise.comm import (
     Comm,
@@ -446,7 +447,10 @@ def _resolve_target_layouts(
 ) -> tuple[list[Layout], str | Exception | None]:
     """The requested layouts, or why there are none."""
     if len(tensors) != len(targets):
-        return [], TypeError(f"{len(tensors)} tensors need as many targets, got {len(targets)}")
+        return [], TypeError(
+            f"redistribute_many takes a target for each tensor, got {count_of(len(tensors), 'tensor')} and "
+            f"{count_of(len(targets), 'target')}"
+        )
     try:
         dsts = [target_layout(t.sharding, target, dtype=t.dtype) for t, target in zip(tensors, targets, strict=True)]
     except (TypeError, ValueError) as error:

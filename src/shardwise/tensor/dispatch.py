@@ -19,11 +19,13 @@ that error names a detail of torch. Here the caller is recognised by its stack, 
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import clear_on_change
+from shardwise._text import shorten_traceback
 from shardwise._torch import (
     DisableTorchFunctionSubclass,
     DispatchKeys,
@@ -254,9 +257,49 @@ def enter_function(
         _refuse_without_tape(func, args, kwargs)
     try:
         return answer(func, types, args, kwargs, *known)
-    except (DisagreementError, LayoutError, UnsupportedOpError) as error:
-        explain_wrapper(error)
-        raise
+    except Exception as error:
+        if isinstance(error, DisagreementError | LayoutError | UnsupportedOpError):
+            explain_wrapper(error)
+        outermost = _state.keys is None
+        raise shorten_traceback((_error_of_whole(func, args, kwargs, error) if outermost else None) or error) from (
+            error.__cause__
+        )
+
+
+_REDUCTION = re.compile(r"a and b must have same reduction dim, but got \[(.*)\] X \[(.*)\]\.")
+_OURS = str(Path(__file__).parents[1])
+_OF_ARGUMENTS = (IndexError, RuntimeError, TypeError, ValueError)  # exactly: their children are ours
+
+
+def _error_of_whole(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> Exception | None:
+    """What torch says of the whole tensors, where a kernel raised because of the shapes of local ones.
+
+    The function is called on tensors without memory. An error that has nothing to do with shapes is no answer.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if type(error) not in _OF_ARGUMENTS or last is None or last.tb_frame.f_code.co_filename.startswith(_OURS):
+        return None  # not of a kernel: ours say what the whole tensors are
+
+    def without_memory(value: Any) -> Any:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            func(*pytree.tree_map(without_memory, args), **pytree.tree_map(without_memory, kwargs))
+    except Exception as found:
+        text = _REDUCTION.sub(_matrix_shapes, str(found))
+        if type(found) is type(error) and any(c.isdigit() for c in text) and "meta" not in text.lower():
+            return type(error)(text).with_traceback(error.__traceback__)
+    return None
+
+
+def _matrix_shapes(found: re.Match[str]) -> str:
+    left, right = (found[i].replace(", ", "x") for i in (1, 2))
+    return f"mat1 and mat2 shapes cannot be multiplied ({left} and {right})"
 
 
 def _refuse_without_tape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -324,10 +367,13 @@ def on_local_tensors(method: M) -> M:
         if forward_ad._current_level >= 0:
             with beside_func_transforms(_state.keys or current_dispatch_keys()):
                 return method(self, *args, **kwargs)
-        if _state.keys is None:
-            return method(self, *args, **kwargs)
-        with autograd_on_locals(_state.keys):
-            return method(self, *args, **kwargs)
+        try:
+            if _state.keys is None:
+                return method(self, *args, **kwargs)
+            with autograd_on_locals(_state.keys):
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            raise shorten_traceback(error) from error.__cause__
 
     return cast(M, run)
 
@@ -347,8 +393,9 @@ def enter_operator(answer: Callable[..., Any], op: Any, args: tuple[Any, ...], k
     try:
         with autograd_on_locals(keys):
             return answer(op, args, kwargs)
-    except (DisagreementError, LayoutError, UnsupportedOpError) as error:
-        explain_wrapper(error)
-        raise
+    except Exception as error:
+        if isinstance(error, DisagreementError | LayoutError | UnsupportedOpError):
+            explain_wrapper(error)
+        raise shorten_traceback(error) from error.__cause__
     finally:
         _state.keys = before

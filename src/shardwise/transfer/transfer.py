@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise._text import draw_html, package_logger
+from shardwise._text import count_of, draw_html, package_logger
 from shardwise.geometry.box import LayoutError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
@@ -135,7 +135,9 @@ def _describe_step(transfer: Transfer, number: int) -> str:
     total, rounds = transfer.totals[number], transfer.rounds_by_step[number]
     sent = format_bytes(int(total.sent.sum()) * transfer.itemsize)
     senders, receivers = int((total.sent > 0).sum()), int((total.received > 0).sum())
-    text = f"{senders} ranks send {sent} in {int(total.boxes_out.sum())} boxes to {receivers} ranks"
+    boxes = count_of(int(total.boxes_out.sum()), "box", "boxes")
+    text = f"{count_of(senders, 'rank')} {'sends' if senders == 1 else 'send'} {sent} in {boxes} to "
+    text += count_of(receivers, "rank")
     if isinstance(step, Step) and step.in_place:
         text += " of their hosts, which pass on what came from another host"
     if step.op is not None and step.src.pending is not None:
@@ -144,7 +146,7 @@ def _describe_step(transfer: Transfer, number: int) -> str:
         text += f" and multiply it by {step.scale[0]}/{step.scale[1]}"
     filled = len(step.fills) if isinstance(step, Step) else len(unreached_rows(step, transfer.rank))
     if filled:
-        text += f"; {filled} pieces are filled with the identity of {step.op}"
+        text += f"; {count_of(filled, 'piece')} {'is' if filled == 1 else 'are'} filled with the identity of {step.op}"
     if rounds > 1:
         text += f", in {rounds} rounds"
     return text + "."

@@ -25,6 +25,7 @@ from itertools import accumulate, groupby
 from typing import Any, TextIO, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from shardwise._text import count_of
 from shardwise.geometry import Layout, TensorType, parse_layout, shorten_layout
 from shardwise.geometry.mesh import format_ranks
 from shardwise.geometry.notation import read_spec
@@ -371,7 +372,7 @@ def transfer_html(transfer: Transfer) -> str:
     page = _start(f"{src} → {dst}")
     moved, bound = format_bytes(transfer.moved_bytes), format_bytes(transfer.lower_bound_bytes)
     collective = "" if transfer.collective is None else f"; {transfer.collective}"
-    _add_text(page, f"moves {moved} (lower bound {bound}) in {transfer.rounds} rounds{collective}")
+    _add_text(page, f"moves {moved} (lower bound {bound}) in {count_of(transfer.rounds, 'round')}{collective}")
     count = 1 + max((*transfer.src.ranks, *transfer.dst.ranks), default=0)
     if transfer.is_listed and count <= MOST_RANKS:
         page.append(_draw_matrix(transfer, count))
