@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from torch.distributed.tensor import Shard as TorchShard
 import shardwise
 from shardwise import (
     ChunkSpec,
+    CommError,
+    DisagreementError,
+    LayoutError,
     Mesh,
     MeshSpec,
     ModelPlan,
+    NotationError,
     Partial,
     Replicate,
     Shard,
@@ -145,14 +151,172 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_error_says_what_to_write(name: str) -> None:
     call, text = MISTAKES[name]
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises((ValueError, TypeError), match=text) as caught:
         call()
+    assert not isinstance(caught.value, DisagreementError)  # one process agrees with itself
+    check_is_short(caught.value, Path(__file__).name)
+
+
+def check_is_short(error: BaseException, file: str) -> None:
+    """At most five frames of ours below the last line of the caller's file, and no second traceback in front of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    callers = [at for at, frame in enumerate(frames) if frame.filename.endswith(file)]
+    ours = [f for f in frames[callers[-1] + 1 :] if f.filename.startswith(str(Path(shardwise.__file__).parent))]
+    assert len(ours) <= 5, "".join(traceback.format_list(frames))
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("Traceback (most recent call last)") == 1, shown
+
+
+W = torch.arange(24.0).reshape(6, 4)
+FOLDER = "/no/such/folder"
+# Calls of every rank of two, on a tensor of 6 x 4 that is cut by rows: the error's type and parts of its text.
+ON_TWO_RANKS: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
+    "another letter": (lambda a: lay_out(W, "tp: Q(0)"), NotationError, ("expected S(dim), R or P", "found 'Q'", "^")),
+    "a long word": (lambda a: lay_out(W, "tp: Replicate()"), NotationError, ("found 'Replicate'; write R",)),
+    "a long word for a cut": (lambda a: a.redistribute("Shard(1)"), NotationError, ("found 'Shard'; write S(0)",)),
+    "no bracket": (lambda a: a.redistribute("S 0"), NotationError, ("expected '(' after S, as in S(0)",)),
+    "a dim too far": (lambda a: lay_out(W, "tp: S(5)"), LayoutError, ("shape (6, 4) has a dim from -2 to 1",)),
+    "a dim too far in a move": (lambda a: a.redistribute("S(2)"), LayoutError, ("shape (6, 4) has a dim from -2",)),
+    "sizes that do not add up": (
+        lambda a: a.redistribute("S(0) sizes(2,2)"),
+        LayoutError,
+        ("length 6", "(2, 2)", "of 2 ranks"),
+    ),
+    "no mesh size": (lambda a: lay_out(W, "R, S(0)"), LayoutError, ("does not say how large its axes are", "on dp=2")),
+    "a mesh too large": (lambda a: lay_out(W, "on tp=4: S(0)"), LayoutError, ("names ranks 2, 3", "ranks 0, 1")),
+    "one placement too many": (
+        lambda a: a.redistribute("S(0), R"),
+        LayoutError,
+        ("has 2 placements; the mesh tp=2 has 1 axis",),
+    ),
+    "placements too few": (
+        lambda a: lay_out(W, Mesh.of(dp=1, tp=2), [Shard(0)]),
+        LayoutError,
+        ("needs 2 placements, one for each axis; got 1",),
+    ),
+    "an unknown axis": (lambda a: a.redistribute("pp: S(0)"), LayoutError, ("names the axis 'pp'; the mesh has tp",)),
+    "another shape": (
+        lambda a: lay_out(W, "f32[4,6] on tp=2: S(0)"),
+        LayoutError,
+        ("the text says f32[4,6], and the tensor is f32[6,4]",),
+    ),
+    "another dtype": (
+        lambda a: a.redistribute("bf16[6,4] on tp=2: S(1)"),
+        LayoutError,
+        ("the text says bf16[6,4], and the tensor is f32[6,4]",),
+    ),
+    "a number as a spec": (lambda a: lay_out(W, 3.7), TypeError, ("shard takes a spec", "got float: 3.7")),
+    "a number as a target": (lambda a: a.redistribute(7), TypeError, ("redistribute takes a spec", "got int: 7")),
+    "a text as a source": (lambda a: lay_out(W, "tp: S(0)", "banana"), TypeError, ("src_rank is a rank", "'banana'")),
+    "a source that is not there": (lambda a: lay_out(W, "tp: S(0)", 5), LayoutError, ("src_rank 5", "ranks 0, 1")),
+    "a number as a comm": (lambda a: lay_out(W, "tp: S(0)", comm=17), ValueError, ("process_group is", "got int: 17")),
+    "a list as a tensor": (lambda a: lay_out([1.0], "tp: S(0)"), TypeError, ("got list", "torch.as_tensor(x)")),
+    "nothing as a tensor": (lambda a: lay_out(None, "tp: S(0)", None), TypeError, ("passes no tensor",)),
+    "a sharded tensor again": (lambda a: lay_out(a, "tp: S(1)"), TypeError, ("got ShardedTensor", "redistribute()")),
+    "a sparse tensor": (lambda a: lay_out(W.to_sparse(), "tp: S(0)"), LayoutError, ("torch.sparse_coo", "to_dense()")),
+    "parts that do not fit": (
+        lambda a: shardwise.from_local(torch.ones(2, 2), ChunkSpec(0, 2), (6, 4)),
+        LayoutError,
+        ("of shapes [(3, 4)], got [(2, 2)]",),
+    ),
+    "parts without a shape": (
+        lambda a: shardwise.from_local(torch.ones(3, 4), ChunkSpec(0, 2)),
+        LayoutError,
+        ("needs the global shape; pass shape=",),
+    ),
+    "a plain tensor beside it": (
+        lambda a: a + torch.ones(6, 4),
+        RuntimeError,
+        ("shape (6, 4)", "shardwise.replicate(t)"),
+    ),
+    "a sparse tensor beside it": (lambda a: a + W.to_sparse(), RuntimeError, ("next to a ShardedTensor",)),
+    "matrices that do not fit": (lambda a: a @ a, RuntimeError, ("cannot be multiplied (6x4 and 6x4)",)),
+    "a weight that does not fit": (
+        lambda a: nn.functional.linear(a, lay_out(torch.ones(3, 5), "tp: R")),
+        RuntimeError,
+        ("cannot be multiplied (6x4 and 5x3)",),
+    ),
+    "rows of other lengths": (lambda a: torch.cat([a, a[:, :2]], 0), RuntimeError, ("Expected", "4", "2")),
+    "lengths that do not broadcast": (
+        lambda a: a + lay_out(torch.ones(5, 4), "tp: S(0)"),
+        RuntimeError,
+        ("6", "[5, 4]"),
+    ),
+    "another number of elements": (lambda a: a.view(5, 5), RuntimeError, ("[5, 5] is invalid", "[6, 4] with 24")),
+    "a row too far": (lambda a: a[10], IndexError, ("index 10 is out of bounds for dimension 0 with size 6",)),
+    "a dim that it has not": (lambda a: a.sum(7), IndexError, ("[-2, 1], but got 7",)),
+    "a number of many": (lambda a: a.item(), RuntimeError, ("24 elements cannot be converted to Scalar",)),
+    "a loss of many": (lambda a: a.clone().requires_grad_().backward(), RuntimeError, ("only for scalar", "(6, 4)")),
+    "an operator without a rule": (lambda a: a.set_(a), RuntimeError, ("no rule", "register_sharding")),
+    "gather without an index": (lambda a: a.gather(0), TypeError, ("no index was passed; gather_to(0)",)),
+    "gather to nobody": (lambda a: a.gather_to(9), ValueError, ("gather to rank 9", "ranks 0, 1")),
+    "a move where none may be": (lambda a: without_communication(a), RuntimeError, ("communication is forbidden",)),
+    "targets too few": (
+        lambda a: shardwise.redistribute_many([a, a], ["R"]),
+        TypeError,
+        ("got 2 tensors and 1 target",),
+    ),
+    "a buffer of text": (lambda a: a.redistribute("R", max_buffer_bytes="1 MB"), ValueError, ("got '1 MB'",)),
+    "a buffer too small": (lambda a: a.redistribute("S(1)", max_buffer_bytes=1), ValueError, ("at least",)),
+    "a pattern of nothing": (
+        lambda a: shardwise.shard_module(model(), ModelPlan(Mesh.of(tp=2), {"0.wieght": "S(0)"})),
+        ValueError,
+        ("'0.wieght' matches no parameter", "0.weight"),
+    ),
+    "another plan": (lambda a: any_.shard_module(model(), {"0.weight": "S(0)"}), TypeError, ("ModelPlan(",)),
+    "no checkpoint": (lambda a: shardwise.load({"w": a}, FOLDER), ValueError, ("no such checkpoint",)),
+}
+
+
+def without_communication(a: Any) -> None:
+    with shardwise.no_communication():
+        a.full()
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_what_all_ranks_do_wrong_is_said_once(name: str) -> None:
+    call, kind, texts = ON_TWO_RANKS[name]
+
+    def body() -> None:
+        call(lay_out(W, "tp: S(0)"))
+
+    with pytest.raises(kind) as caught:
+        run_local(body, 2)
+    assert not isinstance(caught.value, DisagreementError)
+    text = str(caught.value)
+    assert [part for part in texts if part not in text] == [], text
+    assert "all_gather_bytes" not in text and "ranks 0, 1: " not in text
+    check_is_short(caught.value, Path(__file__).name)
+
+
+def test_there_are_many_mistakes() -> None:
+    assert len(MISTAKES) + len(ON_TWO_RANKS) >= 60
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        (lambda r: lay_out(W, f"tp: S({r})"), DisagreementError, "specs: [6,4] on tp=2: S(0) on rank 0 and [6,4] on"),
+        (lambda r: lay_out(W, "tp: S(0)") if r else None, CommError, "'shard': rank 0 did not take part"),
+        (
+            lambda r: lay_out(W, "tp: R").redistribute("S(0)") if r else lay_out(W, "tp: R").full(),
+            CommError,
+            "made different calls (rank 0: 'full'; rank 1: 'redistribute')",
+        ),
+    ],
+)
+def test_what_ranks_do_differently_names_the_calls_of_the_user(
+    body: Callable[[int], Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        run_local(lambda comm: body(comm.rank), 2, timeout=30)
+    assert "all_gather_bytes" not in str(caught.value)
 
 
 def test_checkpoints_of_other_things(tmp_path: Path) -> None:
     save: Any = shardwise.save
-    with pytest.raises(shardwise.CheckpointError, match=r"got Sequential: pass its state_dict\(\)"):
-        save(model(), tmp_path / "a")
+    save(model(), tmp_path / "model")  # a module is saved as its state dict
+    assert "0.weight" in shardwise.open(tmp_path / "model")
     with pytest.raises(shardwise.CheckpointError, match=r"got ndarray: pass torch.as_tensor\(x\)"):
         save({"x": X.numpy()}, tmp_path / "a")
     with pytest.raises(shardwise.CheckpointError, match=r"got dict; the state comes first: save\(state, path\)"):
