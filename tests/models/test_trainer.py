@@ -112,6 +112,46 @@ def test_the_trainer_trains_evaluates_and_continues(
     assert_close(again[0][1], results[0][1], rtol=1e-4, atol=1e-5)
 
 
+class Ragged(Sentences):
+    """Rows of several lengths, more of them than the batches of all ranks hold."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        lengths = [LENGTH - 4 * (i % 2) for i in range(count)]
+        rows = zip(self.rows, lengths, strict=False)
+        self.rows = [{name: row[name][:length] for name in row} for row, length in rows]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As tokenizers do: each batch has the length of its longest row."""
+    ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def evaluate_rows(layout: str | None, count: int, folder: Path) -> tuple[float, int]:
+    model = FAMILIES["bert"].build(transformers)
+    data = Ragged(count)
+    if layout is None:
+        trainer = transformers.Trainer(model, arguments(folder, 2), data_collator=collate, eval_dataset=data)
+    else:
+        start_accelerate()
+        shard_module(model, shardwise.hf.plan(model, LAYOUTS[layout]))
+        options = arguments(folder, 2 if layout == "tp2" else 1)
+        trainer = shardwise.hf.ShardedTrainer(model, options, data_collator=collate, eval_dataset=data)
+    found = trainer.predict(data)
+    return found.metrics["test_loss"], len(found.predictions)
+
+
+@pytest.mark.parametrize(("layout", "count"), [("dp2", 5), ("dp2", 6), ("fsdp2", 7), ("tp2", 5)])
+def test_evaluation_counts_each_row_once_and_pads_ragged_parts_together(
+    world: Ranks, layout: str, count: int, tmp_path: Path
+) -> None:
+    expected = evaluate_rows(None, count, tmp_path)
+    for found in world.run(evaluate_rows, layout, count, tmp_path):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4) and found[1] == expected[1] == count
+
+
 def test_bf16_trains_as_the_dense_trainer_does(world: Ranks, tmp_path: Path) -> None:
     expected = train_dense(tmp_path / "dense", save_strategy="no", bf16=True)
     for found in world.run(train_with_bf16, "tp2", tmp_path):

@@ -165,6 +165,28 @@ def test_data_that_is_no_plan_is_refused(data: dict[str, Any], text: str) -> Non
         plan_from_data(data)
 
 
+TWICE = {
+    "json": '{"mesh": "tp=2", "parameters": {"up": "S(0)", "up": "R"}}',
+    "toml": 'mesh = "tp=2"\n[parameters]\n"up" = "S(0)"\n"up" = "R"\n',
+    "yaml": "mesh: tp=2\nparameters:\n  up: S(0)\n  up: R\n",
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_name_that_appears_twice_in_a_file_is_an_error(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"plan.{kind}"
+    path.write_text(TWICE[kind])
+    with pytest.raises(PlanError, match=f"plan.{kind} is not valid {kind.upper()}: "):
+        load_plan(path)
+
+
+def test_files_of_other_bytes_or_without_end_of_nesting_are_plan_errors(tmp_path: Path) -> None:
+    for name, data in {"a.json": b"[" * 100_000, "b.toml": b"\xff\xfe", "c.yaml": b"a: &a\n  b: *a\n"}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(PlanError, match=name):
+            load_plan(tmp_path / name)
+
+
 def test_files_that_hold_no_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content, text in [
         ("plan.toml", "mesh = ", "plan.toml is not valid TOML"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +92,41 @@ def test_parts_and_pending_sums_have_no_replicas() -> None:
         shardwise.check_replicas({"weight": weight, "sum": weight.sum()}, [weight])
 
     run_local(body, 2)
+
+
+class Masked(nn.Module):
+    """The sum of the weights of each row's tokens, without those that a mask leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(5.0))
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        found = self.weight[ids]
+        return (found if attention_mask is None else found * attention_mask).sum(-1)
+
+
+def test_ragged_parts_of_a_batch_are_filled_up_to_the_longest() -> None:
+    pads = {"ids": 4, "attention_mask": 0}
+
+    def body(comm: Comm) -> list[float]:
+        plan = ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)", output_plan="plain", pad_inputs=pads)
+        model = shard_module(Masked(), plan)
+        ids = torch.full((comm.rank + 1, 2 + comm.rank), 3)
+        rows: list[float] = model(ids=ids, attention_mask=torch.ones_like(ids)).tolist()
+        plain = shard_module(Masked(), ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)", output_plan="plain"))
+        for net, arguments in ((plain, {"ids": ids}), (model, {"mask": ids})):
+            with pytest.raises((DisagreementError, TypeError), match=r"name the arguments .* pad_inputs|mask"):
+                net(**arguments)
+        return rows
+
+    assert run_local(body, 2) == [[6.0], [9.0, 9.0]]
+
+
+def test_plans_with_numbers_that_fill_up_are_kept_in_files(tmp_path: Path) -> None:
+    plan = ModelPlan(TP, {}, input_plan="tp: S(0)", pad_inputs={"input_ids": 0, "scores": -0.5})
+    for kind in ("toml", "json"):
+        shardwise.save_plan(plan, tmp_path / f"plan.{kind}")
+        assert shardwise.load_plan(tmp_path / f"plan.{kind}") == plan
+    with pytest.raises(shardwise.PlanError, match="pad_inputs maps names of arguments to numbers, got 'ids': 'zero'"):
+        ModelPlan(TP, {}, pad_inputs={"ids": "zero"})  # type: ignore[dict-item]

@@ -373,7 +373,20 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     data = [f"{axis}: S(0)" for axis in mesh.axes if axis in DATA_AXES]
     source = "its own plan" if getattr(model, "_tp_plan", None) else "its structure"
     _log.info("a plan of %s for %s from %s: %d sharded parameters", type(model).__name__, mesh, source, len(texts))
-    return ModelPlan(mesh, fold_patterns(texts, names), input_plan=", ".join(data) or REPLICATED, output_plan=PLAIN)
+    pads = _find_pads(model) if data else None
+    inputs = ", ".join(data) or REPLICATED
+    return ModelPlan(mesh, fold_patterns(texts, names), input_plan=inputs, output_plan=PLAIN, pad_inputs=pads)
+
+
+def _find_pads(model: nn.Module) -> dict[str, float] | None:
+    """What fills up the batches of a model that reads tokens and a mask: what the mask leaves out, and no labels."""
+    config, names = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    if config is None or "attention_mask" not in names:
+        return None
+    token = getattr(config, "pad_token_id", None) or 0
+    pads = {"input_ids": token, "attention_mask": 0, "token_type_ids": 0, "decoder_input_ids": token}
+    pads |= {"decoder_attention_mask": 0, "labels": -100}
+    return {name: number for name, number in pads.items() if name in names} if "input_ids" in names else None
 
 
 def _split_fully(model: nn.Module, placements: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -81,6 +81,17 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
             return whole
         return pytree.tree_map(lambda t: t[: state.remainder] if isinstance(t, Tensor) and t.ndim else t, whole)
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of evaluation on the rows of the dataset, without those that were added to fill the last batch."""
+        state, (_, index) = self.accelerator.gradient_state, self._data_ranks()
+        if state.end_of_dataloader and state.remainder > 0:
+            rows = next(t.shape[0] for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor) and t.ndim)
+            own = min(rows, max(0, state.remainder - index * rows))
+            inputs = pytree.tree_map(
+                lambda t: t[:own] if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows else t, dict(inputs)
+            )
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
     def get_tp_size(self) -> int:
         """How many ranks have the same batch."""
         ranks = int(self.accelerator.num_processes)

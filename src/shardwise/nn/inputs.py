@@ -37,6 +37,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise._torch import count_running_calls, pytree
@@ -126,7 +127,8 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
             taken = tuple(placed), kwargs
         else:
             leaves, structure = flatten_nest((args, kwargs))
-            placed = _place_tensors(leaves, plan.mesh, placements, comm)
+            pads = _pads_of_leaves(args, kwargs, plan.pad_inputs) if plan.pad_inputs else ()
+            placed = _place_tensors(leaves, plan.mesh, placements, comm, pads)
             taken = unflatten_nest(placed, structure)
         splits = find_batch_splits(placed, placements)
         reading = plain_as_replicated()
@@ -171,12 +173,35 @@ def place_inputs(tree: Any, mesh: Mesh, placements: Sequence[Placement], comm: C
     return unflatten_nest(_place_tensors(leaves, mesh, placements, comm), structure)
 
 
-def _place_tensors(values: Sequence[Any], mesh: Mesh, placements: Sequence[Placement], comm: Comm) -> list[Any]:
+def _pads_of_leaves(args: Any, kwargs: Mapping[str, Any], pads: Mapping[str, float]) -> list[float | None]:
+    """The number that fills up each leaf of a call's arguments, where the plan has one for it.
+
+    >>> _pads_of_leaves((1,), {"labels": 2, "both": [3, 4]}, {"labels": -100})
+    [None, -100, None, None]
+    """
+    if "attention_mask" in pads and "input_ids" in kwargs and kwargs.get("attention_mask") is None:
+        pads = {}  # without a mask, a model reads what fills up its tokens as tokens
+    counts = [(None, len(flatten_nest(args)[0])), *((n, len(flatten_nest(v)[0])) for n, v in kwargs.items())]
+    return [None if name is None else pads.get(name) for name, count in counts for _ in range(count)]
+
+
+def _place_tensors(
+    values: Sequence[Any],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    comm: Comm,
+    pads: Sequence[float | None] = (),
+) -> list[Any]:
     comm, found = traced_comm(comm), list(values)
     plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
     shapes = [tuple(found[i].shape) for i in plain]
     if any(isinstance(p, Shard) for p in placements):
-        layouts = _gather_part_layouts(shapes, mesh, placements, comm)
+        given = [pads[i] if pads else None for i in plain]
+        layouts, lengths = _gather_part_layouts(shapes, mesh, placements, comm, given)
+        for index, pad, longest in zip(plain, given, lengths, strict=True):
+            if pad is not None and (tail := tuple(found[index].shape[1:])) != longest:
+                sides = [n for have, want in zip(tail, longest, strict=True) for n in (want - have, 0)]
+                found[index] = F.pad(found[index], sides[::-1], value=pad)
     else:
         if plain:
             _agree_on_whole_inputs([found[i] for i in plain], comm)
@@ -201,9 +226,16 @@ def _replicated_input_layout(shape: tuple[int, ...], mesh: Mesh, placements: tup
 
 
 def _gather_part_layouts(
-    shapes: Sequence[tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement], comm: Comm
-) -> list[Layout]:
-    """The layouts of which these are this rank's parts; one small exchange collects the lengths of all ranks."""
+    shapes: Sequence[tuple[int, ...]],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    comm: Comm,
+    pads: Sequence[float | None],
+) -> tuple[list[Layout], list[tuple[int, ...]]]:
+    """The layouts of which these are this rank's parts, and the lengths in dims after dim 0, the longest where padded.
+
+    One small exchange collects the shapes of all ranks.
+    """
     with recorded_wait(comm, "inputs: lengths") if recorders else nullcontext():
         gathered = gather_values(comm, shapes, label="inputs")
     by_rank = {r: [tuple(s) for s in given] for r, given in gathered.items()}
@@ -211,7 +243,14 @@ def _gather_part_layouts(
         raise DisagreementError(
             f"inputs: the ranks pass {sorted({len(g) for g in by_rank.values()})} plain tensors; pass equally many"
         )
-    return [_infer_input_layout({r: g[i] for r, g in by_rank.items()}, mesh, placements) for i in range(len(shapes))]
+    layouts = []
+    for i, pad in enumerate(pads):
+        parts = {r: g[i] for r, g in by_rank.items()}
+        if pad is not None and len({len(s) for s in parts.values()}) == 1:
+            longest = tuple(map(max, zip(*(s[1:] for s in parts.values()), strict=True)))
+            parts = {r: (*s[:1], *longest) for r, s in parts.items()}
+        layouts.append(_infer_input_layout(parts, mesh, placements))
+    return layouts, [layout.shape[1:] for layout in layouts]
 
 
 def _infer_input_layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
@@ -224,7 +263,8 @@ def _infer_input_layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placemen
     if any(s[1:] != first[1:] or len(s) != len(first) for s in shapes.values()) or (found != lengths[..., None]).any():
         raise DisagreementError(
             f"inputs: the parts have the shapes {sorted(set(shapes.values()))}; parts differ in dim 0 only, and only "
-            f"along {_format_axes(mesh, cut)}"
+            f"along {_format_axes(mesh, cut)}; to fill shorter ones up, name the arguments and their numbers in the "
+            "plan's pad_inputs, as in {'input_ids': 0, 'attention_mask': 0, 'labels': -100}, and pass the mask"
         )
     if not first:
         return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(())

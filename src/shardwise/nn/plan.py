@@ -255,6 +255,9 @@ class ModelPlan:
       such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
     - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
       tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
+    - `pad_inputs`: for keyword arguments of the model, the number that fills them up where the parts of the batch have
+      other lengths in dims after dim 0, as in `{"input_ids": 0, "attention_mask": 0, "labels": -100}`. All parts get
+      the longest length, and so do the outputs. None: such parts are an error.
     - `reshard_after_forward`: whether parameters that an operator needs whole are freed after it and gathered again in
       the backward pass: True, False, or patterns. None: large ones of large models, except for the last operator's.
     - `prefetch_bytes`: how many bytes of parameters are gathered before an operator needs them, beside computation,
@@ -279,6 +282,7 @@ class ModelPlan:
     reshard_after_forward: bool | Sequence[str] | None = None
     prefetch_bytes: int | None = None
     gather_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None
+    pad_inputs: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -295,6 +299,9 @@ class ModelPlan:
         _check_bytes(self.prefetch_bytes)
         if self.input_plan == "replicate":  # as in Replicate() and in other libraries
             object.__setattr__(self, "input_plan", REPLICATED)
+        for name, number in (self.pad_inputs or {}).items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise PlanError(f"pad_inputs maps names of arguments to numbers, got {name!r}: {number!r}")
         _check_output_plan(self.output_plan, self.input_plan)
         try:
             placements = self.input_placements
@@ -361,6 +368,7 @@ class ModelPlan:
         if self.gather_dtype is not None:
             data["gather_dtype"] = _write_dtypes(self.gather_dtype)
         data |= {"lengths": dict(self.lengths)} if self.lengths else {}
+        data |= {"pad_inputs": dict(self.pad_inputs)} if self.pad_inputs else {}
         return data | {"parameters": dict(self.parameters)}
 
     def __str__(self) -> str:
@@ -438,7 +446,7 @@ def to_toml(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quote_toml(value: str | int | list[str]) -> str:
+def _quote_toml(value: str | float | list[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -611,6 +619,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "prefetch_bytes": (int,),
     "gather_dtype": (str, dict),
     "lengths": (dict,),
+    "pad_inputs": (dict,),
     "parameters": (dict,),
 }
 

@@ -592,6 +592,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "reshard_after_forward": plan.reshard_after_forward,
         "prefetch_bytes": plan.prefetch_bytes,
         "gather_dtype": str(plan.gather_dtype),
+        "pad_inputs": dict(plan.pad_inputs or {}),
     }
 
 
