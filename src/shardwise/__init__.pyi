@@ -109,6 +109,7 @@ from shardwise.tensor.creation import (
     zeros_like as zeros_like,
 )
 from shardwise.tensor.random import manual_seed as manual_seed
+from shardwise.tensor.sharded_tensor import set_printoptions as set_printoptions
 from shardwise.tracing.trace import trace as trace
 from shardwise.transfer import (
     Link as Link,

@@ -7,6 +7,7 @@ The ShardedTensor is not on the autograd tape: its local tensors are. `requires_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +112,40 @@ def wrap(
     if anchor is not None:
         tensor._anchor = anchor
     return tensor
+
+
+@dataclass
+class PrintOptions:
+    """What the repr of a ShardedTensor has besides its layout."""
+
+    values: bool = False
+
+
+print_options = PrintOptions()
+
+
+def set_printoptions(*, values: bool) -> None:
+    """Let `print(x)` of a ShardedTensor show its values too, as `torch.set_printoptions` says, in this process.
+
+    They are gathered: with `values=True` every rank prints a tensor, or none does. The layout is shown in any case.
+
+    >>> from shardwise.comm import run_local
+    >>> from shardwise.geometry import ChunkSpec
+    >>> from shardwise.tensor import shard
+    >>> set_printoptions(values=True)
+    >>> print(run_local(lambda comm: str(shard(torch.arange(4), ChunkSpec(0, 2))), 2)[0])
+    ShardedTensor(i64[4] as chunk(0) over 0-1, rank 0 holds (2,),
+        [0, 1, 2, 3])
+    >>> set_printoptions(values=False)
+    """
+    print_options.values = values
+
+
+def _write_values(tensor: ShardedTensor) -> str:
+    with torch.no_grad():
+        text = repr(tensor.detach().full()).removeprefix("tensor(").removesuffix(")")
+    numbers = text.partition(", dtype=")[0]
+    return ",\n    " + numbers.replace("\n       ", "\n    ")  # torch's lines start below its own opening bracket
 
 
 derived_types: set[type] = set()  # the subclasses of ShardedTensor, for code that must not spend an isinstance
@@ -433,31 +468,35 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return id(self)
 
     def __format__(self, format_spec: str) -> str:
-        """One element in the format of its value, as `f"{loss:.4f}"`; every rank asks. Without a format, the repr."""
-        if format_spec and self.ndim == 0:
-            return format(self.item(), format_spec)
-        return object.__format__(self, format_spec)
+        """One element as its value, as torch prints it: `f"{loss:.4f}"`. Every rank asks. Else the repr."""
+        return format(self.item(), format_spec) if self.ndim == 0 else object.__format__(self, format_spec)
 
     def tolist(self) -> Any:
-        """The values as nested lists; every rank must have all of them."""
-        return self._whole_local("tolist").tolist()
+        """The values as nested lists, gathered where this rank has not all of them; every rank asks."""
+        return self._gather_values().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array that shares this rank's memory; every rank must have all of them."""
-        return self._whole_local("numpy").numpy(force=force)
+        """The values as an array; every rank asks.
 
-    def _whole_local(self, name: str) -> Tensor:
-        if self.sharding != replicated_layout(tuple(self.shape), self.comm.ranks):
-            raise RuntimeError(
-                f"{name} of a ShardedTensor needs all values on every rank, and this is {self.sharding!r}; use "
-                "full(), or redistribute it to Replicate()"
-            )
-        return self.local_parts[0]
+        Where every rank has all of them the array shares this rank's memory. Else it is a gathered copy, which cannot
+        be written: writes would not reach the tensor.
+        """
+        values = self._gather_values()
+        array = values.numpy(force=force)
+        if values is not (self.local_parts or (None,))[0]:
+            array.flags.writeable = False
+        return array
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # data is never printed
+    def _gather_values(self) -> Tensor:
+        """All values, as Python needs them: this rank's own tensor where every rank has the whole."""
+        whole = self.sharding == replicated_layout(tuple(self.shape), self.comm.ranks)
+        return self.local_parts[0] if whole else self.full()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # no contents are passed
         grad = ", requires_grad=True" if self.requires_grad else ""
         held = ", ".join(str(tuple(t.shape)) for t in self.local_parts) or "nothing"
-        return f"ShardedTensor({write_tensor(self.sharding, self.dtype)}, rank {self.comm.rank} holds {held}{grad})"
+        text = f"{write_tensor(self.sharding, self.dtype)}, rank {self.comm.rank} holds {held}{grad}"
+        return f"ShardedTensor({text}{_write_values(self) if print_options.values else ''})"
 
     def _repr_html_(self) -> str:
         """A picture of the layout for notebooks; no other rank is asked."""
