@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise._text import package_logger
 from shardwise._torch import pytree
 from shardwise.geometry import Mesh
-from shardwise.nn.plan import PLAIN, REPLICATED, ModelPlan, PlanError, match_patterns
+from shardwise.nn.plan import PLAIN, REPLICATED, ModelPlan, PlanError, is_linear, match_patterns
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -141,11 +141,6 @@ class LinearPairs:
                 return kept
             self.whole |= used - set().union(*kept.values())
             found = kept
-
-
-def is_linear(part: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix: nn.Linear, or the transposed one of GPT-2, named Conv1D there."""
-    return isinstance(part, nn.Linear) or (type(part).__name__ == "Conv1D" and hasattr(part, "nf"))
 
 
 def out_features(part: nn.Module) -> int:

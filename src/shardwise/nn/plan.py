@@ -236,6 +236,11 @@ def owners_of(module: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
+def is_linear(part: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix: nn.Linear, or the transposed one of GPT-2, named Conv1D there."""
+    return isinstance(part, nn.Linear) or (type(part).__name__ == "Conv1D" and hasattr(part, "nf"))
+
+
 REPLICATED, PLAIN = "replicated", "plain"
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardwise._text import draw_html
 from shardwise.geometry import Box, EnumerableSpec, Layout, MeshSpec, Piece, Placement, Replicate, Shard
 from shardwise.geometry.notation import format_placement
-from shardwise.nn.plan import ModelPlan, ShardingPlan, ShardingPlanner, owners_of
+from shardwise.nn.plan import ModelPlan, ShardingPlan, ShardingPlanner, is_linear, owners_of
 from shardwise.transfer.transfer import format_bytes
 
 MOST_WHOLE = 4  # shown of the parameters that stay whole
@@ -193,7 +193,8 @@ def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
     """What a plan does to heads of attention that it cuts apart, a text for each kind of layer.
 
     Heads are known where the module that has a projection, or the projection itself, has a `head_dim` or a number of
-    heads under one of the usual names.
+    heads under one of the usual names: in the inputs of layers that are named as the last of attention, in the outputs
+    of the others. Along axes that split the batch as well, parameters are gathered before they are used.
 
     >>> from shardwise.geometry import Mesh
     >>> attention = nn.MultiheadAttention(6, 3)
@@ -201,27 +202,29 @@ def find_cut_heads(plan: ModelPlan, module: nn.Module) -> list[str]:
     'out_proj.weight: 3 heads of 2 along dim 1 are cut apart by S(1) on tp=2, as rank 0 holds 3 of 6; ...'
     """
     parts, found = dict(module.named_modules()), dict[str, str]()
-    for name, _, layout in plan.layouts(module):
-        spec, (path, _, _) = layout.spec, name.rpartition(".")
-        assert isinstance(spec, MeshSpec)
+    batch = plan.input_placements or (Replicate(),) * plan.mesh.ndim
+    for name, tensor, layout in plan.layouts(module):
+        spec, path = layout.spec, name.rpartition(".")[0]
         length = next((n for p in (path, path.rpartition(".")[0]) if (n := _head_length(parts[p]))), 0)
-        of_heads = int(path.rpartition(".")[2] in OUT_PROJECTIONS)  # dim 1 of what projects out of heads, else dim 0
-        for dim in {p.dim % layout.ndim for p in spec.placements if isinstance(p, Shard) and length and layout.ndim}:
-            if dim != of_heads:
-                continue
-            size, table = layout.shape[dim], layout.table
-            cut = (table.offsets[:, dim] % length > 0) | ((table.offsets[:, dim] + table.sizes[:, dim]) % length > 0)
-            if size % length or size == length or not cut.any():
-                continue
-            rank = int(table.ranks[cut][0])
-            held = sum(p.box.sizes[dim] for p in layout.pieces_of(rank))
-            placements = ", ".join(map(format_placement, spec.placements))
-            found.setdefault(
-                _NUMBER.sub("*", name),
-                f"{name}: {size // length} heads of {length} along dim {dim} are cut apart by {placements} on "
-                f"{spec.mesh}, as rank {rank} holds {held} of {size}; each use gathers them: split it over a number of "
-                "ranks that divides the heads, or leave it whole",
-            )
+        assert isinstance(spec, MeshSpec)
+        kept = [Replicate() if isinstance(b, Shard) else p for p, b in zip(spec.placements, batch, strict=True)]
+        ends = is_linear(parts[path]) and path.rpartition(".")[2] in OUT_PROJECTIONS
+        dim = int(ends == isinstance(parts[path], nn.Linear)) if is_linear(parts[path]) and tensor.ndim == 2 else 0
+        if not length or not tensor.ndim or (ends and tensor.ndim < 2) or Shard not in map(type, kept):
+            continue
+        used = MeshSpec(spec.mesh, kept).layout(layout.shape)
+        size, table = layout.shape[dim], used.table
+        cut = (table.offsets[:, dim] % length > 0) | ((table.offsets[:, dim] + table.sizes[:, dim]) % length > 0)
+        if size % length or size == length or not cut.any():
+            continue
+        rank = int(table.ranks[cut][0])
+        held = sum(p.box.sizes[dim] for p in used.pieces_of(rank))
+        found.setdefault(
+            _NUMBER.sub("*", name),
+            f"{name}: {size // length} heads of {length} along dim {dim} are cut apart by "
+            f"{', '.join(map(format_placement, kept))} on {spec.mesh}, as rank {rank} holds {held} of {size}; each use "
+            "gathers them: split it over a number of ranks that divides the heads, or leave it whole",
+        )
     return list(found.values())
 
 
