@@ -28,7 +28,13 @@ if importlib.util.find_spec("expecttest") is None:  # torch's test utilities wan
     _stand_in = types.ModuleType("expecttest")
     _stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]  # a module made here
     sys.modules["expecttest"] = _stand_in
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
+
+# Each drawing looks twice on the whole stack for the test case that asks for it. There is none, and that takes longest.
+for _module in (common_utils, core):
+    _module.extract_test_fn = lambda: None  # type: ignore[attr-defined]  # a module of torch's own tests
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
 WAYS = ("first dim", "last dim", "mixed")

@@ -10,7 +10,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 import pytest
@@ -37,6 +36,10 @@ def pytest_collection_finish() -> None:
     """Let collections of garbage pass over what lives as long as the session: modules and tests."""
     gc.collect()
     gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # many tests will need it; what starts later finds it with all it needs
+        from tests.world import start_server
+
+        start_server()
 
 
 @pytest.fixture
@@ -53,10 +56,9 @@ def renorm_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that the library or a benchmark starts in this process are forks, as those of tests are."""
     from shardwise.comm import LocalWorld
-    from tests.world import START_METHOD, DeviceWorld
+    from tests.world import DeviceWorld, start_server
 
-    if START_METHOD == "forkserver":
-        forkserver.ensure_running()  # now: it keeps a folder among the temporary ones of its start
+    start_server()  # now: it keeps a folder among the temporary ones of its start
     monkeypatch.setattr(LocalWorld, "_context", DeviceWorld._context)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.world import DeviceWorld
+from tests.world import DeviceWorld, start_server
 
 
 def run_forked(
@@ -35,6 +35,7 @@ def run_forked(
         out = Path(place) / "out"
         environment = {**os.environ, **(settings or {})}
         task = (target, args, str(folder), environment, warning, str(out))
+        start_server()
         process = DeviceWorld._context.Process(target=_enter, args=task)
         process.start()
         process.join(limit)

@@ -6,6 +6,7 @@ and a collection that visits them copies their pages.
 
 import gc
 
+import sympy  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -16,6 +17,7 @@ import shardwise.checkpoint.store
 import shardwise.nn  # noqa: F401
 import tests.dense
 import tests.world  # noqa: F401
+import tools.fuzz  # noqa: F401
 
 gc.collect()
 gc.freeze()

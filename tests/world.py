@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -35,8 +36,13 @@ WORLD_DEVICE = None if DEVICE == "cpu" else DEVICE
 # A GPU cannot be used after a fork; a process that was forked counts no lines.
 CAN_FORK = DEVICE == "cpu" and "COVERAGE_PROCESS_START" not in os.environ
 START_METHOD = os.environ.get("SHARDWISE_TEST_START", "forkserver" if CAN_FORK else "spawn")
-if START_METHOD == "forkserver":
-    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+
+
+def start_server() -> None:
+    """Start the process that ranks are forks of, unless it runs or they are to be new interpreters."""
+    if START_METHOD == "forkserver":
+        multiprocessing.set_forkserver_preload(["tests.preloaded"])
+        forkserver.ensure_running()
 
 
 class Ranks:
@@ -67,6 +73,7 @@ class DeviceWorld(LocalWorld):
         super().__init__(nprocs, timeout=timeout, device=WORLD_DEVICE)
 
     def _start(self) -> None:
+        start_server()
         self._prepare = partial(_prepare_rank, dict(os.environ))
         super()._start()
 
@@ -75,6 +82,10 @@ class ForkedHostsWorld(HostsWorld):
     """The same on two hosts, whose ranks set their own environment when they join them."""
 
     _context: Any = DeviceWorld._context
+
+    def _start(self) -> None:
+        start_server()
+        super()._start()
 
 
 def _prepare_rank(environment: Mapping[str, str], rank: int) -> None:
