@@ -479,3 +479,30 @@ def test_pending_tensors_on_some_ranks_are_stored_reduced(tmp_path: Path) -> Non
     whole = values((7, 9), torch.float32)
     run_local(save_all, 3, tmp_path / "c", [layout, layout], whole)
     assert torch.equal(shardwise.open(tmp_path / "c")["1"].read(), whole.cpu())
+
+
+def test_saves_in_the_background_copy_into_the_memory_of_the_last_one(tmp_path: Path) -> None:
+    def save(comm: Comm) -> list[int]:
+        places = []
+        x = torch.arange(600.0).reshape(20, 30)
+        state = {
+            "x": x,
+            "t": x.t(),
+            "b": x > 3,
+            "h": x.bfloat16()[::2],
+            "c": torch.ones(3, dtype=torch.complex64).conj(),
+        }
+        state |= {"none": torch.empty(0, 3), "one": torch.tensor(7, dtype=torch.int16)}
+        for size in (1, 1, 4, 1):
+            given = {**state, "more": torch.full((2000 * size,), float(size))}
+            expected = {name: tensor.clone() for name, tensor in given.items()}
+            saving = shardwise.save(given, tmp_path / "c", async_op=True)
+            x.add_(1)  # after save returned: this is not stored
+            saving.wait()
+            places.append(writing._host_buffers[comm].data_ptr())
+            with shardwise.open(tmp_path / "c") as checkpoint:
+                assert all(torch.equal(checkpoint[name].read(), tensor) for name, tensor in expected.items())
+        return places
+
+    (places,) = run_local(save, 1)
+    assert places[0] == places[1]

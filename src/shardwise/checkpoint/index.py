@@ -131,6 +131,7 @@ def _square_matrix(matrix: list[int]) -> list[int]:
 Json: TypeAlias = Any
 Scalar: TypeAlias = bool | int | float | str | None
 MAX_DEPTH = 100
+_PLAIN = (int, float, str, bool, type(None))
 MAX_NUMBER = 2**62
 MAX_DIMS = 64
 CRC = "crc32:"  # a checksum that begins so is the CRC-32 of a whole stored box
@@ -395,19 +396,23 @@ def iterate_leaves(tree: Json) -> Iterator[tuple[str, str | None, Scalar]]:
     >>> list(iterate_leaves({"dict": [["a", [1, {"tensor": "w"}]]]}))
     [('a.0', None, 1), ('a.1', 'w', None)]
     """
-    yield from _iterate_node_leaves(tree, ())
+    yield from _iterate_node_leaves(tree, "", 0)
 
 
-def _iterate_node_leaves(node: Json, path: tuple[str, ...]) -> Iterator[tuple[str, str | None, Scalar]]:
+def _iterate_node_leaves(node: Json, name: str, depth: int) -> Iterator[tuple[str, str | None, Scalar]]:
     if isinstance(node, dict) and "tensor" in node:
         if len(node) != 1 or not isinstance(node["tensor"], str):
-            raise CheckpointError(f"the tree of the index has a tensor without a name at {'.'.join(path)[:300]!r}")
-        yield ".".join(path), node["tensor"], None
-    elif (children := tree_children(node, len(path))) is not None:
+            raise CheckpointError(f"the tree of the index has a tensor without a name at {name[:300]!r}")
+        yield name, node["tensor"], None
+    elif (children := tree_children(node, depth)) is not None:
         for key, child in children:
-            yield from _iterate_node_leaves(child, (*path, str(key)))
+            below = f"{name}.{key}" if depth else str(key)
+            if type(child) in _PLAIN:  # most of them, without a call for each
+                yield below, None, child
+            else:
+                yield from _iterate_node_leaves(child, below, depth + 1)
     else:
-        yield ".".join(path), None, _parse_tree_scalar(node, path)
+        yield name, None, _parse_tree_scalar(node, (name,))
 
 
 def tree_children(node: Json, depth: int) -> Iterable[tuple[str | int, Json]] | None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
@@ -76,6 +77,8 @@ _LABEL = "save in the background"
 _STOPPED = "stopped: another rank failed"
 _running_saves: WeakKeyDictionary[Comm, Saving] = WeakKeyDictionary()
 _running_saves_lock = threading.Lock()
+_host_buffers: WeakKeyDictionary[Comm, Tensor] = WeakKeyDictionary()  # what saves in the background write from
+_ALIGNMENT = 64
 
 
 class Saving:
@@ -382,7 +385,7 @@ def save(
     with _removed_on_failure(plan.folder, comm):
         if plan.files.gathers:
             raise CheckpointError(f"format {format!r} gathers whole tensors, which needs the comm; omit async_op")
-        sources, problem = run_or_describe_error(lambda: [copy_to_host(t) for t in plan.sources(comm.rank)])
+        sources, problem = run_or_describe_error(lambda: copy_to_host(plan.sources(comm.rank), comm))
         gather_or_raise(comm, None, problem, SAVE_LABEL)
     return register_save(
         Saving(
@@ -418,10 +421,29 @@ def save_hf(
     _save_now(_plan_save(state, path, comm, max_file_bytes, False, find_format("hf")), comm, max_buffer_bytes)
 
 
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.contiguous()
+def copy_to_host(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
+    """Copies in host memory, all in one buffer that the next save on the comm takes again.
+
+    Memory that is new to the process costs several times as much as the copy. A save begins after the one before it has
+    ended, so nobody reads the buffer.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
+    needed, pinned = ends[-1] if ends else 0, any(tensor.is_cuda for tensor in tensors)
+    with _running_saves_lock:
+        buffer = _host_buffers.pop(comm, None)
+    if buffer is None or not needed <= buffer.numel() <= 2 * needed or (pinned and not buffer.is_pinned()):
+        buffer = None  # the old one is free before there is another
+        buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    copies = []
+    for tensor, end in zip(tensors, ends, strict=True):
+        begin = end - -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        place = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(place.copy_(tensor.detach(), non_blocking=tensor.is_cuda))
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    with _running_saves_lock:
+        _host_buffers[comm] = buffer
+    return copies
 
 
 def _plan_save(
