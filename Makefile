@@ -26,7 +26,7 @@ demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about 
 	$(BIN)/python examples/recsys_embeddings.py
 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test-gpu: $(STAMP)  ## run the tests that make tensors on the GPU's; needs a torch with CUDA
 	SHARDWISE_TEST_DEVICE=cuda $(BIN)/python -m pytest $(DEVICE_TESTS) --dist loadfile --durations=25

@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,6 +31,46 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", patient, derandomize=True)
 settings.register_profile("explore", patient, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# Files that take longest, the longest first: two workers that take files in turn should end together.
+LONG_FILES = [
+    "ops/test_check_rule.py",
+    "testing/test_fuzz.py",
+    "testing/test_fuzz_ranks.py",
+    "comm/test_network_hosts.py",
+    "comm/test_trust.py",
+    "house/test_docs.py",
+    "ops/rules/test_op_db.py",
+    "house/test_examples.py",
+    "compiler/test_compile_ranks.py",
+    "ops/test_refusals.py",
+    "comm/test_faults.py",
+    "transfer/test_many_ranks.py",
+    "transfer/test_exhaustive.py",
+    "ops/test_regressions.py",
+    "ops/test_stale_calls.py",
+    "ops/rules/test_views.py",
+    "checkpoint/test_chaos.py",
+    "checkpoint/test_reshard_kill.py",
+    "ops/rules/test_distributions.py",
+    "ops/test_irregular.py",
+    "ops/rules/test_indexing.py",
+    "ops/rules/test_layers.py",
+    "comm/test_rank_chaos.py",
+    "house/test_bench.py",
+    "checkpoint/test_checkpoint_kill.py",
+    "comm/test_process_group.py",
+    "nn/test_transformer.py",
+    "nn/test_moe.py",
+]
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems")
+def pytest_put_long_files_first(items: list[pytest.Item]) -> None:
+    """Sort tests by file: the long ones as they are listed, then all others as they were."""
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
