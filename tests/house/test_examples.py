@@ -78,3 +78,17 @@ def test_torchrun_starts_the_example_of_hosts_with_a_device_mesh(tmp_path: Path)
         losses.append(re.findall(r"^step \d  loss (\S+)  mesh \(1, \d\)", out, re.MULTILINE))
     assert len(losses[0]) == 3
     assert [round(float(a) - float(b), 5) for a, b in zip(*losses, strict=True)] == [0.0] * 3
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "gallery").glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_of_the_gallery_computes_what_one_rank_computes(path: Path, tmp_path: Path) -> None:
+    status, out = run_python(tmp_path, str(path))
+    assert status == 0, out
+    assert out.splitlines()[-1] == "equal: True", out
+
+
+def test_every_program_of_the_gallery_is_short_and_on_its_page() -> None:
+    page, programs = (ROOT / "docs" / "examples.md").read_text(), list((ROOT / "examples" / "gallery").glob("*.py"))
+    assert len(programs) >= 8
+    assert [p.name for p in programs if f"(../examples/gallery/{p.name})" not in page] == []
+    assert [p.name for p in programs if not 30 <= len(p.read_text().splitlines()) <= 80] == []
