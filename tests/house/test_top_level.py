@@ -118,3 +118,10 @@ def test_errors_of_the_notation_pass_through_pickle() -> None:
         shardwise.parse_layout("f32[8] on tp=2: Q(0)")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.position) == (str(caught.value), caught.value.position)
+
+
+def test_names_of_the_old_api_are_in_compat_and_at_the_top() -> None:
+    names = ["Sharder", "ShardingPlan", "ShardingPlanner", "custom_sharded_op_impl", "custom_sharding_spec_op"]
+    for name in [*names, "init_from_local_shards"]:
+        assert getattr(shardwise.compat, name) is getattr(shardwise, name)
+        assert name in dir(shardwise.compat)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from inspect import signature
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from shardwise.comm import (
 from shardwise.comm.agree import label_error, make_request, raise_problems
 from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
 from shardwise.comm.local import number_device
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, ShardingSpec
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, ShardingSpec
 from shardwise.geometry.mesh import is_device_mesh
 from shardwise.geometry.notation import read_spec
 from shardwise.geometry.serialize import infer_from_parts
@@ -57,7 +57,36 @@ from shardwise.tensor.random import Distribution, normal, uniform
 from shardwise.tensor.sharded_tensor import ShardedTensor, allocate_locals, wrap
 from shardwise.tensor.writes import draw_into, fill_with
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+MeshLike: TypeAlias = "Mesh | DeviceMesh"
+PlacementsLike: TypeAlias = "str | Sequence[Placement | TorchPlacement]"
+LayoutLike: TypeAlias = "Layout | ShardingSpec | PlacementsLike"
+
+
+@overload
+def shard(
+    tensor: Tensor | None,
+    spec: Layout | ShardingSpec | str,
+    src_rank: int | None = 0,
+    *,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
+@overload
+def shard(
+    tensor: Tensor | None, spec: MeshLike, src_rank: PlacementsLike, *, comm: GroupOrComm | None = None
+) -> ShardedTensor: ...
+@overload
+def shard(
+    tensor: Tensor | None,
+    spec: MeshLike,
+    src_rank: int | None = 0,
+    *,
+    placements: PlacementsLike,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
 def shard(
     tensor: Tensor | None,
     spec: Any,
@@ -277,6 +306,42 @@ def _check_sources(
             raise DisagreementError(f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank")
 
 
+@overload
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: Layout | ShardingSpec | str,
+    *,
+    shape: Sequence[int] | None = None,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
+@overload
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: ShardingSpec | str,
+    shape: Sequence[int],
+    /,
+    *,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
+@overload
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: MeshLike,
+    *,
+    placements: PlacementsLike,
+    shape: Sequence[int] | None = None,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
+@overload
+def from_local(
+    local_tensors: Tensor | Sequence[Tensor],
+    layout: MeshLike,
+    placements: PlacementsLike,
+    /,
+    *,
+    shape: Sequence[int] | None = None,
+    comm: GroupOrComm | None = None,
+) -> ShardedTensor: ...
 def from_local(
     local_tensors: Tensor | Sequence[Tensor],
     layout: Any,
@@ -395,6 +460,22 @@ def _misfit_of_locals(held: Sequence[Tensor], layout: Layout, comm: Comm) -> str
     return None
 
 
+@overload
+def redistribute_many(
+    tensors: Sequence[ShardedTensor],
+    targets: Sequence[LayoutLike],
+    *,
+    async_op: Literal[False] = False,
+    max_buffer_bytes: int | None = None,
+) -> list[ShardedTensor]: ...
+@overload
+def redistribute_many(
+    tensors: Sequence[ShardedTensor],
+    targets: Sequence[LayoutLike],
+    *,
+    async_op: Literal[True],
+    max_buffer_bytes: int | None = None,
+) -> Handle[list[ShardedTensor]]: ...
 def redistribute_many(
     tensors: Sequence[ShardedTensor],
     targets: Sequence[Any],
@@ -476,7 +557,7 @@ class CreationOptions(TypedDict, total=False):
 
 def empty(
     sharding_spec: ShardingSpec | str,
-    *size: Any,
+    *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
@@ -561,7 +642,7 @@ def full(
 @takes_options_of(empty)
 def zeros(
     sharding_spec: ShardingSpec | str,
-    *size: Any,
+    *size: int | Sequence[int],
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
     """A tensor of zeros; options as for `empty`.
@@ -581,7 +662,7 @@ def zeros(
 @takes_options_of(empty)
 def ones(
     sharding_spec: ShardingSpec | str,
-    *size: Any,
+    *size: int | Sequence[int],
     **options: Unpack[CreationOptions],
 ) -> ShardedTensor:
     """A tensor of ones; options as for `empty`.
@@ -601,7 +682,7 @@ def ones(
 @takes_options_of(empty)
 def rand(
     sharding_spec: ShardingSpec | str,
-    *size: Any,
+    *size: int | Sequence[int],
     generator: torch.Generator | None = None,
     seed: int | None = None,
     **options: Unpack[CreationOptions],
@@ -626,7 +707,7 @@ def rand(
 @takes_options_of(empty)
 def randn(
     sharding_spec: ShardingSpec | str,
-    *size: Any,
+    *size: int | Sequence[int],
     generator: torch.Generator | None = None,
     seed: int | None = None,
     **options: Unpack[CreationOptions],

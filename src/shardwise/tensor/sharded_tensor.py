@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from shardwise._text import draw_html
 from shardwise._torch import make_wrapper_subclass
 from shardwise.comm import Comm, advise_ranks, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
-from shardwise.geometry import Layout, ShardingSpec
+from shardwise.geometry import Layout, Mesh, Placement, ShardingSpec
 from shardwise.geometry.notation import find_dtype, read_spec
 from shardwise.tensor import pickling
 from shardwise.tensor.autograd_mixin import AutogradMixin, CopiedView, LocalMemoryMixin, TorchNamesMixin
@@ -40,6 +40,10 @@ from shardwise.tensor.shards import (
     make_local_shards,
     spec_on_device,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 
 def local_device(layout: Layout, rank: int, slot: int, comm: Comm) -> torch.device:
@@ -297,6 +301,28 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     def _like(self, layout: Layout, locals_: tuple[Tensor, ...], anchor: Tensor | None = None) -> ShardedTensor:
         return wrap(layout, locals_, self.comm, dtype=self.dtype, device=self.device, anchor=anchor, cls=type(self))
 
+    @overload
+    def redistribute(
+        self,
+        target: Layout | ShardingSpec | Mesh | DeviceMesh | str | Sequence[Placement | TorchPlacement] | None = None,
+        placements: str | Sequence[Placement | TorchPlacement] | None = None,
+        *,
+        device_mesh: Mesh | DeviceMesh | None = None,
+        async_op: Literal[False] = False,
+        max_buffer_bytes: int | None = None,
+        label: str = "redistribute",
+    ) -> ShardedTensor: ...
+    @overload
+    def redistribute(
+        self,
+        target: Layout | ShardingSpec | Mesh | DeviceMesh | str | Sequence[Placement | TorchPlacement] | None = None,
+        placements: str | Sequence[Placement | TorchPlacement] | None = None,
+        *,
+        device_mesh: Mesh | DeviceMesh | None = None,
+        async_op: Literal[True],
+        max_buffer_bytes: int | None = None,
+        label: str = "redistribute",
+    ) -> Handle[ShardedTensor]: ...
     @on_local_tensors
     def redistribute(
         self,

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, TextIO, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from shardwise._text import count_of
@@ -469,7 +469,15 @@ def _write(svg: Element, x: float, y: float, text: str, style: dict[str, str]) -
 LEAST_WIDTH = 40
 
 
-def draw(value: Any, *, width: int | None = None, file: TextIO | None = None) -> None:
+class HasLayout(Protocol):
+    """What can be drawn as well: a ShardedTensor, by its layout and its dtype."""
+
+    sharding: Layout
+
+
+def draw(
+    value: HasLayout | Layout | TensorType | Transfer | str, *, width: int | None = None, file: TextIO | None = None
+) -> None:
     """Print a picture: of a ShardedTensor, a Layout, a text in the notation, or a Transfer (what it moves).
 
     `width` is that of the terminal if it is not passed. Drawing a tensor needs no other rank.
