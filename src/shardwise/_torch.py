@@ -200,6 +200,7 @@ TensorGuards: Any = private_name("_C._dynamo.guards.TensorGuards")
 
 
 _len_dispatch_stack = private_name("_C._len_torch_dispatch_stack")
+_len_function_stack = private_name("_C._len_torch_function_stack")
 _dispatch_mode_stack = private_name("utils._python_dispatch._get_current_dispatch_mode_stack")
 
 # Whether a profiler of torch runs: one call, without the objects that `torch.profiler` keeps.
@@ -310,6 +311,11 @@ def is_dispatch_mode_on() -> bool:
     return bool(_len_dispatch_stack())
 
 
+def is_function_mode_on() -> bool:
+    """Whether functions of torch that this thread calls pass through a mode, such as a default device."""
+    return bool(_len_function_stack())
+
+
 def comm_debug_modes() -> list[Any]:
     """Return the `CommDebugMode`s that operators of this thread pass through; it counts torch's collectives only."""
     if not _len_dispatch_stack():
@@ -361,6 +367,19 @@ def proxy_mode() -> Any:
 def is_tracing() -> bool:
     """Whether operators are being traced into a graph."""
     return proxy_mode() is not None
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """Return the dicts of the hooks that torch calls for all modules: a graph is of no use where others are there."""
+    return [private_name(f"nn.modules.module.{name}") for name in _GLOBAL_HOOKS]
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
@@ -573,8 +592,7 @@ def trace_joint_graph(
     on first use, as loading takes long.
     """
     keep_missing_device_guard()
-    trace = private_name("_functorch.aot_autograd.aot_module_simplified")
-    split = private_name("_functorch.partitioners.min_cut_rematerialization_partition")
+    trace, split = load_tracer()
 
     def partition(joint: Any, joint_inputs: Any, **options: Any) -> tuple[Any, Any]:
         for node in computed_again(joint):
@@ -594,6 +612,15 @@ def trace_joint_graph(
         decompositions=dict(decompositions),
         keep_inference_input_mutations=True,
     )
+
+
+@cache
+def load_tracer() -> tuple[Any, Any]:
+    """Return what traces and what splits a graph; loaded on first use, as loading takes long."""
+    trace = private_name("_functorch.aot_autograd.aot_module_simplified")
+    split = private_name("_functorch.partitioners.min_cut_rematerialization_partition")
+    private_name("_dynamo.config")  # which checkpointed code asks for while it is traced
+    return trace, split
 
 
 @cache

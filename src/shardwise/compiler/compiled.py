@@ -23,6 +23,7 @@ import hashlib
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -35,13 +36,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from shardwise._text import count_of, package_logger
-from shardwise._torch import is_dispatch_mode_on, is_dual_level
+from shardwise._torch import is_dispatch_mode_on, is_dual_level, is_function_mode_on, load_tracer
+from shardwise._tree import unflatten_nest
 from shardwise.comm import Comm, fold_texts, gather_raw, gather_values
 from shardwise.comm.current import resolve_comm
 from shardwise.comm.stand_in import CommTrace, NotTraceableError, is_tracing
+from shardwise.compiler.admission import NOT_YET, PLAIN_TENSOR, Admission, NewState, Refusal, predict_state
 from shardwise.compiler.guards import (
     FIRST_STATE,
     KindGuard,
+    MemoryWatch,
     SideEffects,
     argument_key,
     describe_call,
@@ -154,7 +158,7 @@ def _first_difference(by_rank: Sequence[Sequence[Any]]) -> str:
     return "their order"
 
 
-MAX_KINDS, MAX_ATTEMPTS = 16, 8
+MAX_KINDS, MAX_ATTEMPTS, MAX_POSTPONED, MAX_ROOTS = 16, 8, 3, 64
 _log = package_logger(__name__)
 DEFAULT_MEMORY_LIMIT = 256 << 20
 
@@ -193,6 +197,8 @@ class CompiledProgram:
         self._in_step = False
         self._has_stepped = False
         self._warned = False
+        self._postponed = 0
+        self._extra: list[weakref.ref[Any]] = []  # state that was found while the program was traced
         update_wrapper(self, self._function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledProgram:
@@ -210,7 +216,7 @@ class CompiledProgram:
         return getattr(self.__dict__["_target"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dispatch_mode_on() or is_dual_level() or is_tracing():
+        if is_dispatch_mode_on() or is_function_mode_on() or is_dual_level() or is_tracing():
             return self._target(*args, **kwargs)
         leaves, structure = split_arguments(args, kwargs)
         if structure is not None and (unfit := describe_unfit(leaves)) is not None:
@@ -232,13 +238,17 @@ class CompiledProgram:
 
     def _known_state(self) -> ProgramState:
         if self._state is None:
-            self._state = collect_state(self._target, self._uses)
+            self._state = self._collect_state()
             self._in_step = bool(self._state.optimizers)
         return self._state
 
+    def _collect_state(self) -> ProgramState:
+        extra = [found for reference in self._extra if (found := reference()) is not None]
+        return collect_state([*predict_state(self._target, self._uses), *extra])
+
     def _refresh_state(self) -> ProgramState:
         """The state as it is now; kinds that were traced for other tensors are dropped."""
-        before, self._state = self._known_state(), collect_state(self._target, self._uses)
+        before, self._state = self._known_state(), self._collect_state()
         if [*map(id, before.sharded), *(id(s.tensor) for s in before.plain)] == [
             *map(id, self._state.sharded),
             *(id(s.tensor) for s in self._state.plain),
@@ -297,7 +307,10 @@ class CompiledProgram:
         comm = self._comm_of(state, leaves)
         answers: Answers = ()
         for _ in range(MAX_ATTEMPTS):
-            kind, report = self._trace_once(state, comm, leaves, structure, answers)
+            while (traced := self._trace_once(state, comm, leaves, structure, answers)) is None:
+                state = self._refresh_state()
+                self._in_step |= bool(state.optimizers)
+            kind, report = traced
             verdict = compare_traces(comm, report, answers)
             if verdict.is_final:
                 break
@@ -308,8 +321,9 @@ class CompiledProgram:
         self._asks_ranks = asks or (self._asks_ranks and bool(self._order))
         name = getattr(self._function, "__qualname__", type(self._target).__name__)
         _log.info("%s is traced (%s): %s", name, kind.reason, problem or "it runs as graphs")
-        if problem is not None and FIRST_STATE in problem:
-            kind.run = None  # for this call only: the next one finds the optimizer's state
+        if problem is not None and (FIRST_STATE in problem or (NOT_YET in problem and self._postponed < MAX_POSTPONED)):
+            kind.run = None  # for this call only: the next one finds the optimizer's state, or a cache that is filled
+            self._postponed += NOT_YET in problem
             return kind
         if problem is not None:
             self._give_up(kind, problem)
@@ -319,30 +333,67 @@ class CompiledProgram:
 
     def _trace_once(
         self, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, answers: Answers
-    ) -> tuple[Kind, TraceReport]:
+    ) -> tuple[Kind, TraceReport] | None:
+        """Trace with this state; None if the program uses state that was not known, which is known now."""
         flat = self._flat_tensors(state, leaves)
         layouts = [leaf.sharding for leaf in leaves if isinstance(leaf, ShardedTensor)]
         guard = KindGuard(state, flat, layouts)
         gradients = self._has_gradients(state) if self._in_step else ()
-        facts = describe_call(leaves, state, guard.watch.names.facts(), gradients)
-        reason = explain_difference(facts, self._order[-1].facts) if self._order else "the first call"
-        kind = Kind(facts, reason, guard, self._in_step)
+        facts = describe_call(leaves, state, gradients)
+        kind = Kind(facts, "", guard, self._in_step)
         trace = CommTrace(answers)
-        problem, calls_backward = None, False
+        problem, calls_backward, admission = None, False, None
         with compile_lock, keep_streams(comm):
             try:
+                admission = Admission(state.modules, state.known())
+                guard.reads = admission.reads
+                self._admit_arguments(admission, leaves, structure)
                 # In a copy of the context: modules that are traced do not close what they opened where they fail.
-                copy_context().run(self._trace_graphs, kind, state, comm, leaves, structure, trace)
+                copy_context().run(self._trace_graphs, kind, admission, state, comm, leaves, structure, trace)
             except BackwardInside:
                 calls_backward = True
+            except NewState:
+                assert admission is not None
+                self._extra += [weakref.ref(found) for found in admission.found]
+                if len(self._extra) <= MAX_ROOTS:
+                    return None
+                problem = f"it uses more than {MAX_ROOTS} modules and tensors that are made anew for each call"
+            except Refusal as refusal:
+                problem, guard.always = str(refusal), NOT_YET not in str(refusal)
             except Exception as error:  # whatever stops a trace: the program runs without a graph, or raises it there
                 problem = _describe_error(error)
                 calls_backward = trace.backward_calls > 0 and not self._in_step
+        kind.facts |= guard.reads.facts()
+        kind.reason = self._explain_trace(kind)
         moves = [text for name in sorted(kind.schedules) for text in (name, *kind.schedules[name].events)]
         return kind, TraceReport(problem, calls_backward, trace.asked, moves)
 
+    def _explain_trace(self, kind: Kind) -> str:
+        """Why a call was traced: what is different about it, or about what the program reads."""
+        if not self._order:
+            return "the first call"
+        last = self._order[-1]
+        return (
+            explain_difference(kind.facts, last.facts) or last.guard.difference() or "the memory of a tensor is shared"
+        )
+
+    def _admit_arguments(self, admission: Admission, leaves: Sequence[Any], structure: Any) -> None:
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                admission.admit(leaf, f"argument {number}")
+        if structure is not None:
+            admission.admit_classes(unflatten_nest(leaves, structure))
+        admission.admit_target(self._target)
+
     def _trace_graphs(
-        self, kind: Kind, state: ProgramState, comm: Comm, leaves: Sequence[Any], structure: Any, trace: CommTrace
+        self,
+        kind: Kind,
+        admission: Admission,
+        state: ProgramState,
+        comm: Comm,
+        leaves: Sequence[Any],
+        structure: Any,
+        trace: CommTrace,
     ) -> None:
         check_traceable(state, self._in_step)
         if self._in_step and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
@@ -350,27 +401,36 @@ class CompiledProgram:
         arguments = TracedArguments(structure, tuple(describe_leaf(leaf) for leaf in leaves))
         gradients = self._has_gradients(state) if self._in_step else [False] * len(state.local_tensors())
         program = FlatProgram(
-            self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, result=kind.result
+            self._target, state, arguments, leaves, comm, trace, self._in_step, gradients, admission.check, kind.result
         )
         effects = SideEffects(state)
 
         def prepare(graph: GraphModule, name: str) -> None:
             kind.schedules[name] = schedule_moves(graph, self._limit)
 
-        flat = [t.detach() if self._in_step else t for t in self._flat_tensors(state, leaves)]
+        real = self._flat_tensors(state, leaves)
+        flat = [t.detach() if self._in_step else t for t in real]
+        load_tracer()  # before frames are looked at
         try:
-            kind.run = trace_program(program, [*flat, *_learning_rates(state), _NO_STREAMS], self._backend, prepare)
+            with admission.watching(), torch.autograd.set_multithreading_enabled(False):
+                kind.run = trace_program(program, [*flat, *_learning_rates(state), _NO_STREAMS], self._backend, prepare)
         except BaseException as error:
-            changed = effects.undo()
-            if changed is not None and not isinstance(error, BackwardInside):
-                raise NotTraceableError(f"it sets {changed}, {NOT_AGAIN}") from error
+            changed = admission.reads.undo(), effects.undo()
+            if any(changed) and not isinstance(error, BackwardInside | NewState | Refusal):
+                _raise_effect(*changed)
             raise
-        changed = effects.undo()
-        if changed is not None:
-            raise NotTraceableError(f"it sets {changed}, {NOT_AGAIN}")
+        changed = admission.reads.undo(), effects.undo()
+        if any(changed):
+            _raise_effect(*changed)
+        kind.guard.memory = MemoryWatch(real, frozenset(kind.result.writes))
+        shared = kind.guard.memory.find(real)
+        if shared is not None:
+            kind.guard.shares_memory = True
+            raise NotTraceableError("it writes to a tensor whose memory another argument or parameter shares")
 
     def _give_up(self, kind: Kind, problem: str) -> None:
-        kind.run, kind.problem, kind.guard.always = None, problem, NOT_AGAIN in problem
+        kind.run, kind.problem = None, problem
+        kind.guard.always |= NOT_AGAIN in problem
         self._warn(problem)
 
     def _warn(self, problem: str) -> None:
@@ -433,11 +493,16 @@ def _learning_rates(state: ProgramState) -> list[Tensor]:
     return [torch.tensor(group["lr"], dtype=torch.float64, device="cpu") for group in state.rated_groups()]
 
 
+def _raise_effect(*changed: str | None) -> None:
+    found = next(text for text in changed if text is not None)
+    raise NotTraceableError(f"it sets {found}, {NOT_YET if found.startswith('the cache of') else NOT_AGAIN}")
+
+
 def _describe_error(error: BaseException) -> str:
     """What stopped a trace, and the last line of the user's code on the way there."""
     first = (str(error).strip().splitlines() or [""])[0]
     if "convert all Tensors to FakeTensors" in first:
-        return "it uses a plain tensor that is neither an argument nor a parameter or buffer; pass it as an argument"
+        return PLAIN_TENSOR
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     place = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {first}{place}"

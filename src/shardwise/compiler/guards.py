@@ -1,79 +1,47 @@
 """Is everything that a graph depends on as it was when it was traced, and has tracing itself changed something?
 
-1. A graph has the attributes of modules, the options of optimizers, and the numbers and containers that the program
-   reads by name as constants. Each call of a compiled program compares them: by identity, numbers and strings by value.
-2. What a trace changes besides tensors in place (an attribute that was set, a list that was appended to, an optimizer's
-   first state) cannot be part of a graph. It is described, and everything is put back as it was.
+Which calls may run the same graphs? Those of one kind: layouts, dtypes, strides, modes, attributes of modules, and all
+that the program read from outside (`reads`). A call is compared with a kind in steps, cheapest first: a key of the
+arguments and torch's modes, which finds candidates; what modules and optimizers have besides values; what was read; the
+storages that the program writes to, which no other tensor may share; the local tensors, in C++. Where no kind fits, the
+facts of the call are compared with those of a kind, to say what is different.
 
-Which calls may run the same graphs? Those of one kind: layouts, dtypes, strides, modes, attributes of modules.
-
-A call is compared with a kind in three steps, cheapest first: a key of the arguments and torch's modes, which finds
-candidates; what modules and optimizers have besides values; the local tensors, in C++. Where no kind fits, the facts of
-the call are compared with those of a kind, to say what is different.
+What a trace changes besides tensors in place (an attribute that was set, a list that was appended to, an optimizer's
+first state) cannot be part of a graph. It is described, and everything is put back as it was.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter, call, is_, itemgetter, methodcaller
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import TensorGuards, autocast_device_types, is_any_autocast_enabled
+from shardwise._torch import TensorGuards, autocast_device_types, global_module_hooks, is_any_autocast_enabled
 from shardwise._tree import flatten_nest
-from shardwise.compiler.state import SIMPLE, ProgramState, Reachable, takes_rate
+from shardwise.compiler.reads import MISSING, SIMPLE, Reads, describe_change, is_same
+from shardwise.compiler.state import ProgramState, takes_rate
 from shardwise.geometry import Layout
 from shardwise.ops.implicit_replication import takes_any_mesh
 from shardwise.tensor.move import describe_tensor
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-_VALUES, _MISSING = methodcaller("values"), object()
-_MUTABLE = (list, set, dict)
+_VALUES = methodcaller("values")
 FIRST_STATE = "the first state"
-
-
-class NameWatch:
-    """The values that a program reads by name, and the containers and objects behind them."""
-
-    def __init__(self, reachable: Reachable) -> None:
-        self._reachable = reachable
-        self._cells = [(name, cell, _read_cell(cell)) for name, cell in reachable.cells.values()]
-        self._dicts = [(h, {n: h.get(n, _MISSING) for n in names}) for h, names in reachable.globals.values()]
-        self._dicts += [(held, {n: held[n] for n in reachable.names & held.keys()}) for _, held in reachable.holders]
-        self._containers = [(value, _copy(value)) for _, value in reachable.containers if isinstance(value, _MUTABLE)]
-
-    def is_unchanged(self) -> bool:
-        """Whether the program would read the same values; cheap, since every call of a compiled program asks."""
-        for held, wanted in self._dicts:
-            for name, value in wanted.items():
-                now = held.get(name, _MISSING)
-                if now is not value and not _is_same_simple(now, value):
-                    return False
-        for _, cell, value in self._cells:
-            now = _read_cell(cell)
-            if now is not value and not _is_same_simple(now, value):
-                return False
-        return all(_has_same_entries(now, copied) for now, copied in self._containers)
-
-    def facts(self) -> dict[str, str]:
-        """The numbers and strings among the values, by name, in the words of `explain()`."""
-        found = {name: value for name, _, value in self._cells}
-        for held, names in self._reachable.globals.values():
-            found |= {name: held[name] for name in names & held.keys()}
-        for path, held in self._reachable.holders:
-            found |= {f"{path}.{name}": held[name] for name in self._reachable.names & held.keys()}
-        return {f"name {name}": repr(value) for name, value in found.items() if isinstance(value, SIMPLE)}
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class SideEffects:
-    """What the names, containers, objects, modules and optimizers of a program have, to put it back."""
+    """What the modules and optimizers of a program have, to put it back."""
 
     def __init__(self, state: ProgramState) -> None:
-        self._undo = [*_watch_names(state.reachable), *_watch_modules(state), *_watch_optimizers(state)]
+        self._undo = [*_watch_modules(state), *_watch_optimizers(state)]
 
     def undo(self) -> str | None:
         """Put everything back; say what was changed first, or None."""
@@ -81,55 +49,15 @@ class SideEffects:
         return found[0] if found else None
 
 
-def _watch_names(reachable: Reachable) -> Iterator[Callable[[], str | None]]:
-    for name, cell in reachable.cells.values():
-        yield _watch_cell(name, cell)
-    for held, names in reachable.globals.values():
-        yield _watch_dict(held, "the name ", names)
-    for path, held in reachable.holders:
-        yield _watch_dict(held, f"{path}.")
-    for path, value in reachable.containers:
-        if isinstance(value, _MUTABLE):
-            yield _watch_container(value, path)
-
-
-def _watch_cell(name: str, cell: Any) -> Callable[[], str | None]:
-    before = _read_cell(cell)
+def _watch_dict(held: Any, where: str) -> Callable[[], str | None]:
+    before = dict(held)
 
     def undo() -> str | None:
-        if _read_cell(cell) is before:
-            return None
-        if before is not _MISSING:
-            cell.cell_contents = before
-        return f"the name {name}"
-
-    return undo
-
-
-def _watch_dict(held: Any, where: str, names: set[str] | None = None) -> Callable[[], str | None]:
-    """Watch the entries of a dict; those of some names only where others are not the program's."""
-    before = {n: held[n] for n in held.keys() & names} if names is not None else dict(held)
-
-    def undo() -> str | None:
-        now = held if names is None else {n: held[n] for n in held.keys() & names}
-        changed = [n for n in {**before, **now} if not _is_same(now.get(n, _MISSING), before.get(n, _MISSING))]
+        changed = [n for n in {**before, **held} if not is_same(held.get(n, MISSING), before.get(n, MISSING))]
         for name in changed:
             held.pop(name, None)
         held.update({n: before[n] for n in changed if n in before})
         return f"{where}{changed[0] if isinstance(changed[0], str) else ''}" if changed else None
-
-    return undo
-
-
-def _watch_container(value: Any, path: str) -> Callable[[], str | None]:
-    before = _copy(value)
-
-    def undo() -> str | None:
-        if _has_same_entries(value, before):
-            return None
-        value.clear()
-        value.extend(before) if isinstance(value, list) else value.update(before)
-        return f"{path}, a {type(value).__name__}"
 
     return undo
 
@@ -156,12 +84,16 @@ class AttributeWatch:
 
     def __init__(self, state: ProgramState) -> None:
         self._state = state
-        self._modules = [(module, dict(module.__dict__)) for module in state.modules]
-        self._held = [held for module in state.modules for held in _held_by(module)]
+        self._attributes = [module.__dict__ for module in state.modules]
+        self._before = [dict(module.__dict__) for module in state.modules]
+        self._kinds = [*map(type, state.modules)]
+        self._held = [*global_module_hooks(), *(held for module in state.modules for held in _held_by(module))]
         self._objects = [value for held in self._held for value in held.values()]
         self._groups = [_group_values(optimizer) for optimizer in state.optimizers]
         self._optimized = [[*_optimizer_objects(optimizer)] for optimizer in state.optimizers]
-        self.names = NameWatch(state.reachable)
+        own = [["training", *(before.keys() - _MODULE_ATTRIBUTES - {"training"})] for before in self._before]
+        self._own = [itemgetter(*names, names[0]) for names in own]  # of two names or more: a tuple
+        self._values = [*chain.from_iterable(map(call, self._own, self._before))]
 
     def is_unchanged(self) -> bool:
         """Whether everything is as it was; cheap, since every call of a compiled program asks."""
@@ -169,52 +101,41 @@ class AttributeWatch:
             map(is_, chain.from_iterable(map(_VALUES, self._held)), self._objects)
         ):
             return False
-        for module, attributes in self._modules:
-            if not _same_items(module.__dict__, attributes):
+        if not all(map(_same_items, self._attributes, self._before)):
+            return False
+        modules = self._state.modules
+        if not all(map(is_, map(_attributes_of, modules), self._attributes)) or not all(
+            map(is_, map(type, modules), self._kinds)
+        ):
+            return False
+        if not all(map(is_, chain.from_iterable(map(call, self._own, self._attributes)), self._values)):
+            now = [*chain.from_iterable(map(call, self._own, self._attributes))]
+            if not all(map(is_same, now, self._values)):
                 return False
-        return self.names.is_unchanged() and all(
-            _group_values(optimizer) == groups and _has_same_objects(_optimizer_objects(optimizer), objects)
+            self._values = now
+        return all(
+            _same_values(_group_values(optimizer), groups) and _same_values(_optimizer_objects(optimizer), objects)
             for optimizer, groups, objects in zip(self._state.optimizers, self._groups, self._optimized, strict=True)
         )
 
-
-def _read_cell(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned
-        return _MISSING
-
-
-def _is_same_simple(one: object, other: object) -> bool:
-    return type(one) is type(other) and isinstance(one, SIMPLE) and one == other
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, or equal and no tensors."""
-    if one is other or isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return _same_items({"": one}, {"": other})
+    def difference(self) -> str | None:
+        """An attribute of a module that is not as it was, in words, or None."""
+        for module, before in zip(self._state.modules, self._before, strict=True):
+            for name in {**before, **module.__dict__}:
+                now, then = module.__dict__.get(name, MISSING), before.get(name, MISSING)
+                if not is_same(now, then):
+                    return describe_change(f"{type(module).__name__}.{name}", now, then)
+        return (
+            None if self.is_unchanged() else "an attribute or a hook of a module, or an option of an optimizer changed"
+        )
 
 
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+_attributes_of = attrgetter("__dict__")
 
 
-def _has_same_entries(one: Any, other: Any) -> bool:
-    """Whether two containers of a kind have the same objects, or equal numbers and strings."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        pairs = ((value, other.get(key, _MISSING)) for key, value in one.items())
-        return all(a is b or _is_same_simple(a, b) for a, b in pairs)
-    return all(a is b or _is_same_simple(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _has_same_objects(found: Iterator[object], wanted: list[object]) -> bool:
-    now = list(found)
-    return len(now) == len(wanted) and all(a is b or _is_same_simple(a, b) for a, b in zip(now, wanted, strict=True))
+def _same_values(found: Any, wanted: list[object]) -> bool:
+    now = [*found]
+    return len(now) == len(wanted) and all(map(is_same, now, wanted))
 
 
 def _held_by(module: nn.Module) -> tuple[dict[Any, Any], ...]:
@@ -239,12 +160,15 @@ def _optimizer_objects(optimizer: torch.optim.Optimizer) -> Iterator[object]:
     yield from chain.from_iterable(map(_VALUES, optimizer.state.values()))
 
 
-def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _group_values(optimizer: torch.optim.Optimizer) -> list[object]:
     """The options of an optimizer's groups; those that are inputs of the graph are left out."""
     inputs = {"params", "lr"} if takes_rate(optimizer) else {"params"}
     return [
-        {name: value for name, value in group.items() if name not in inputs and not isinstance(value, Tensor)}
+        part
         for group in optimizer.param_groups
+        for option in group.items()
+        if option[0] not in inputs and not isinstance(option[1], Tensor)
+        for part in option
     ]
 
 
@@ -287,7 +211,7 @@ def argument_key(leaves: Sequence[Any], structure: Any) -> tuple[Any, ...]:
         elif isinstance(leaf, Tensor):
             key.append(Tensor)
         else:
-            key += (type(leaf), leaf)
+            key += (type(leaf), struct.pack("d", leaf) if isinstance(leaf, float) else leaf)
     return tuple(key)
 
 
@@ -302,9 +226,7 @@ def describe_argument(value: Any) -> str:
     return found + (", requires grad" if value.requires_grad else "")
 
 
-def describe_call(
-    leaves: Sequence[Any], state: ProgramState, names: dict[str, str], gradients: Sequence[bool]
-) -> dict[str, str]:
+def describe_call(leaves: Sequence[Any], state: ProgramState, gradients: Sequence[bool]) -> dict[str, str]:
     """The facts about a call that decide its kind, by name."""
     grad, inference, dtype, casts = mode_key()
     facts = {f"argument {i}": describe_argument(leaf) for i, leaf in enumerate(leaves)}
@@ -320,19 +242,19 @@ def describe_call(
             facts |= {f"{k} of group {i} of {type(optimizer).__name__}": v for k, v in found.items()}
     facts |= {f"state tensor {i}": describe_argument(t) for i, t in enumerate(state.sharded)}
     facts |= {f"plain state tensor {i}": describe_argument(s.tensor) for i, s in enumerate(state.plain)}
-    return facts | names
+    return facts
 
 
 def explain_difference(now: dict[str, str], before: dict[str, str]) -> str:
-    """What is different about a call.
+    """What is different about a call, or nothing where these facts are the same.
 
     >>> explain_difference({"grad mode": "False"}, {"grad mode": "True"})
     'grad mode is False, was True'
     """
-    names = [name for name in (*now, *before) if now.get(name) != before.get(name)]
+    both = now.keys() & before.keys()
+    named = [name for name in (*now, *before) if name in both or not name.startswith("name ")]
+    names = [name for name in named if now.get(name) != before.get(name)]
     found = [f"{n} is {now.get(n, 'missing')}, was {before.get(n, 'missing')}" for n in dict.fromkeys(names)]
-    if not found:
-        return "an attribute or a hook of a module, a name that the function uses, or the strides of a tensor changed"
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -341,6 +263,9 @@ class KindGuard:
 
     def __init__(self, state: ProgramState, flat: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         self.watch = AttributeWatch(state)
+        self.reads = Reads()
+        self.memory: MemoryWatch | None = None
+        self.shares_memory = False  # whether calls of this kind have a tensor in the memory of one that is written to
         self.always = False  # whether calls with other values are of this kind as well: it has no graph and gets none
         self._state = state
         self._shardings = [t.sharding for t in state.sharded]
@@ -356,13 +281,58 @@ class KindGuard:
             return True
         if len(flat) != self._count or not all(map(is_, (t.sharding for t in self._state.sharded), self._shardings)):
             return False
-        if not self.watch.is_unchanged():
+        if not self.watch.is_unchanged() or not self.reads.holds():
             return False
         if self._tensors is None:
             return True
         if not self._repeats:
-            return bool(self._tensors.check(*flat))  # which notices tensors that are there twice
-        return _find_repeats(flat) == self._repeats and bool(self._tensors.check(*_leave_out(flat, self._repeats)))
+            fits = bool(self._tensors.check(*flat))  # which notices tensors that are there twice
+        else:
+            fits = _find_repeats(flat) == self._repeats and bool(self._tensors.check(*_leave_out(flat, self._repeats)))
+        return fits and (self.memory is None or (self.memory.find(flat) is not None) == self.shares_memory)
+
+    def difference(self) -> str | None:
+        """What is not as it was besides the arguments, in words, or None."""
+        return self.reads.difference() or self.watch.difference()
+
+
+class MemoryWatch:
+    """Which tensors of a call share memory with one that the program writes to: a graph reads all of them first."""
+
+    def __init__(self, flat: Sequence[Tensor], writes: frozenset[int]) -> None:
+        self._writes = writes
+        self._sizes = np.array([_bytes_spanned(tensor) for tensor in flat], np.int64)
+        self._places = np.flatnonzero(self._sizes)
+        self._sizes = self._sizes[self._places]
+        self._is_looked_at = bool(writes) and all(tensor.device.type != "meta" for tensor in flat)
+
+    def find(self, flat: Sequence[Tensor]) -> tuple[int, int] | None:
+        """The places of a tensor that is written to and of another one in its memory, or None."""
+        if not self._is_looked_at:
+            return None
+        begins = np.fromiter(map(_data_pointer, flat), np.int64, len(flat))[self._places]
+        order = begins.argsort(kind="stable")
+        begins, ends = begins[order], (begins + self._sizes)[order]
+        if (ends[:-1] <= begins[1:]).all():
+            return None
+        places, active = self._places[order].tolist(), list[tuple[int, int]]()
+        for place, begin, end in zip(places, begins.tolist(), ends.tolist(), strict=True):
+            active = [(other, limit) for other, limit in active if limit > begin]
+            for other, _ in active:
+                if flat[place] is not flat[other] and (place in self._writes or other in self._writes):
+                    return (place, other) if place in self._writes else (other, place)
+            active.append((place, end))
+        return None
+
+
+_data_pointer = methodcaller("data_ptr")
+
+
+def _bytes_spanned(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def _find_repeats(flat: Sequence[Tensor]) -> dict[int, int]:

@@ -39,6 +39,7 @@ from shardwise._torch import (
 from shardwise._tree import flatten_nest, unflatten_nest
 from shardwise.comm import Comm, use_comm
 from shardwise.comm.stand_in import CommTrace, NotTraceableError, note_backward, trace_comms
+from shardwise.compiler.guards import mode_key
 from shardwise.compiler.schedule import find_gathers_made_again
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, computing_with_tensors, swap_tensors
 from shardwise.geometry import Layout
@@ -222,6 +223,7 @@ class TracedResult:
     structure: Any = None
     leaves: tuple[Any, ...] = ()
     gradients: tuple[str, ...] = ()  # of each tensor of the state: "none", "kept" as it was or written to, or "new"
+    writes: set[int] = field(default_factory=set)  # the places of the flat tensors that are written to
     draws: DrawTrace = field(default_factory=DrawTrace)
     graphs: dict[str, GraphModule] = field(default_factory=dict)
 
@@ -253,11 +255,14 @@ class FlatProgram:
     trace: CommTrace
     in_step: bool
     has_gradient: Sequence[bool]
+    check: Callable[[], None]  # raises where the trace has to end, though the program may have caught that
     result: TracedResult = field(default_factory=TracedResult)
     grad_mode: bool = field(default_factory=torch.is_grad_enabled)
 
     def run(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """Run the program on these tensors; describe its results."""
+        self.check()
+        versions = [t._version for t in flat]
         count = len(self.has_gradient)
         own = [self._enter_step(t, r) for t, r in zip(flat, self.state.local_tensors(), strict=False)]
         rest = iter(flat[count:])
@@ -281,9 +286,14 @@ class FlatProgram:
             if self.in_step:  # checkpointed code is computed again inside the graph
                 stack.enter_context(saved_tensors_hooks_in_traces())
             before = flatten_nest((args, kwargs))
+            modes = mode_key()
             returned = self.function(*args, **kwargs)
+            self.check()
+            if mode_key() != modes:
+                raise NotTraceableError(f"it sets a mode of torch, {NOT_AGAIN}")
             _check_arguments(before, flatten_nest((args, kwargs)))
             outputs = self._describe(returned)
+        self.result.writes |= {i for i, (t, v) in enumerate(zip(flat, versions, strict=True)) if t._version != v}
         return (*outputs, *self._collect_gradients(own, given))
 
     def _enter_step(self, tensor: Tensor, real: Tensor) -> Tensor:
