@@ -708,7 +708,7 @@ _NAMED_BUILTINS = tuple(PRISTINE[name] for name in _NAMES_OF_BUILTINS)
 
 
 def predict_state(target: Any, uses: Sequence[object]) -> list[object]:
-    """The modules, optimizers and ShardedTensors that a program mentions, as far as that is found without running it."""
+    """The modules, optimizers and ShardedTensors that a program mentions, found without running it."""
     admission = Admission((), (), predicts=True)
     for value in uses:
         admission.admit(value, type(value).__name__)
