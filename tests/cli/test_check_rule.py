@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from shardwise.cli.check_rule import Sample, parse_samples
 from shardwise.cli.main import app
 from shardwise.geometry import NotationError
+from shardwise.ops.discovery import UNDECIDED
 
 WRONG_RULE = """
 import torch
@@ -72,6 +73,7 @@ def test_a_right_rule_ends_with_0() -> None:
     assert result.stdout.splitlines() == [
         "aten.mm.default on (4, 6), (6, 5): 6 strategies checked, values and gradients",
         "  all right",
+        f"  not decided: {UNDECIDED}",
     ]
 
 

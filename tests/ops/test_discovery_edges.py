@@ -91,12 +91,37 @@ ONE: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "different": (lambda x: torch.tensor(x.unique().numel()), set()),
     "is_sorted": (lambda x: (x.reshape(-1).diff() >= 0).all(), set()),
     "rows_not_zero": (keep_rows_that_are_not_zero, set()),
+    "zeros_for_tiny": (lambda x: torch.where(x.abs() < 1e-12, 0.0, x).to(x.dtype), POINTWISE),
+    "plus_tiny": (lambda x: x + 1e-12, POINTWISE),
+    "twins_next_to_each_other": (lambda x: (x[1:] == x[:-1]).all(1).any(), set()),
+    "half_if_sorted_down": (scaled_if(lambda x: (x[1:] <= x[:-1]).all()), set()),
+    "overflows_after_scaling": (lambda x: ((x / 1e3).abs() > 65504).any().to(torch.float32), LARGEST),
+    "sorted_columns": (lambda x: (x[1:] >= x[:-1]).all(0), {"S(1) -> S(0)"}),
+    "zeros_if_negative": (scaled_if(lambda x: (x < 0).any()), set()),
+    "clip_by_norm_1000": (lambda x: x * (1000 / (x.norm() + 1e-12)).clamp(max=1.0), set()),
+    "rounded_to_half": (lambda x: x.half().to(x.dtype), POINTWISE),
+    "quantized": (lambda x: (x / (x.abs().amax() + 1e-9) * 127).round(), set()),
 }
 OTHER: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], set[str]]] = {
     "double_integers": (lambda x: x * 2, (WHOLE_NUMBERS,), POINTWISE),
     "some_above_100": (lambda x: (x > 100).any(), (WHOLE_NUMBERS,), LARGEST),
     "sum_of_integers": (lambda x: x.sum(), (WHOLE_NUMBERS,), SUMMED),
     "clamped_integers": (lambda x: x.clamp(-100, 100), (WHOLE_NUMBERS,), POINTWISE),
+    "negative_integers": (lambda x: (x < 0).any(), (WHOLE_NUMBERS,), LARGEST),
+    "large_integers": (lambda x: (x > 1_000_000).any(), (WHOLE_NUMBERS,), LARGEST),
+    "zeros_if_negative_integers": (lambda x: x * ~(x < 0).any(), (WHOLE_NUMBERS,), set()),
+    "zeros_if_smallest_integer": (
+        lambda x: torch.where((x == torch.iinfo(torch.int64).min).any(), 0, x),
+        (WHOLE_NUMBERS,),
+        set(),
+    ),
+    "flag_parity": (lambda x: x.sum() % 2, (FLAGS,), set()),
+    "equal_tensors": (lambda x, y: (x == y).all(), (X, X), {"S(0), S(0) -> P(min)", "S(1), S(1) -> P(min)"}),
+    "close_tensors": (
+        lambda x, y: ((x - y).abs() < 1e-3).all(),
+        (X, X),
+        {"S(0), S(0) -> P(min)", "S(1), S(1) -> P(min)"},
+    ),
     "any_flag": (lambda x: x.any(), (FLAGS,), LARGEST),
     "all_flags": (lambda x: x.all(), (FLAGS,), SMALLEST),
     "flags_in_rows": (lambda x: x.sum(0), (FLAGS,), COUNTED_ROWS),
@@ -131,7 +156,23 @@ def test_what_was_not_tried_is_said() -> None:
     assert "not tried: " in str(report) and "a nan" in str(report)
 
 
+def test_a_part_of_length_0_that_changes_the_result_is_said() -> None:
+    with torch.library._scoped_library(LIBRARY, "DEF") as library:
+        library.define("largest_or_zero(Tensor x) -> Tensor")
+        library.impl("largest_or_zero", lambda x: x.amax() if x.numel() else x.sum(), "CompositeExplicitAutograd")
+        report = discover_sharding(torch.ops.shardwise_edges.largest_or_zero.default, X)
+    assert "a part of length 0 changes the result" in str(report) and "S(0) -> P(max)" in str(report)
+
+
+def test_what_no_trial_tells_is_said() -> None:
+    assert "not decided: " in str(discover_sharding(torch.ops.aten.neg.default, X))
+    assert "not decided: " in str(check_sharding(torch.ops.aten.neg.default, X))
+
+
 WRONG: dict[str, list[Any]] = {
+    "plus_tiny": [([Partial("sum")], [Partial("sum")])],
+    "twins_next_to_each_other": [([Partial("max")], [Shard(0)])],
+    "half_if_sorted_down": [([Shard(1)], [Shard(1)])],
     "clamp_10": [([Partial("sum")], [Partial("sum")])],
     "above_5": [([Replicate()], [Shard(0)])],
     "zeros_if_inf": [([Shard(0)], [Shard(0)])],

@@ -5,8 +5,9 @@
    part by part, for two and three parts, even and uneven: part r is what rank r of one mesh axis would compute.
 3. See which recombination of each output (whole, concatenated, reduced) is the whole result, every time.
 4. What is left is tried on edge values as well (`EDGE_VALUES`): other scales, zeros, ties, sorted and repeated rows,
-   single large, infinite and undefined values, integers at their limits, parts of length 0. Random normal numbers alone
-   would accept a clip at 10 as linear. What the operator refuses of these is named in the notes of the result.
+   single large, infinite and undefined values, other values in one part than in the next, rows that are in both, equal
+   tensors, integers at their limits, parts of length 0. Random normal numbers alone would accept a clip at 10 as
+   linear. What the operator refuses of these is named in the notes of the result; what no trial tells is `UNDECIDED`.
 5. Some operators take only lengths that fill whole words of memory: parts that one refuses are tried in units of 8.
 
 All this happens in host memory, where an index out of range is an error. On a GPU it would end the process's use of it;
@@ -32,6 +33,7 @@ InputPlacements = tuple[Placement, ...]
 INF, NAN = float("inf"), float("nan")
 REDUCTIONS = ("sum", "max", "min", "product")
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+FINE = {torch.float64: 2e-13, torch.complex128: 2e-13}  # of the inputs: how sums of them that cancel out are rounded
 COARSE = 3e-2
 
 
@@ -117,9 +119,30 @@ def _step(shape: Sequence[int], dim: int) -> Tensor:
     """0 in the first of two parts of a dim, -1000 in the other."""
     if not shape:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    later = torch.arange(shape[dim], device="cpu") >= max(1, shape[dim] // 3)
+    later = torch.arange(shape[dim], device="cpu") >= _boundary(shape[dim])
     along = [-1 if d == dim % len(shape) else 1 for d in range(len(shape))]
     return torch.where(later, -1000.0, 0.0).to(torch.float64).reshape(along).expand(tuple(shape)).clone()
+
+
+def _boundary(length: int) -> int:
+    """Where the first of two uneven parts ends."""
+    return max(1, length // 3)
+
+
+def _join(first: Tensor, rest: Tensor, dim: int) -> Tensor:
+    """One tensor's values in the first of two parts of a dim, another's in the other."""
+    if not first.ndim:
+        return rest
+    at, length = _boundary(first.shape[dim]), first.shape[dim]
+    return torch.cat([first.narrow(dim, 0, min(at, length)), rest.narrow(dim, min(at, length), length - at)], dim)
+
+
+def _repeat_at_boundary(values: Tensor, dim: int) -> Tensor:
+    """The first row of the second part is the last row of the first one."""
+    if values.ndim and values.shape[dim] > 1:
+        at = _boundary(values.shape[dim])
+        values.select(dim, at).copy_(values.select(dim, at - 1))
+    return values
 
 
 def _scaled(scale: float) -> Callable[[Sequence[int], torch.Generator], Tensor]:
@@ -128,7 +151,24 @@ def _scaled(scale: float) -> Callable[[Sequence[int], torch.Generator], Tensor]:
     )
 
 
-EDGE_SCALES = (1e-7, 1e-3, 30.0, 1e3, 1e5)
+def _joined_edges(where: str, dim: int) -> dict[str, Callable[[Sequence[int], torch.Generator], Tensor]]:
+    """What is true of one part and not of the other, or of none of them and yet of the whole."""
+    normal, size = _scaled(1.0), _scaled(3.0)
+    return {
+        f"tiny values in the first part of the {where} dim": lambda s, g: _join(
+            1e-12 * normal(s, g), normal(s, g), dim
+        ),
+        f"zeros in the first part of the {where} dim": lambda s, g: _join(0 * normal(s, g), normal(s, g), dim),
+        f"large values in the first part of the {where} dim": lambda s, g: _join(1e9 * normal(s, g), normal(s, g), dim),
+        f"values that descend in the first part of the {where} dim": lambda s, g: _join(-_ramp(s), _ramp(s), dim),
+        f"negative values in the first part of the {where} dim": lambda s, g: _join(
+            -size(s, g).abs() - 0.1, size(s, g).abs() + 0.1, dim
+        ),
+        f"a row that is in both parts of the {where} dim": lambda s, g: _repeat_at_boundary(normal(s, g), dim),
+    }
+
+
+EDGE_SCALES = (1e-12, 1e-7, 1e-3, 30.0, 1e3, 1e5)
 EDGE_VALUES: dict[str, Callable[[Sequence[int], torch.Generator], Tensor]] = {
     **{f"values of about {scale:g}": _scaled(scale) for scale in EDGE_SCALES},
     f"values of about {1e12:g}": _scaled(1e12),
@@ -142,6 +182,11 @@ EDGE_VALUES: dict[str, Callable[[Sequence[int], torch.Generator], Tensor]] = {
     "values that ascend in each part of the last dim": lambda s, g: _ramp(s) + _step(s, -1),
     "equal values in each part of the first dim": lambda s, g: _step(s, 0),
     "equal values in each part of the last dim": lambda s, g: _step(s, -1),
+    **_joined_edges("first", 0),
+    **_joined_edges("last", -1),
+    **{f"zeros and ones, {times}": lambda s, g: _pick(s, (0.0, 1.0), g) for times in ("once", "twice", "again")},
+    "equal tensors": _scaled(1.0),
+    "tensors that differ in one element": _scaled(1.0),
     "repeated rows": lambda s, g: _pick((*s[1:],), (-3.0, -0.5, 0.0, 0.5, 7.0), g).expand(tuple(s)).clone(),
     "one large value": lambda s, g: _spike(s, 1e6, g),
     "one value of 1 among tiny ones": lambda s, g: torch.where((x := _spike(s, 1e6, g)) == 1e6, 1.0, 1e-5 * x),
@@ -156,8 +201,17 @@ EDGE_VALUES: dict[str, Callable[[Sequence[int], torch.Generator], Tensor]] = {
 OWN_DTYPE = f"values of about {1e5:g}"  # drawn once more in the dtype of the sample
 FINITE_EDGES = tuple(f"values of about {scale:g}" for scale in (*EDGE_SCALES, 1e12))  # what gradients are compared on
 INFINITE_EDGES = ("an infinity", "a negative infinity", "a nan", "several infinities and nans")
-UNBOUNDED_EDGES = (f"values of about {1e12:g}", *INFINITE_EDGES, "integers at the limits of their dtype")
-INTEGER_EDGES = ("integers up to 1000", "one large integer", "integers at the limits of their dtype")
+EQUAL_TENSORS = ("equal tensors", "tensors that differ in one element")
+INTEGER_LIMITS = ("integers at the limits of their dtype", "one largest integer", "one smallest integer")
+UNBOUNDED_EDGES = (f"values of about {1e12:g}", *INFINITE_EDGES, *INTEGER_LIMITS)
+INTEGER_EDGES = (
+    "integers up to 1000",
+    "one large integer",
+    "one negative integer",
+    "negative integers in the first part of the first dim",
+    "negative integers in the first part of the last dim",
+    *INTEGER_LIMITS,
+)
 SMALL_CAUSES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError, OverflowError)
 
 
@@ -187,22 +241,35 @@ def draw_edge(template: Tensor, name: str, source: SampleSource, generator: torc
             )
         return _pick(template.shape, choices.get(name, (0.0, 1.0)), generator).to(template.device, torch.bool)
     if name in INTEGER_EDGES:
-        limits = torch.iinfo(template.dtype)
-        low, high = max(limits.min, -1000), min(limits.max, 1000)
-        if name == INTEGER_EDGES[-1]:
-            known = torch.tensor(
-                [limits.min, limits.max, 0, 1, max(limits.min, -1)], dtype=template.dtype, device="cpu"
-            )
-            return known[torch.randint(5, tuple(template.shape), generator=generator, device="cpu")].to(template.device)
-        if name == INTEGER_EDGES[1]:
-            return torch.where(_spike(template.shape, 1e6, generator) == 1e6, high, 0).to(template)
-        return torch.randint(low, high + 1, tuple(template.shape), generator=generator, device="cpu").to(template)
+        return _draw_integers(template, name, generator)
     drawn = draw_sample(template, source, 0, generator)
     if name in ("zeros", "equal values") and drawn.numel():
         return torch.full_like(drawn, int(drawn.reshape(-1)[0]))
     if name.startswith(("ascending", "descending")):
         return drawn.reshape(-1).sort(descending=name.startswith("desc")).values.reshape(template.shape)
     return drawn
+
+
+def _draw_integers(template: Tensor, name: str, generator: torch.Generator) -> Tensor:
+    """Integers that are not indices: small ones, ones that stand out, and the limits of the dtype."""
+    shape, limits = tuple(template.shape), torch.iinfo(template.dtype)
+    low, high = max(limits.min, -1000), min(limits.max, 1000)
+    alone = {
+        "one large integer": high,
+        "one negative integer": max(limits.min, -3),
+        "one largest integer": limits.max,
+        "one smallest integer": limits.min,
+    }
+    if name == INTEGER_LIMITS[0]:
+        known = torch.tensor([limits.min, limits.max, 0, 1, max(limits.min, -1)], dtype=template.dtype, device="cpu")
+        return known[torch.randint(5, shape, generator=generator, device="cpu")].to(template.device)
+    if name in alone:
+        others = torch.full(shape, 0 if alone[name] > 0 else 1, dtype=template.dtype, device="cpu")
+        return torch.where(_spike(shape, 1e6, generator) == 1e6, alone[name], others).to(template)
+    drawn = torch.randint(low, high + 1, shape, generator=generator, device="cpu")
+    if name.startswith("negative"):
+        drawn = _join(low - drawn.abs() % 7, drawn.abs() + 1, 0 if "first dim" in name else -1).clamp(limits.min)
+    return drawn.to(template)
 
 
 def widen_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -305,7 +372,15 @@ def find_recombinations(
         return {None} if all(p == whole for p in parts) else set()
     if any(not isinstance(p, Tensor) or p.dtype != whole.dtype or p.ndim != whole.ndim for p in parts):
         return set()
+    if scale is not None and (whole.is_floating_point() or whole.is_complex()):
+        scale = max(scale, *(largest_size(p) for p in parts))  # sums of large parts that cancel out
     return {p for p in _possible_placements(whole) if is_close(_recombine(parts, p, sizes, scale), whole, scale)}
+
+
+def largest_size(values: Tensor) -> float:
+    """The largest finite magnitude, 0 if there is none."""
+    size = torch.nan_to_num(values.detach().abs(), 0.0, 0.0, 0.0)
+    return float(size.max()) if size.numel() else 0.0
 
 
 def _possible_placements(whole: Tensor) -> Iterator[Placement]:
@@ -358,9 +433,9 @@ def is_close(one: Tensor | None, other: Tensor, scale: float | None = None) -> b
     limit = TOLERANCE.get(other.dtype, COARSE)
     slack = limit
     if scale is not None:
-        size = torch.nan_to_num(other.abs(), 0.0, 0.0, 0.0)
-        largest = float(size.max()) if size.numel() else 0.0
-        slack = max(limit * max(scale, largest), 64 * torch.finfo(other.dtype).eps)
+        slack = max(
+            limit * largest_size(other), FINE.get(other.dtype, limit) * scale, 64 * torch.finfo(other.dtype).eps
+        )
     return torch.allclose(one, other, rtol=limit, atol=slack, equal_nan=True)
 
 
@@ -369,6 +444,10 @@ DEVICE_CUTS = ((2, True), (2, False), (3, False))  # of a length of 6 every part
 TRIALS, TRIALS_OF_INTEGERS = 3, 10
 MAX_LAYOUTS = 4096
 UNIT = 8  # elements of 2 bytes in the 16 bytes at which kernels want rows to begin
+
+
+# What trials cannot tell: said by what discovery and checks report.
+UNDECIDED = "what differs by less than 1e-9 of the largest value, and values or lengths of other kinds than were tried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,20 +519,29 @@ def find_strategies(call: OperatorCall) -> Findings:
             found.append(Strategy(outputs, layout))
     if refused and len(found) > 1:
         notes.append(f"the operator refuses, so that these were not tried: {', '.join(refused)}")
-    if any(isinstance(p, Shard) and _refuses_empty(call, s, trials[0]) for s in found for p in s.inputs):
-        notes.append("the operator refuses parts of length 0: give every rank a part of the dims that are split")
+    empty = {_try_empty_part(call, s, [*trials, *edges]) for s in found if any(isinstance(p, Shard) for p in s.inputs)}
+    notes += [note for note in (REFUSES_EMPTY, DIFFERS_ON_EMPTY) if note in empty]
     return Findings(tuple(sorted(found, key=_preference)), source, tuple(notes))
 
 
-def _refuses_empty(call: OperatorCall, strategy: Strategy, trial: Trial) -> bool:
-    """Whether a part of length 0 of the dim that is split is an error."""
+REFUSES_EMPTY = "the operator refuses parts of length 0: give every rank a part of the dims that are split"
+DIFFERS_ON_EMPTY = "a part of length 0 changes the result: give every rank a part of the dims that are split"
+
+
+def _try_empty_part(call: OperatorCall, strategy: Strategy, trials: Sequence[Trial]) -> str | None:
+    """What to note of a strategy where one part has nothing of the dim that is split."""
     layout = tuple(p or Replicate() for p in strategy.inputs)
     length = next(t.shape[p.dim] for t, p in zip(call.tensors, layout, strict=True) if isinstance(p, Shard))
-    try:
-        _find_output_placements(call, layout, trial, (0, length), True)
-    except SMALL_CAUSES:
-        return True
-    return False
+    for trial in trials:
+        if not trial.fits(layout, uneven=True):
+            continue
+        try:
+            ways = _find_output_placements(call, layout, trial, (0, length), True)
+        except SMALL_CAUSES:
+            return REFUSES_EMPTY
+        if any(p not in way for p, way in zip(strategy.outputs, ways, strict=False)):
+            return DIFFERS_ON_EMPTY
+    return None
 
 
 def draw_edge_trials(call: OperatorCall, source: SampleSource) -> tuple[list[Trial], list[str]]:
@@ -472,7 +560,7 @@ def draw_edge_trials(call: OperatorCall, source: SampleSource) -> tuple[list[Tri
     for seed, name in enumerate([*EDGE_VALUES, *(() if floats else INTEGER_EDGES)], 100):
         if ((limit < 0 or iterates) and name in UNBOUNDED_EDGES) or (
             # indices, or counts: results of their size would not fit in memory
-            name == INTEGER_EDGES[-1] and (INTEGER_EDGES[0] in refused or _sizes_follow_values(trials))
+            name in INTEGER_LIMITS and (INTEGER_EDGES[0] in refused or _sizes_follow_values(trials))
         ):
             refused.append(name)
             continue
@@ -508,7 +596,7 @@ def _edge_trial(
     generator = torch.Generator().manual_seed(seed)
     kept = boundary_tensors(call)
     given = name == "the sample's own values"
-    inputs = tuple(
+    drawn = tuple(
         t.detach().to(widen_dtype(t.dtype) if source.double else t.dtype).clone()
         if given or i in kept
         else draw_sample(t, source, seed, generator)
@@ -516,6 +604,9 @@ def _edge_trial(
         else draw_edge(t, name, source, generator)
         for i, t in enumerate(call.tensors)
     )
+    inputs = _make_equal(drawn, name) if name in EQUAL_TENSORS else drawn
+    if inputs is None:
+        return []
     try:
         results, again = run_call(call, inputs), run_call(call, inputs)
     except SMALL_CAUSES:
@@ -531,6 +622,23 @@ def _edge_trial(
     spread = name in ("an infinity", "several infinities and nans")
     rounds = "linalg" in str(call.op)  # ranks of matrices
     return [Trial(inputs, tuple(results), seed, name, scale, addends, spread, infinite, rounds)]
+
+
+def _make_equal(tensors: Sequence[Tensor], name: str) -> tuple[Tensor, ...] | None:
+    """Tensors of one shape and dtype made equal, or all but the last element of the last one; None if none are."""
+    made = list(tensors)
+    pairs = [
+        (i, j)
+        for i, t in enumerate(tensors)
+        for j in range(i)
+        if (t.shape, t.dtype) == (tensors[j].shape, tensors[j].dtype) and t.numel()
+    ]
+    for i, j in pairs:
+        made[i] = made[j].clone()
+    if pairs and name == EQUAL_TENSORS[1]:
+        last = made[pairs[-1][0]].view(-1)
+        last[-1] = ~last[-1] if last.dtype == torch.bool else last[-1] + 1
+    return tuple(made) if pairs else None
 
 
 def _preference(strategy: Strategy) -> tuple[bool, bool, int, list[int]]:
@@ -692,8 +800,6 @@ def _find_output_placements(
 ) -> list[set[Placement | None]]:
     generator = torch.Generator().manual_seed(trial.seed)
     held = [cut_in_parts(t, p, sizes, generator, trial) for t, p in zip(trial.inputs, layout, strict=True)]
-    if trial.scale is not None and any(isinstance(p, Partial) for p in layout):
-        trial = replace(trial, scale=max(trial.scale, trial.addends))
     parts = [run_call(call, [h[r] for h in held if h is not None]) for r in range(len(sizes))]
     if any(len(p) != len(trial.results) for p in parts):
         raise ValueError("the parts return a different number of results")

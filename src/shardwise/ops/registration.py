@@ -33,6 +33,7 @@ from shardwise._text import package_logger
 from shardwise._torch import present_ops
 from shardwise.geometry import Placement, Shard
 from shardwise.ops.discovery import (
+    UNDECIDED,
     UNIT,
     Findings,
     find_strategies,
@@ -579,7 +580,7 @@ class DiscoveryReport:
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(t.shape)) for t in self.call.tensors)
         lines = [f"{self.op} on {shapes}:", *(f"  {format_strategy(s)}" for s in self.strategies)]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes), f"  not decided: {UNDECIDED}"])
 
 
 def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> DiscoveryReport:
@@ -598,6 +599,7 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
       R, S(1) -> S(1)
       R, P(sum) -> P(sum)
       P(sum), R -> P(sum)
+      not decided: what differs by less than 1e-9 of the largest value, and values or lengths of other kinds than ...
     """
     op = resolve_op(op)
     call = make_runnable(split_call(op, sample_args, sample_kwargs))
