@@ -370,12 +370,12 @@ class StateMap:
                 have = TensorShape(made.shape, made.dtype)
                 raise LayoutError(f"{name} is made as {have} and taken as {wanted}; maps that follow each other agree")
         targets = {
-            name: replace(tensor, terms=tuple(part for term in tensor.terms for part in self._compose(term)))
+            name: replace(tensor, terms=tuple(part for term in tensor.terms for part in self.compose(term)))
             for name, tensor in after.targets.items()
         }
         return replace(self, targets=targets)
 
-    def _compose(self, after: MapTerm) -> Iterator[MapTerm]:
+    def compose(self, after: MapTerm) -> Iterator[MapTerm]:
         """A term whose source is made by this map, in terms of what that is made of."""
         if after.source is None:
             yield after

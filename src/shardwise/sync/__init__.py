@@ -13,6 +13,7 @@ from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry.state_map import StateMap, TensorShape
 from shardwise.sync.digests import Digest, digest
 from shardwise.sync.publisher import Member, Publisher, Removed
+from shardwise.sync.recording import RecordingError, record
 from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
 from shardwise.sync.subscriber import APPLY, Apply, Subscriber, Verification
 
@@ -20,6 +21,7 @@ __all__ = [
     "Digest",
     "Member",
     "Publisher",
+    "RecordingError",
     "RefusedError",
     "Removed",
     "StateMap",
@@ -29,6 +31,7 @@ __all__ = [
     "Verification",
     "digest",
     "publish",
+    "record",
     "subscribe",
 ]
 
