@@ -19,7 +19,7 @@ Methods that models of transformers and peft have besides `forward`, made to wor
 - `save_pretrained`: the tensors are gathered on the first rank, which writes; every rank calls it, and every rank
   raises what went wrong.
 
-- `torch.autograd.Function`s that stand beside a model's classes in its files take ShardedTensors.
+- `torch.autograd.Function`s take ShardedTensors, except torch's own.
 
 A module keeps its class's name and bases: its class becomes a subclass with these methods, found by their names.
 """
@@ -27,7 +27,6 @@ A module keeps its class's name and bases: its class becomes a subclass with the
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -399,12 +398,13 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
             register_input_hooks(part, plan, comm)  # a wrapper's generate() calls the forward of the model inside
 
 
-def adapt_functions(module: nn.Module) -> None:
-    """Let the autograd Functions that are defined in the files of a model's classes take ShardedTensors."""
-    for name in {kind.__module__ for part in module.modules() for kind in type(part).__mro__}:
-        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
-            if isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__module__ == name:
-                register_autograd_function(value)
+def adapt_functions() -> None:
+    """Let the autograd Functions that exist take ShardedTensors: those of the model, of its loss, of libraries."""
+    left: list[Any] = [torch.autograd.Function]
+    for kind in left:
+        left += kind.__subclasses__()
+        if kind.__module__.partition(".")[0] not in ("torch", "shardwise", "functorch"):
+            register_autograd_function(kind)
 
 
 @cache

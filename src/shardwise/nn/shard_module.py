@@ -491,7 +491,7 @@ def shard_module(
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
-    adapt_functions(module)
+    adapt_functions()
     teach_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch

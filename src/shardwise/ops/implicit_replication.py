@@ -25,7 +25,7 @@ _ANY_MESH = "_any_mesh"
 _plain_is_replicated: ContextVar[bool] = ContextVar("shardwise_plain_as_replicated", default=False)
 
 
-class MixedTensorsError(RuntimeError):
+class MixedTensorsError(UnsupportedOpError):
     """A plain tensor was mixed with a ShardedTensor, and nothing says how to read it.
 
     >>> import torch, shardwise

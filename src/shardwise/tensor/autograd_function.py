@@ -17,6 +17,7 @@ Forward-mode differentiation: the tangents of a ShardedTensor are those of its l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -37,9 +38,10 @@ from shardwise._torch import (
     replace_checkpoint_generator,
     unpack_dual_function,
 )
+from shardwise._tree import map_nest
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import compute_region_again, splits_backward
-from shardwise.geometry import Layout
+from shardwise.geometry import Layout, MeshSpec, Replicate
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
 from shardwise.tensor.move import (
     any_rank_has_tangents,
@@ -181,10 +183,7 @@ class FunctionContext:
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         """Refused: a Function that writes to its arguments."""
-        raise UnsupportedOpError(
-            "a torch.autograd.Function that writes to a ShardedTensor (ctx.mark_dirty) is not supported; return a new "
-            "tensor instead"
-        )
+        raise UnsupportedOpError(_WRITES)
 
 
 @dataclass(slots=True)
@@ -264,8 +263,43 @@ def _local_node_of(function: Any) -> Any:
     return type(function.__name__, (_LocalNode,), {})
 
 
-def apply_to_sharded(function: Any, args: Sequence[Any]) -> Any:
-    """What `function.apply(*args)` means for ShardedTensors."""
+def apply_to_sharded(function: Any, args: Sequence[Any], original: Callable[..., Any]) -> Any:
+    """What `function.apply(*args)` means for ShardedTensors: on them where its forward can, else on whole tensors."""
+    try:
+        return _apply_in_parts(function, args)
+    except UnsupportedOpError as error:  # no rule, or a plain tensor that the forward made beside sharded ones
+        if str(error) == _WRITES:
+            raise
+        reason = str(error)
+    if _WARNED not in vars(function):
+        setattr(function, _WARNED, True)
+        warnings.warn(
+            f"the forward of {function.__name__} does not take ShardedTensors: its arguments are gathered, and every "
+            f"rank computes the whole: {reason}",
+            stacklevel=3,
+        )
+    first = next(a for a in args if isinstance(a, ShardedTensor))
+    whole = [a.full() if isinstance(a, ShardedTensor) else a for a in args]
+    versions = [a._version if isinstance(a, Tensor) else 0 for a in whole]
+    results = original(*whole)
+    if versions != [a._version if isinstance(a, Tensor) else 0 for a in whole]:
+        raise UnsupportedOpError(_WRITES)
+
+    def replicate_on_mesh(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
+            return value
+        spec = first.sharding.spec
+        if isinstance(spec, MeshSpec) and set(spec.mesh.ranks.reshape(-1).tolist()) == set(first.comm.ranks):
+            layout = MeshSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim).layout(tuple(value.shape))
+        else:
+            layout = replicated_layout(tuple(value.shape), first.comm.ranks)
+        return wrap(layout, (value,), first.comm)
+
+    return map_nest(replicate_on_mesh, results)
+
+
+def _apply_in_parts(function: Any, args: Sequence[Any]) -> Any:
+    """The Function on the ShardedTensors themselves, and one node for its backward."""
     tape = _tape_of(args)
     needed = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     context = FunctionContext(needed)
@@ -310,13 +344,18 @@ def _wrap_outputs(call: _FunctionCall, given: Sequence[Any], outputs: Sequence[T
     return tuple(made) if call.several else made[0]
 
 
-_TAKES_SHARDED = "_takes_sharded_tensors"
+_WRITES = (
+    "a torch.autograd.Function that writes to a ShardedTensor (ctx.mark_dirty) is not supported; return a new tensor "
+    "instead"
+)
+_TAKES_SHARDED, _WARNED = "_takes_sharded_tensors", "_warned_of_gathering"
 
 
 def register_autograd_function(function: F) -> F:
     """Let a `torch.autograd.Function` of your own take ShardedTensors; also usable as a decorator.
 
-    Its forward and backward then get ShardedTensors wherever `apply` was given them.
+    Its forward and backward then get ShardedTensors wherever `apply` was given them. One whose forward uses operators
+    that ShardedTensors do not have (memory addresses, kernels without a rule) gets whole tensors, with one warning.
 
     >>> from shardwise import Mesh, MeshSpec, Shard, run_local, shard
     >>> @register_autograd_function
@@ -342,7 +381,7 @@ def register_autograd_function(function: F) -> F:
     def apply(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(a, ShardedTensor) for a in args):
             return original(*args, **kwargs)
-        return apply_to_sharded(function, args)
+        return apply_to_sharded(function, args, original)
 
     function.apply = apply  # type: ignore[method-assign]  # torch finds it by this name
     setattr(function, _TAKES_SHARDED, True)

@@ -433,6 +433,13 @@ class AutogradMixin(AttributesMixin):
         self._forget()
         self.requires_grad_(keep)
 
+    def set_(self, source: Tensor, *memory: Any) -> Self:  # type: ignore[override]  # torch has several forms
+        """The values, memory and layout of another ShardedTensor: how parametrizations of modules put a parameter."""
+        if memory:
+            raise TypeError("set_ of a ShardedTensor takes another ShardedTensor, and no offset, size or strides")
+        self.data = source.detach()
+        return self
+
     def backward(
         self,
         gradient: Tensor | None = None,

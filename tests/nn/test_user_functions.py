@@ -1,0 +1,116 @@
+"""Do autograd Functions that know nothing of sharding, and later changes of a sharded model, give dense results?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from shardwise.comm import Comm, run_local
+from shardwise.geometry import Mesh
+from shardwise.nn import ModelPlan, shard_module
+from shardwise.tensor import ShardedTensor
+
+
+class Square(torch.autograd.Function):
+    """Elementwise: runs on the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        y: Tensor = 2 * ctx.saved_tensors[0] * grads[0]
+        return y
+
+
+class InMemory(torch.autograd.Function):
+    """Reads memory, as kernels do: it gets whole tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sort(0).values.untyped_storage().nbytes() * torch.as_strided(x, x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        y: Tensor = grads[0] * ctx.saved_tensors[0].numel() * 8
+        return y
+
+
+class ThroughNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().cpu().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (x @ self.function.apply(self.weight)).tanh()
+        return y
+
+
+def train(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(torch.rand(3, 4, dtype=torch.float64, generator=generator) / 400).sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: (g.full() if isinstance(g, ShardedTensor) else g).clone() for n, g in grads.items()}
+
+
+@pytest.mark.parametrize("spec", ["S(0)", "S(1)", "R"])
+@pytest.mark.parametrize("function", [Square, InMemory, ThroughNumPy])
+@pytest.mark.filterwarnings("ignore:the forward of InMemory does not take ShardedTensors")
+def test_functions_that_nothing_registers(function: Any, spec: str) -> None:
+    expected = train(Applied(function))
+    plan = ModelPlan(Mesh.of(tp=2), {"weight": spec}, input_plan="replicated", output_plan="plain")
+    for found in run_local(lambda comm: train(shard_module(Applied(function), plan)), 2):
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found["weight"], expected["weight"])
+
+
+class Half(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrization": lambda m: parametrize.register_parametrization(m.get_submodule("0"), "weight", Half()),
+    "weight norm": lambda m: parametrizations.weight_norm(m.get_submodule("0")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_sharded_model_takes_parametrizations(change: str) -> None:
+    dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    start = copy.deepcopy(dense)
+    CHANGES[change](dense)
+    expected = train(dense)
+    patterns = {"0.*": "S(0)", "2.weight": "S(1)"}
+    plan = ModelPlan(Mesh.of(tp=2), patterns, input_plan="replicated", output_plan="plain")
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = shard_module(copy.deepcopy(start), plan)
+        CHANGES[change](model)
+        return train(model)
+
+    for found in run_local(body, 2):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
