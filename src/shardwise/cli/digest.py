@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.loading import Checkpoint
 from shardwise.cli.inspect import NamePatterns, filter_names, open_checkpoint
 from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, print_json
-from shardwise.sync.digests import digest_of, digest_stored
 from shardwise.view import line, print_lines
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors or .pt file.")]
@@ -28,6 +26,9 @@ def digest(path: Path, name: NamePatterns = None, by_tensor: ByTensor = False, a
       shardwise digest runs/step-1000
       shardwise digest model-hf --name "model.layers.0.*" --by-tensor
     """
+    from shardwise.checkpoint.loading import Checkpoint  # these load torch
+    from shardwise.sync.digests import digest_of, digest_stored
+
     opened = open_checkpoint(path)
     with Checkpoint(opened.store) as checkpoint:
         names = filter_names(checkpoint.names(), name or [])

@@ -76,15 +76,13 @@ _REPLACED = "_shardwise_replaced"  # on a parameter: a sharded one has taken its
 def hold_sharded_parameters(pairs: Sequence[tuple[Tensor, ShardedTensor]]) -> None:
     """Let the optimizers that hold whole parameters hold the sharded ones in their place, with their state.
 
-        >>> from shardwise.geometry import ChunkSpec
-        >>> from shardwise.tensor.creation import shard
-    from shardwise.tensor.move import replicated_layout
-        >>> whole = nn.Parameter(torch.ones(4))
-        >>> optimizer = optim.SGD([whole], lr=0.5)
-        >>> sharded = nn.Parameter(shard(torch.ones(4), ChunkSpec(0, ranks=1)))
-        >>> hold_sharded_parameters([(whole, sharded)])
-        >>> optimizer.param_groups[0]["params"][0] is sharded
-        True
+    >>> from shardwise import ChunkSpec, shard
+    >>> whole = nn.Parameter(torch.ones(4))
+    >>> optimizer = optim.SGD([whole], lr=0.5)
+    >>> sharded = nn.Parameter(shard(torch.ones(4), ChunkSpec(0, ranks=1)))
+    >>> hold_sharded_parameters([(whole, sharded)])
+    >>> optimizer.param_groups[0]["params"][0] is sharded
+    True
     """
     sharded_by_id = {id(whole): sharded for whole, sharded in pairs}
     for whole, _ in pairs:
