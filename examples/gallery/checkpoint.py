@@ -1,6 +1,6 @@
 """Train on 4 ranks, save, continue on 2 ranks in another parallelism: model, optimizer and all.
 
-    python examples/gallery/checkpoint.py
+python examples/gallery/checkpoint.py
 """
 
 import copy

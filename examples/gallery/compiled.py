@@ -1,6 +1,6 @@
 """Compile a whole training step: forward, backward and optimizer become graphs of local tensors and moves.
 
-    python examples/gallery/compiled.py
+python examples/gallery/compiled.py
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Reshard a checkpoint on disk for other ranks and other names, without starting any rank.
 
-    python examples/gallery/convert.py
+python examples/gallery/convert.py
 """
 
 import tempfile

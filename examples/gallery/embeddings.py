@@ -1,6 +1,6 @@
 """Embedding tables by rows, by columns and placed by hand; every rank looks up its own ids.
 
-    python examples/gallery/embeddings.py
+python examples/gallery/embeddings.py
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Expert parallelism: tokens go to the rank of their expert, in one exchange, and come back.
 
-    python examples/gallery/experts.py
+python examples/gallery/experts.py
 """
 
 import copy

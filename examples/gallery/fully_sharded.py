@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: every parameter, gradient and optimizer state is cut, and so is the batch.
 
-    python examples/gallery/fully_sharded.py
+python examples/gallery/fully_sharded.py
 """
 
 import copy

@@ -1,6 +1,6 @@
 """A rule of five lines for an operator of your own, and a check that finds what is wrong with it.
 
-    python examples/gallery/own_operator.py
+python examples/gallery/own_operator.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Tensor parallelism by hand: columns, then rows, and one sum at the end, as Megatron cuts a perceptron.
 
-    python examples/gallery/tensor_parallel.py
+python examples/gallery/tensor_parallel.py
 """
 
 import copy

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import traceback
 import warnings
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
+from importlib import import_module
 from inspect import signature
+from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise import ChunkSpec, shard
 from shardwise.comm import (
     Comm,
+    CommError,
     DisagreementError,
     ProcessGroupComm,
     agree,
@@ -23,6 +30,7 @@ from shardwise.comm import (
     launch,
     run_local,
 )
+from shardwise.comm.faults import TransportError
 from shardwise.comm.transports import backends
 from tests.device import DEVICE
 from tests.world import Ranks, world_fixture
@@ -35,6 +43,7 @@ DTYPES = [
 
 COMBINE = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 world = world_fixture(3)
+agreement: Any = import_module("shardwise.comm.agree")  # the package has a function of that name
 both_transports = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 _comms: dict[bool, ProcessGroupComm] = {}
 
@@ -384,3 +393,46 @@ def test_launch_gives_ranks_comms_of_a_device(monkeypatch: pytest.MonkeyPatch) -
 def test_launch_explains_what_cannot_be_sent() -> None:
     with pytest.raises(ValueError, match="use a function defined at the top of a module"):
         launch(lambda: None, 2)
+
+
+def what_is_printed(shared: bool) -> list[str]:
+    """What a rank prints of an error that nobody catches: of one that all ranks raise, and of one of its own."""
+    comm, printed = comm_for(shared), []
+    for everywhere in (True, False):
+        error: Exception = ValueError("of this rank")
+        try:
+            agree(comm, {"x": comm.rank}, label="call")
+        except DisagreementError as found:
+            error = found if everywhere else error
+        with redirect_stderr(StringIO()) as text, patch.object(agreement, "_LATER_SECONDS", 0.0):
+            sys.excepthook(type(error), error, error.__traceback__)
+        printed.append(text.getvalue())
+    return printed
+
+
+@both_transports
+def test_one_rank_prints_what_all_of_them_raise(world: Ranks, shared: bool) -> None:
+    first, *others = world.run(what_is_printed, shared)
+    text = "'call': the ranks pass different arguments: x is 0 on rank 0"
+    assert text in first[0] and "Traceback (most recent call last)" in first[0]
+    for rank, (said, own) in enumerate(others, 1):
+        assert said == f"[rank{rank}]: DisagreementError: the same error as on rank 0\n"
+        assert "ValueError: of this rank" in own
+    assert "ValueError: of this rank" in first[1]
+
+
+def different_calls(shared: bool) -> tuple[str, bool, int]:
+    comm = ProcessGroupComm(timeout=60, shared_memory=shared)  # no more is called on it
+    x = shard(torch.arange(6.0), ChunkSpec(0, 3), comm=comm)
+    try:
+        x.full() if comm.rank else x.redistribute(ChunkSpec(0, (2, 1, 0)))
+    except CommError as error:
+        found = error
+    frames = traceback.extract_tb(found.__traceback__)
+    return str(found), isinstance(found.__cause__, TransportError), len(frames)
+
+
+def test_different_calls_are_told_in_a_few_lines(world: Ranks) -> None:
+    for text, chained, frames in world.run(different_calls, False):
+        assert "made different calls" in text or "did not take part" in text
+        assert not chained and frames <= 6

@@ -18,9 +18,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import NoneType
+from types import NoneType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -100,6 +102,7 @@ _PROBLEM = "problem"
 _LONGEST = 200
 _DIGEST_BYTES = 16
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 def make_request(fields: Mapping[str, object], problem: str | Exception | None = None) -> Request:
@@ -232,20 +235,43 @@ def _write_request(fields: Mapping[str, object], problem: str | None) -> Request
     return Request(text, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
 
 
-def raise_problems(
-    problems: Mapping[int, str], label: str, ranks: Iterable[int], own: str | Exception | None = None
-) -> NoReturn:
+def raise_problems(problems: Mapping[int, str], label: str, comm: Comm, own: str | Exception | None = None) -> NoReturn:
     """Raise what some of the ranks found wrong with a call: the error itself where all of them found the same.
 
-    >>> raise_problems({0: "no dim 3", 1: "no dim 3"}, "shard", (0, 1), TypeError("no dim 3"))
+    >>> from shardwise.comm import LocalComm
+    >>> raise_problems({0: "no dim 3"}, "shard", LocalComm.alone(), TypeError("no dim 3"))
     Traceback (most recent call last):
     ...
     TypeError: 'shard': no dim 3
     """
-    if set(problems) == set(ranks) and len(set(problems.values())) == 1:
+    if set(problems) == set(comm.ranks) and len(set(problems.values())) == 1:
         error = own if isinstance(own, Exception) else ValueError(next(iter(problems.values())))
-        raise label_error(error, label) from None
-    raise DisagreementError(f"{label!r}: {fold_texts(problems)}")
+        raise print_once(label_error(error, label), comm) from None
+    raise print_once(DisagreementError(f"{label!r}: {fold_texts(problems)}"), comm)
+
+
+def print_once(error: E, comm: Comm) -> E:
+    """Let the first rank of a comm speak for all: where nobody catches it, the others print one line in its place."""
+    if comm.process_group is not None and comm.rank != comm.ranks[0]:
+        error.__dict__["_printed_by"] = comm.rank, comm.ranks[0]
+        if sys.excepthook is not _print_uncaught:
+            _previous_hooks.append(sys.excepthook)
+            sys.excepthook = _print_uncaught
+    return error
+
+
+_previous_hooks: list[Callable[..., Any]] = []
+_LATER_SECONDS = 1.0  # the first process that ends makes torchrun stop the others, which may not have printed yet
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Print an error that ends the process, in one line if another rank prints it too."""
+    own, first = error.__dict__.get("_printed_by", (0, None))
+    if first is None:
+        _previous_hooks[-1](kind, error, at)
+        return
+    print(f"[rank{own}]: {kind.__name__}: the same error as on rank {first}", file=sys.stderr, flush=True)
+    time.sleep(_LATER_SECONDS)
 
 
 def label_error(error: Exception, label: str) -> Exception:
@@ -268,12 +294,11 @@ def _raise_difference(
     by_rank = dict(zip(comm.ranks, everyone, strict=True))
     problems = {rank: given[_PROBLEM] for rank, given in by_rank.items() if _PROBLEM in given}
     if problems:
-        raise_problems(problems, label, comm.ranks, problem)
+        raise_problems(problems, label, comm, problem)
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     parts = [part for name in names if (part := _describe_difference(name, by_rank))]
-    raise DisagreementError(
-        f"{label!r}: the ranks pass different {what}: {'; '.join(parts)}; pass the same on every rank"
-    )
+    text_of_all = f"{label!r}: the ranks pass different {what}: {'; '.join(parts)}; pass the same on every rank"
+    raise print_once(DisagreementError(text_of_all), comm)
 
 
 def _field_text(value: object) -> str:

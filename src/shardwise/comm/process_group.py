@@ -318,7 +318,7 @@ class ProcessGroupComm(Comm):
         try:
             finish = engine.start_agreeing(data, call=call)
         except TransportError as accident:
-            raise self._explain(accident, number, label, call) from accident
+            raise self._explain(accident, number, label, call) from accident.__cause__
         finally:
             self._waits.end(number)
         self._agreed_call = number, engine.calls
@@ -328,7 +328,7 @@ class ProcessGroupComm(Comm):
             try:
                 return finish()
             except TransportError as accident:
-                raise self._explain(accident, number, label, call) from accident
+                raise self._explain(accident, number, label, call) from accident.__cause__
             finally:
                 self._waits.end(number)
 
@@ -350,7 +350,7 @@ class ProcessGroupComm(Comm):
             self._agreed_call = number, engine.calls
             return found
         except TransportError as accident:
-            raise self._explain(accident, number, label, call) from accident
+            raise self._explain(accident, number, label, call) from accident.__cause__
         finally:
             self._waits.end(number)
 
@@ -361,7 +361,7 @@ class ProcessGroupComm(Comm):
             stage = Stage(engine.device)
             work = run(engine, stage)
         except TransportError as accident:
-            raise self._explain(accident, number, label, call) from accident
+            raise self._explain(accident, number, label, call) from accident.__cause__
         finally:
             self._waits.end(number)
         return PendingWork(partial(self._finish, work, stage, number, label, call))
@@ -371,7 +371,7 @@ class ProcessGroupComm(Comm):
         try:
             work.wait()
         except TransportError as accident:
-            raise self._explain(accident, number, label, call) from accident
+            raise self._explain(accident, number, label, call) from accident.__cause__
         finally:
             self._waits.end(number)
         stage.finish()

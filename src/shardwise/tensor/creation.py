@@ -27,7 +27,7 @@ from shardwise.comm import (
     gather_values,
     name_ranks,
 )
-from shardwise.comm.agree import label_error, make_request, raise_problems
+from shardwise.comm.agree import label_error, make_request, print_once, raise_problems
 from shardwise.comm.current import GroupOrComm, comm_of_device_mesh, resolve_comm
 from shardwise.comm.local import number_device
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, ShardingSpec
@@ -296,14 +296,15 @@ def _check_sources(
     if problems and set(problems) == has_data and len(set(problems.values())) == 1:  # the others pass None
         kind = TypeError if next(iter(everyone[rank]["problem"][0] for rank in problems)) else LayoutError
         others = kind(next(iter(problems.values())))
-        raise label_error(own or others, "shard") from None
+        raise print_once(label_error(own or others, "shard"), comm) from None
     if problems:
-        raise_problems(problems, "shard", comm.ranks, own)
+        raise_problems(problems, "shard", comm, own)
     for field in ("src_rank", "shape", "dtype", "spec", *(["requires_grad"] if src_rank is None else [])):
         values = {rank: str(given[field]) for rank, given in everyone.items() if given.get(field) is not None}
         if len(set(values.values())) > 1:
             found = fold_values(values)
-            raise DisagreementError(f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank")
+            text = f"'shard': the ranks pass different {field}s: {found}; pass the same on every rank"
+            raise print_once(DisagreementError(text), comm)
 
 
 @overload
