@@ -114,3 +114,52 @@ def test_a_sharded_model_takes_parametrizations(change: str) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
+
+
+class Vocabulary(nn.Module):
+    """The methods of a model of transformers that this is about; its tables are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def resize_token_embeddings(self, count: int) -> nn.Module:
+        made = nn.Embedding(count, 4)
+        with torch.no_grad():
+            made.weight[:6] = self.table.weight
+        self.table, self.head = made, nn.Linear(4, count, bias=False)
+        self.head.weight = made.weight
+        return self.table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.table(ids))
+        return y
+
+
+@pytest.mark.parametrize("count", [6, 9])
+def test_tables_are_resized_and_sharded_again(count: int) -> None:
+    start, ids = Vocabulary(), torch.tensor([[0, 3], [2, 1]])
+    expected = start(ids)
+    plan = ModelPlan(Mesh.of(tp=2), {"table.weight": "S(0)"}, input_plan="replicated", output_plan="plain")
+
+    def body(comm: Comm) -> list[Any]:
+        model: Any = shard_module(copy.deepcopy(start), plan)
+        model.resize_token_embeddings(count)
+        weight = model.table.weight
+        assert isinstance(weight, ShardedTensor) and model.head.weight is weight and weight.requires_grad
+        logits = model(ids)
+        logits.sum().backward()
+        assert weight.grad is not None
+        return [tuple(weight.shape), str(weight.placements), logits[..., :6].detach(), weight.full().detach()]
+
+    found = run_local(body, 2)
+    assert found[0][:2] == [(count, 4), "(Shard(0),)"]
+    torch.testing.assert_close(found[0][2], expected)
+    assert torch.equal(found[0][3], found[1][3])

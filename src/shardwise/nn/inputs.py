@@ -19,6 +19,9 @@ Methods that models of transformers and peft have besides `forward`, made to wor
 - `save_pretrained`: the tensors are gathered on the first rank, which writes; every rank calls it, and every rank
   raises what went wrong.
 
+- `resize_token_embeddings`: the tables are made whole, resized on every rank, and sharded again as the plan says, with
+  the values of the first rank. Called on the model that was sharded.
+
 - `torch.autograd.Function`s take ShardedTensors, except torch's own.
 
 A module keeps its class's name and bases: its class becomes a subclass with these methods, found by their names.
@@ -49,6 +52,7 @@ from shardwise.nn.plan import PLAIN, ModelPlan
 from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.views import NoViewError, express_shard
 from shardwise.tensor.autograd_function import register_autograd_function
+from shardwise.tensor.creation import shard
 from shardwise.tensor.functions import warn_compiled_callers
 from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
@@ -371,7 +375,7 @@ def _digest_values(local: Tensor) -> str:
 
 
 _MOST_SHOWN = 8
-_METHODS = ("generate", "save_pretrained")
+_METHODS = ("generate", "save_pretrained", "resize_token_embeddings")
 
 
 @dataclass(frozen=True)
@@ -389,7 +393,9 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     """Give a model's `generate` and `save_pretrained` a form for sharded parameters, wherever a part has them."""
     for part in module.modules():
         kind = type(part)
-        names = tuple(name for name in _METHODS if callable(getattr(kind, name, None)))
+        # The plan has the names of the parameters in the model itself.
+        own = _METHODS if part is module else _METHODS[:2]
+        names = tuple(name for name in own if callable(getattr(kind, name, None)))
         if names:
             part.__class__ = _derive_class(kind, names)  # type: ignore[arg-type]  # a class is hashable
             part.__dict__["_sharded_by"] = ShardedBy(plan, comm)
@@ -409,7 +415,7 @@ def adapt_functions() -> None:
 
 @cache
 def _derive_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    made = {"generate": _generate, "save_pretrained": _save_pretrained}
+    made = {"generate": _generate, "save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_embeddings}
     body: dict[str, Any] = {name: made[name](getattr(kind, name)) for name in names}
     return type(kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
@@ -479,6 +485,32 @@ def _save_pretrained(original: Any) -> Any:
 
     save_pretrained.__doc__ = original.__doc__
     return save_pretrained
+
+
+def _resize_embeddings(original: Any) -> Any:
+    def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        by: ShardedBy = self.__dict__["_sharded_by"]
+        ends: list[Any] = [getattr(self, get)() for get in ("get_input_embeddings", "get_output_embeddings")]
+        whole: dict[int, nn.Parameter] = {}
+        for part in (p for p in ends if isinstance(p, nn.Module)):
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                if isinstance(parameter, ShardedTensor):
+                    value = nn.Parameter(parameter.detach().full(), requires_grad=parameter.requires_grad)
+                    part.register_parameter(name, whole.setdefault(id(parameter), value))
+        result = original(self, *args, **kwargs)
+        specs, made = by.plan.specs(self), dict[int, nn.Parameter]()
+        for name, parameter in list(self.named_parameters(remove_duplicate=False)):
+            if isinstance(parameter, ShardedTensor):
+                continue
+            if id(parameter) not in made:
+                sharded = shard(parameter.detach(), specs[name], by.comm.ranks[0], comm=by.comm)
+                made[id(parameter)] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            path, _, last = name.rpartition(".")
+            self.get_submodule(path).register_parameter(last, made[id(parameter)])
+        return result
+
+    resize_token_embeddings.__doc__ = original.__doc__
+    return resize_token_embeddings
 
 
 def gather_state(state: Mapping[str, Any], comm: Comm, module: nn.Module | None = None) -> dict[str, Any]:
