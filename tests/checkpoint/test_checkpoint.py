@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import shardwise
-from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, run_local
+from shardwise import CheckpointError, ChunkSpec, Comm, Layout, Mesh, MeshSpec, Partial, Replicate, Shard, run_local
 from shardwise.checkpoint import clean, files, leftovers
 from shardwise.checkpoint import saving as writing
 from shardwise.checkpoint import store as reading
 from shardwise.checkpoint.formats import base as assign
+from shardwise.checkpoint.formats import find_format
 from shardwise.checkpoint.formats.base import TensorToSave
 from shardwise.geometry import find_dtype
 from shardwise.tensor import ShardedTensor, wrap
@@ -225,10 +226,22 @@ def test_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 def test_copies_are_written_once_and_shared_out() -> None:
     big, small = TensorToSave("big", find_dtype("f32"), everywhere(4, (64, 1 << 18))), []
     small = [TensorToSave(f"s{i}", find_dtype("f32"), everywhere(4, (64,))) for i in range(8)]
-    by_rank = [assign.assign_boxes([big, *small], rank)[1] for rank in range(4)]
-    assert [sum(p.holder.here.numel for p in parts) for parts in by_rank] == [16 * (1 << 18) + 128] * 4
-    written = [(p.tensor, p.box) for parts in by_rank for p in parts]
+    assigned = assign.BoxAssignment([big, *small], range(4))
+    by_rank = [assigned.parts_of(rank) for rank in range(4)]
+    assert [sum(holder.here.numel for holder in parts.values()) for parts in by_rank] == [16 * (1 << 18) + 128] * 4
+    written = [place for parts in by_rank for place in parts]
     assert len(written) == len(set(written)) == 4 + 8
+
+
+def test_boxes_are_assigned_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reshard to very many ranks asks for the files of each."""
+    calls: list[int] = []
+    plain = assign.assign_boxes
+    monkeypatch.setattr(assign, "assign_boxes", lambda tensors: calls.append(len(tensors)) or plain(tensors))
+    layout = MeshSpec(Mesh.of(x=4096), (Shard(0),)).layout((5, 2))
+    tensors = [TensorToSave("w", find_dtype("f32"), layout), TensorToSave("v", find_dtype("f64"), layout)]
+    files = find_format("shardwise").plan_files(assign.SaveRequest(tensors, {"dict": []}, range(4096))).all_files()
+    assert [len(file.items) for file in files] == [2] * 5 and calls == [2]
 
 
 def everywhere(ranks: int, shape: tuple[int, ...]) -> Layout:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -143,8 +144,8 @@ def _narrow_box(box: Box, dim: int, start: int, length: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def assign_boxes(tensors: Sequence[TensorToSave], rank: int) -> tuple[list[CutPlan], list[BoxToWrite]]:
-    """The plan of every tensor, and the boxes that this rank writes."""
+def assign_boxes(tensors: Sequence[TensorToSave]) -> tuple[list[CutPlan], dict[int, list[BoxToWrite]]]:
+    """The plan of every tensor, and for each rank those of the boxes with several holders that it writes."""
     kinds = [(tensor.layout, tensor.dtype.itemsize) for tensor in tensors]
     counts = Counter(kinds)
     known = {kind: plan_cut(*kind) for kind in counts}  # one object for each kind: threads may have made one twice
@@ -152,7 +153,7 @@ def assign_boxes(tensors: Sequence[TensorToSave], rank: int) -> tuple[list[CutPl
     load: Counter[int] = Counter()
     for (layout, itemsize), count in counts.items():
         load.update({writer: n * itemsize * count for writer, n in known[layout, itemsize].load.items()})
-    parts = [BoxToWrite(i, box, holder) for i, plan in enumerate(plans) for box, holder in plan.fixed.get(rank, ())]
+    parts: dict[int, list[BoxToWrite]] = {}
     shared = [
         (holders[0].here.numel * tensor.dtype.itemsize, number, box, holders)
         for number, (tensor, plan) in enumerate(zip(tensors, plans, strict=True))
@@ -161,8 +162,7 @@ def assign_boxes(tensors: Sequence[TensorToSave], rank: int) -> tuple[list[CutPl
     for size, number, box, holders in sorted(shared, key=lambda s: (-s[0], s[1], s[2])):
         chosen = min(holders, key=lambda h: (load[h.rank], h.rank))
         load[chosen.rank] += size
-        if chosen.rank == rank:
-            parts.append(BoxToWrite(number, box, chosen))
+        parts.setdefault(chosen.rank, []).append(BoxToWrite(number, box, chosen))
     return plans, parts
 
 
@@ -297,19 +297,30 @@ class BoxAssignment:
 
     tensors: Sequence[TensorToSave]
     ranks: Sequence[int]
-    cuts: list[StoredCut] = field(default_factory=list)
     _parts: dict[int, Mapping[tuple[int, int], Holder]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = sorted({r for layout in {t.layout for t in self.tensors} for r in layout.ranks}) or self.ranks[:1]
-        self.parts_of(self.ranks[0])
+        self.writers = frozenset(self.ranks)
+        plans, self._shared = assign_boxes(self.tensors)
+        self.cuts = [plan.cut for plan in plans]
+        alike: dict[int, tuple[CutPlan, list[int]]] = {}
+        for number, plan in enumerate(plans):
+            alike.setdefault(id(plan), (plan, []))[1].append(number)
+        self._alike = list(alike.values())
 
     def parts_of(self, rank: int) -> Mapping[tuple[int, int], Holder]:
         """The (tensor, box) that a rank writes, each with where the rank has it."""
         if rank not in self._parts:
-            plans, parts = assign_boxes(self.tensors, rank)
-            self.cuts = self.cuts or [plan.cut for plan in plans]
-            self._parts[rank] = {(part.tensor, part.box): part.holder for part in parts}
+            own = [
+                (number, box, holder)
+                for plan, numbers in self._alike
+                if (fixed := plan.fixed.get(rank))
+                for number in numbers
+                for box, holder in fixed
+            ]
+            parts = [*sorted(own, key=itemgetter(0)), *self._shared.get(rank, ())]
+            self._parts[rank] = {(number, box): holder for number, box, holder in parts}
         return self._parts[rank]
 
 

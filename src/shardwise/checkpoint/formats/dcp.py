@@ -449,7 +449,7 @@ class DcpPlan(FilePlan):
         return position
 
     def files_of(self, rank: int) -> Sequence[PlannedFile]:
-        if rank not in self.ranks:
+        if rank not in self._assigned.writers:
             return []
         if rank not in self._files:
             position = self._values_end if rank == self.ranks[0] else 0

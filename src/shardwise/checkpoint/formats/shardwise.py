@@ -91,7 +91,7 @@ class ShardwisePlan(SafetensorsPlan):
         return self.tensors[tensor].name + self.cuts[tensor].labels[box]
 
     def files_of(self, rank: int) -> Sequence[PlannedFile]:
-        if rank not in self.ranks:
+        if rank not in self._assigned.writers:
             return []
         if rank not in self._files:
             boxes = list(self._assigned.parts_of(rank))
