@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import aten, decompose, is_any_autocast_enabled
@@ -419,6 +420,8 @@ for _function in (  # made of operators and of constants: counts, weights, an id
     torch.linalg.matrix_power,
     torch.linalg.matrix_rank,
     torch.unravel_index,
+    torch.ctc_loss,
+    F.ctc_loss,
 ):
     register_plain_maker(_function)
 
@@ -428,6 +431,42 @@ def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> l
     """The dim that is normalised is whole, all others may be sharded."""
     kept = [d for d in range(x.ndim) if d != dim % x.ndim]
     return [_replicated_strategy([x], 1), *(Strategy((Shard(d),), (Shard(d),)) for d in kept)]
+
+
+def _powers(x: Any, *, N: int | None = None) -> Any:
+    """The columns 1, x, x * x, ... of `vander`; torch writes them to a plain tensor."""
+    count = x.shape[-1] if N is None else N
+    if count < 1:
+        raise RuntimeError(f"vander of a tensor of shape {list(x.shape)} with N={count}: N must be at least 1")
+    columns = aten.stack.default([aten.ones_like.default(x), *(x for _ in range(count - 1))], -1)
+    return aten.cumprod.default(columns, x.ndim)
+
+
+def _ordered_powers(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    columns = _powers(x, N=N)
+    return columns if increasing else aten.flip.default(columns, [x.ndim])
+
+
+register_sharding(aten.linalg_vander.default, Steps(_powers))
+register_sharding(aten.vander.default, Steps(_ordered_powers))
+
+
+def _pad_and_stack(
+    sequences: Sequence[Any], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Any:
+    """Sequences of several lengths, each padded to the longest; torch writes them to a plain tensor."""
+    if padding_side not in ("left", "right"):
+        raise RuntimeError(f"pad_sequence with padding_side={padding_side!r}: it is 'left' or 'right'")
+    longest = max(s.shape[0] for s in sequences)
+    padded = []
+    for sequence in sequences:
+        ends = [longest - sequence.shape[0], 0] if padding_side == "left" else [0, longest - sequence.shape[0]]
+        widths = [*(0 for _ in range(2 * (sequence.ndim - 1))), *ends]
+        padded.append(aten.constant_pad_nd.default(sequence, widths, padding_value) if any(widths) else sequence)
+    return aten.stack.default(padded, 0 if batch_first else 1)
+
+
+register_sharding(aten.pad_sequence.default, Steps(_pad_and_stack))
 
 
 # Decompositions of torch use these, which have no gradient of their own.

@@ -323,11 +323,13 @@ def _norm_function(types: Sequence[type], args: tuple[Any, ...], kwargs: dict[st
 def _norm_of(
     x: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
 ) -> Any:
-    if p == "nuc" or out is not None:
+    if out is not None:
         raise UnsupportedOpError(
-            f"torch.norm with p={p!r} and {'an' if out is not None else 'no'} out tensor: of a ShardedTensor it takes "
-            "a number or 'fro' for p, and no out"
+            "torch.norm of a ShardedTensor with an out tensor: call it without, then out.copy_(...)"
         )
+    if p == "nuc":
+        pair = (-2, -1) if dim is None else dim
+        return torch.linalg.matrix_norm(x, "nuc", pair, keepdim, dtype=dtype)
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 

@@ -1,0 +1,54 @@
+"""Functions in which torch itself makes plain tensors: lengths, columns of ones, a tensor to be filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tests.dense import S0, S1, P, R, check, numbers
+
+LAYOUTS = (S0, S1, R, P)
+X = numbers(4, 4).requires_grad_()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ctc_loss_takes_lengths_as_numbers(layout: str) -> None:
+    def program(x: Any, target: Tensor) -> list[Any]:
+        one, two = (x.reshape(shape).log_softmax(2) for shape in ((4, 1, 4), (2, 2, 4)))
+        return [F.ctc_loss(one, target[:1], (4,), (2,)), F.ctc_loss(two, target[:, :1], [2, 2], [1, 1])]
+
+    check(program, (layout, R), (X, torch.tensor([[1, 2], [3, 1]])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vander(layout: str) -> None:
+    """Without gradients: torch's own writes to what its backward pass needs."""
+    whole = X.detach()
+    check(lambda x: torch.vander(x[0]), (layout,), (whole,), grad=False)
+    check(lambda x: torch.vander(x[:, 1], 3, increasing=True), (layout,), (whole,), grad=False)
+    check(lambda x: torch.linalg.vander(x, N=3), (layout,), (whole,), grad=False)
+    check(lambda x: torch.vander(x[0], 1), (layout,), (whole,), grad=False)
+    if layout != P:
+        check(lambda x: torch.vander(x[0]), (layout,), (torch.arange(16).reshape(4, 4) % 3,), grad=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_pad_sequence(layout: str, batch_first: bool) -> None:
+    def program(x: Any) -> list[Any]:
+        rows = [x[0], x[1, :2], x[2, :3]]
+        blocks = [x[:3], x[:1], x]
+        return [pad_sequence(rows, batch_first, 0.5), pad_sequence(blocks, batch_first, -1.0, padding_side="left")]
+
+    check(program, (layout,), (X,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nuclear_norm(layout: str) -> None:
+    for program in (lambda x: x.norm("nuc"), lambda x: torch.norm(x, "nuc"), lambda x: x.norm("nuc", (0, 1), True)):
+        check(program, (layout,), (X,), rtol=1e-7, atol=1e-9)
