@@ -1,14 +1,18 @@
-"""Does the source keep its shape: imports that point down, a core without torch, small files and functions?
+"""Does the source keep its shape: imports that point down, a core without torch, few files that are topics?
 
 1. Every import of the package is found by parsing, also those inside functions and under TYPE_CHECKING.
 2. A module's layer is that of its top folder; it may import its own layer and those below.
 3. What must load without torch is loaded in a fresh interpreter, which reports the modules it holds.
+4. Constants that start with MOST say how much there is today. They are lowered with every step that makes it less, and
+   never raised: a new case changes a mechanism, it does not stand beside it.
 """
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +45,15 @@ LEAF, TOP = -1, 7
 PURE = ("geometry", "transfer")
 LAZY = ("shardwise", "shardwise.cli", "shardwise.testing")  # may import inside functions: start-up must not load torch
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 900, 70
+MOST_FILES = 181  # modules of the package; the aim is 170
+MOST_FILES_IN_A_FOLDER = 16
+MOST_SINGLE_IMPORTERS = 32  # modules that one other module imports; the aim is 25
+MOST_OWN_CACHES = 20  # modules that take a cache from functools instead of `_cache.py`
+MOST_DIALECT = 36  # names with a word of DIALECT, counted once for each module
+# PyTorch, JAX and MPI have other words: received, placement, owner, register, handshake, irregular, prefetch.
+DIALECT = """told homes home belongs teach door cards knocked stands_for make_again travels_early two_step torch_words
+ in_pieces"""
+NAMED_TWICE = {"Shard"}  # the placement, and the local shard of torch's old API: both are public
 IMPORT_CALLS = {"importlib.import_module", "import_module", "__import__"}
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "tensor", "zeros"}
 FACTORIES |= {"rand", "randint", "randn", "randperm"}
@@ -198,6 +211,60 @@ def find_gathers(root: Path) -> list[str]:
     ]
 
 
+def find_crowded_folders(root: Path) -> list[str]:
+    """Folders with more modules than a folder may have."""
+    counts = Counter(path.parent for path in modules(root).values())
+    return [f"{d.relative_to(root)}: {n} files" for d, n in counts.items() if n > MOST_FILES_IN_A_FOLDER]
+
+
+def find_single_importers(root: Path) -> list[str]:
+    """Modules that one other module imports when it is loaded: such a file is often a part of that one."""
+    known = modules(root)
+    importers = Counter(target for targets in load_time_graph(root).values() for target in targets)
+    return [name for name, count in importers.items() if count == 1 and known[name].name != "__init__.py"]
+
+
+def find_classes_named_twice(root: Path) -> list[str]:
+    """Names of classes that several modules define."""
+    nodes = (node for path in modules(root).values() for node in ast.walk(tree_of(path)))
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return [name for name, count in counts.items() if count > 1 and name not in NAMED_TWICE]
+
+
+def find_probes_of_comms(root: Path) -> list[str]:
+    """Calls that ask a comm for an attribute by name: what a transport can do is a value, `Capabilities`."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, path in modules(root).items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("hasattr", "getattr")
+        and ast.unparse(node.args[0]).split(".")[-1].lstrip("_") in ("comm", "engine", "transport")
+    ]
+
+
+def find_own_caches(root: Path) -> list[str]:
+    """Modules that import a cache of functools, which no other file can clear or bound."""
+    wanted = {"functools.cache", "functools.lru_cache"}
+    return [
+        name
+        for name, path in modules(root).items()
+        if name != "shardwise._cache" and wanted & {item.target for item in imports_of(name, path)}
+    ]
+
+
+def find_dialect(root: Path) -> list[str]:
+    """Names of functions, classes, variables and attributes with a word of DIALECT in them."""
+    found = set()
+    for name, path in modules(root).items():
+        for node in ast.walk(tree_of(path)):
+            for used in (getattr(node, field, None) for field in ("name", "id", "arg", "attr")):
+                if isinstance(used, str):
+                    words = "_" + re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", used).lower() + "_"
+                    found |= {f"{name}: {used}" for word in DIALECT.split() if f"_{word}_" in words}
+    return sorted(found)
+
+
 def _makes_tensor_anywhere(call: ast.Call) -> bool:
     made = (
         isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch" and call.func.attr in FACTORIES
@@ -251,6 +318,37 @@ def test_entrances_load_without_torch(name: str) -> None:
 
 def test_files_and_functions_are_small() -> None:
     assert too_long(SRC) == []
+
+
+def test_files_are_few() -> None:
+    assert len(modules()) <= MOST_FILES, "join the new file with the topic it belongs to"
+
+
+def test_folders_are_not_crowded() -> None:
+    assert find_crowded_folders(SRC) == []
+
+
+def test_modules_with_one_importer_are_few() -> None:
+    found = find_single_importers(SRC)
+    assert len(found) <= MOST_SINGLE_IMPORTERS, found
+
+
+def test_a_class_name_exists_once() -> None:
+    assert find_classes_named_twice(SRC) == []
+
+
+def test_comms_are_not_probed() -> None:
+    assert find_probes_of_comms(SRC) == []
+
+
+def test_caches_come_from_one_file() -> None:
+    found = find_own_caches(SRC)
+    assert len(found) <= MOST_OWN_CACHES, found
+
+
+def test_names_are_of_plain_words() -> None:
+    found = find_dialect(SRC)
+    assert len(found) <= MOST_DIALECT, found
 
 
 # Each check above is shown to fail on a package that breaks its rule.
@@ -335,3 +433,39 @@ def test_tensor_on_the_default_device_is_reported(tmp_path: Path) -> None:
 def test_question_that_does_not_go_through_agree_is_reported(tmp_path: Path) -> None:
     root = write_package(tmp_path, nn="def f(comm):\n    comm.all_gather_bytes(b'', label='x')\n")
     assert find_gathers(root) == ["shardwise.nn:2"]
+
+
+def test_crowded_folder_is_reported(tmp_path: Path) -> None:
+    files = {f"nn__m{number}": "" for number in range(MOST_FILES_IN_A_FOLDER + 1)}
+    root = write_package(tmp_path, **files)
+    assert find_crowded_folders(root) == [f"shardwise/nn: {len(files)} files"] and len(modules(root)) == len(files)
+
+
+def test_module_with_one_importer_is_reported(tmp_path: Path) -> None:
+    two = "from shardwise.nn import a, b\n"
+    root = write_package(tmp_path, nn__a="", nn__b="", nn__c=two, nn__d="from shardwise.nn import a\n")
+    assert find_single_importers(root) == ["shardwise.nn.b"]
+
+
+def test_class_that_is_named_twice_is_reported(tmp_path: Path) -> None:
+    source = "class Move: ...\nclass Shard: ...\n"
+    root = write_package(tmp_path, nn__a=source, nn__b=source)
+    assert find_classes_named_twice(root) == ["Move"]
+
+
+def test_probe_of_a_comm_is_reported(tmp_path: Path) -> None:
+    source = "hasattr(comm, 'lend')\ngetattr(self._comm, 'x', None)\nhasattr(module, 'x')\n"
+    root = write_package(tmp_path, nn__a=source)
+    assert [line.partition(": ")[0] for line in find_probes_of_comms(root)] == ["shardwise.nn.a:1", "shardwise.nn.a:2"]
+
+
+def test_cache_of_its_own_is_reported(tmp_path: Path) -> None:
+    caches = {"nn__a": "from functools import lru_cache\n", "nn__b": "from functools import partial\n"}
+    root = write_package(tmp_path, _cache="from functools import lru_cache\n", **caches)
+    assert find_own_caches(root) == ["shardwise.nn.a"]
+
+
+def test_word_of_the_dialect_is_reported(tmp_path: Path) -> None:
+    source = "def _bring_home(x): ...\nclass TwoStep: ...\nhomeland = told\nx.belongs\n"
+    root = write_package(tmp_path, nn=source)
+    assert [line.partition(": ")[2] for line in find_dialect(root)] == ["TwoStep", "_bring_home", "belongs", "told"]
