@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans
+from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans, sync
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -25,6 +25,7 @@ SECTIONS: dict[str, Section] = {
     "move": lambda tiny: move.run(move.TINY if tiny else move.MoveBenchSizes()),
     "gpu": lambda tiny: gpu.run(gpu.TINY if tiny else gpu.GpuBenchSizes()),
     "hosts": lambda tiny: hosts.run(hosts.TINY if tiny else hosts.HostBenchSizes()),
+    "sync": lambda tiny: sync.run(sync.TINY if tiny else sync.SyncBenchSizes()),
     "checkpoint": lambda tiny: checkpoint.run(checkpoint.TINY if tiny else checkpoint.CheckpointBenchSizes()),
 }
 

@@ -82,6 +82,12 @@ def test_modules_runs_and_gives_lookups_and_steps(tmp_path: Path, capsys: pytest
     assert isinstance(sharded["rows"], list) and len(sharded["rows"]) == 1
 
 
+def test_sync_runs_and_checks_what_arrives(tmp_path: Path) -> None:
+    (table,) = _tables("sync", tmp_path)
+    assert isinstance(table["rows"], list)
+    assert [row[0] for row in table["rows"]][-3:] == ["push", "pull", "push and pull"]
+
+
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["speed"])

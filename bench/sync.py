@@ -1,0 +1,140 @@
+"""Weights from 4 ranks to 2 others: push and pull beside raw messages of the same bytes, and beside whole parameters.
+
+All ranks are processes of one world, so that all contenders run in one program and in turns. The trainer's 4 ranks have
+rows of every tensor, the server's 2 ranks want rows. Raw: one message of gloo for each pair of ranks. Whole parameters:
+each is gathered on one rank and broadcast to the server's ranks, which cut their part out, as many projects do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise
+from bench.report import Figures
+from shardwise.comm import LocalWorld, default_comm
+
+TRAINERS, SERVERS = (0, 1, 2, 3), (4, 5)
+WIDTH = 1024
+ADDRESS, TOKEN = "tcp://127.0.0.1:29644", "of the benchmark"
+
+
+@dataclass(frozen=True)
+class SyncBenchSizes:
+    """Megabytes in so many tensors, and how often."""
+
+    megabytes: int = 256
+    tensors: int = 300
+    repeats: int = 7
+
+
+TINY = SyncBenchSizes(megabytes=2, tensors=8, repeats=1)
+
+
+def run(sizes: SyncBenchSizes) -> list[Figures]:
+    """Run all contenders in a world of six processes."""
+    with LocalWorld(len(TRAINERS) + len(SERVERS), timeout=300.0) as world:
+        found = world.run(_measure, sizes)
+    names = list(found[0])
+    seconds = {name: [max(turn) for turn in zip(*(rank[name] for rank in found), strict=True)] for name in names}
+    raw = median(seconds["raw messages (gloo)"])
+    nbytes = _rows(sizes) * sizes.tensors * WIDTH * 4
+    rows = [
+        [name, median(spans) * 1000, nbytes / median(spans) / 1e9, median(spans) / raw]
+        for name, spans in seconds.items()
+    ]
+    return [
+        Figures(
+            f"sync: {nbytes / 1e6:.0f} MB in {sizes.tensors} tensors, 4 -> 2 processes of one host",
+            ["contender", "ms", "GB/s", "of raw"],
+            rows,
+            ["Medians; a turn ends when the last rank is done. Pushes copy into slots; pulls stage, then copy."],
+        )
+    ]
+
+
+def _rows(sizes: SyncBenchSizes) -> int:
+    return max(4, sizes.megabytes * 10**6 // (sizes.tensors * WIDTH * 4) // 4 * 4)
+
+
+def _measure(sizes: SyncBenchSizes) -> dict[str, list[float]]:
+    """The seconds of each contender on this rank, turn by turn."""
+    comm, rows = default_comm(), _rows(sizes)
+    rank = comm.rank
+    ours = comm.subset(TRAINERS if rank in TRAINERS else SERVERS)
+    ranks = TRAINERS if rank in TRAINERS else SERVERS
+    layout = shardwise.ChunkSpec(0, ranks=list(ranks)).layout((rows, WIDTH))
+    local = [torch.full(layout.local_shapes(rank)[0], float(rank)) for _ in range(sizes.tensors)]
+    state = {f"w{i}": shardwise.from_local(x, layout, comm=ours) for i, x in enumerate(local)}
+    pairs = [dist.new_group([0, *SERVERS]), dist.new_group(list(TRAINERS))]
+    link: Any
+    if rank in TRAINERS:
+        link = shardwise.sync.publish(state, ADDRESS, token=TOKEN, comm=ours)
+    else:
+        link = shardwise.sync.subscribe(state, ADDRESS, token=TOKEN, comm=ours)
+    spans: dict[str, list[float]] = {}
+    contenders: dict[str, Callable[[int], None]] = {
+        "raw messages (gloo)": lambda _: _raw(rank, rows * WIDTH // 4 * sizes.tensors),
+        "whole parameters, gathered and broadcast": lambda _: _whole(rank, local, rows, pairs),
+    }
+    for turn in range(sizes.repeats + 1):
+        for name, contender in contenders.items():
+            _time(spans, name, contender, turn)
+        _time(spans, "push", lambda t: link.push(t) if rank in TRAINERS else None, turn)
+        _time(spans, "pull", lambda _: link.pull() if rank in SERVERS else None, turn)
+        _time(spans, "push and pull", lambda t: _sync(link, rank, t), turn)
+    if rank in SERVERS:
+        assert all(float(x[0, 0]) == (rank - 4) * 2 for x in local), "wrong values arrived"
+    link.close()
+    return {name: found[1:] for name, found in spans.items()}  # the first turn plans and allocates
+
+
+def _time(spans: dict[str, list[float]], name: str, contender: Callable[[int], object], turn: int) -> None:
+    dist.barrier()
+    start = time.perf_counter()
+    contender(turn)
+    spans.setdefault(name, []).append(time.perf_counter() - start)
+
+
+def _sync(link: Any, rank: int, turn: int) -> None:
+    if rank in TRAINERS:
+        link.push(1000 + turn)
+    else:
+        link.pull()
+
+
+_buffers: dict[int, Tensor] = {}
+
+
+def _raw(rank: int, count: int) -> None:
+    """One message of all its bytes from each trainer to the server that needs them."""
+    if rank in TRAINERS:
+        data = _buffers.setdefault(rank, torch.ones(count))
+        dist.send(data, SERVERS[rank // 2])
+        return
+    works = []
+    for source in TRAINERS:
+        if SERVERS[source // 2] == rank:
+            works.append(dist.irecv(_buffers.setdefault(source, torch.empty(count)), source))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _whole(rank: int, local: Sequence[Tensor], rows: int, groups: Sequence[Any]) -> None:
+    """Each parameter as a whole on rank 0, then on the servers, which keep their rows."""
+    for x in local:
+        whole = torch.empty(rows, WIDTH)
+        if rank in TRAINERS:
+            dist.gather(x, list(whole.chunk(len(TRAINERS))) if rank == 0 else None, 0, group=groups[1])
+        if rank == 0 or rank in SERVERS:
+            dist.broadcast(whole, 0, group=groups[0])
+        if rank in SERVERS:
+            x.copy_(whole.chunk(len(SERVERS))[rank - SERVERS[0]])
