@@ -33,6 +33,8 @@ def test_vander(layout: str) -> None:
     check(lambda x: torch.vander(x[:, 1], 3, increasing=True), (layout,), (whole,), grad=False)
     check(lambda x: torch.linalg.vander(x, N=3), (layout,), (whole,), grad=False)
     check(lambda x: torch.vander(x[0], 1), (layout,), (whole,), grad=False)
+    check(lambda x: torch.linalg.vander(x[0, 1], N=2), (layout,), (whole,), grad=False)
+    check(lambda x: torch.linalg.vander(x), (layout,), (whole,), grad=False)
     if layout != P:
         check(lambda x: torch.vander(x[0]), (layout,), (torch.arange(16).reshape(4, 4) % 3,), grad=False)
 

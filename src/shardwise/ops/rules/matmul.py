@@ -435,6 +435,7 @@ def safe_softmax(x: TensorMeta, dim: int, dtype: torch.dtype | None = None) -> l
 
 def _powers(x: Any, *, N: int | None = None) -> Any:
     """The columns 1, x, x * x, ... of `vander`; torch writes them to a plain tensor."""
+    x = x if x.ndim else aten.unsqueeze.default(x, 0)  # a number is one row
     count = x.shape[-1] if N is None else N
     if count < 1:
         raise RuntimeError(f"vander of a tensor of shape {list(x.shape)} with N={count}: N must be at least 1")
@@ -443,6 +444,8 @@ def _powers(x: Any, *, N: int | None = None) -> Any:
 
 
 def _ordered_powers(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    if x.ndim != 1:
+        raise RuntimeError(f"vander of a tensor of shape {list(x.shape)}: it takes one of 1 dim; see linalg.vander")
     columns = _powers(x, N=N)
     return columns if increasing else aten.flip.default(columns, [x.ndim])
 
