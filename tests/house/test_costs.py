@@ -1,0 +1,136 @@
+"""Does a warm call take no more steps than it did? Counted, not timed: calls of our Python functions, exchanges, bytes.
+
+1. A count is the least of a few repeats of a warm call on one rank, whose thread alone is looked at.
+2. MOST says how many there are today, and a little more. It is lowered when a path becomes shorter, and raised only with
+   the reason: a call is about 0.1 us, and a warm operator has to cost less than what it computes.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise import Comm, Mesh, ModelPlan, run_local, shard, shard_module
+from shardwise.comm import use_comm
+from tests.moving import CountingComm
+
+SOURCE = str(Path(shardwise.__file__).parent)
+REPEATS = 7
+MOST = {  # calls, exchanges, bytes
+    "x + y": (1, 0, 0),
+    "x.t()": (1, 0, 0),
+    "x @ w": (14, 0, 0),
+    "x @ w, backward": (90, 0, 0),
+    "x += 1": (8, 0, 0),
+    "pending sum": (1, 0, 0),
+    "move": (400, 1, 128),  # calls of moves differ a little with the order in which the ranks' threads come
+    "gather": (220, 1, 256),
+    "step": (1450, 3, 1088),
+}
+
+
+def count_calls(call: Callable[[], Any]) -> int:
+    """How many functions of ours this thread calls in a call; the least of a few, after some that warm up."""
+    found = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+            found[-1] += 1
+
+    for _ in range(4):
+        call()
+    gc.disable()  # what a collection ends may call functions as well
+    try:
+        for _ in range(REPEATS):
+            found.append(0)
+            sys.setprofile(note)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+    finally:
+        gc.enable()
+    return min(found)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+PLAN = ModelPlan(Mesh.of(tp=2), {"0.weight": "S(0)", "0.bias": "S(0)", "2.weight": "S(1)"})
+
+
+def make_calls() -> dict[str, Callable[[], Any]]:
+    """Calls by name, each on tensors of its own."""
+    rows, columns = (shard(torch.ones(8, 8), f"on tp=2: S({dim})") for dim in (0, 1))
+    weight = shard(torch.ones(8, 8), "on tp=2: R").requires_grad_()
+    model = shard_module(make_model(), PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.ones(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return {
+        "x + y": lambda: rows + rows,
+        "x.t()": lambda: rows.t(),
+        "x @ w": lambda: rows @ weight,
+        "x @ w, backward": lambda: (rows @ weight).sum().backward(),
+        "x += 1": lambda: rows.add_(1.0),
+        "pending sum": lambda: columns.sum(1),
+        "move": lambda: rows.redistribute("on tp=2: S(1)"),
+        "gather": lambda: rows.full(),
+        "step": step,
+    }
+
+
+def count_all() -> dict[str, tuple[int, int, int]]:
+    """The calls, exchanges and bytes of each, on rank 0 of two whose moves are exchanges as between processes."""
+
+    def body(comm: Comm) -> dict[str, tuple[int, int, int]]:
+        counting = CountingComm(comm)
+        with use_comm(counting):
+            found = {}
+            for name, call in make_calls().items():
+                calls = count_calls(call)
+                counting.exchanges.clear()
+                call()
+                found[name] = calls, len(counting.exchanges), sum(size for _, size in counting.exchanges)
+            return found
+
+    counts: dict[str, tuple[int, int, int]] = run_local(body, 2, timeout=60.0)[0]
+    return counts
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, tuple[int, int, int]]:
+    return count_all()
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_warm_call_takes_no_more_than_it_did(counts: dict[str, tuple[int, int, int]], name: str) -> None:
+    found = dict(zip(("calls", "exchanges", "bytes"), counts[name], strict=True))
+    most = dict(zip(("calls", "exchanges", "bytes"), MOST[name], strict=True))
+    assert all(found[kind] <= most[kind] for kind in found), f"{name}: {found}, at most {most}"
+
+
+def test_every_call_is_looked_at(counts: dict[str, tuple[int, int, int]]) -> None:
+    assert counts.keys() == MOST.keys()
+
+
+def test_one_more_call_is_counted() -> None:
+    layout = shardwise.parse_spec("on tp=2: S(0)").layout((4,))
+    once = count_calls(lambda: layout.shape)
+    assert count_calls(lambda: [layout.pieces_of(0), layout.shape]) > once
