@@ -727,7 +727,11 @@ def rename_index(index: Index, names: NameMap) -> Index:
     """An index under other names: renamed tensors are entries of the outermost dict, others stay where they are."""
     tensors = names.apply(index.tensors)
     kept = {name for name in tensors if tensors[name] is index.tensors.get(name)}
-    tree = _edit_tree(index.tree, lambda _, node: node if not _is_tensor(node) or node["tensor"] in kept else _GONE)
+
+    def keep(_: str, node: Json) -> Json:
+        return _GONE if isinstance(node, dict) and "tensor" in node and node["tensor"] not in kept else node
+
+    tree = _edit_tree(index.tree, keep)
     tree = {"dict": []} if tree is _GONE else tree
     if not (isinstance(tree, dict) and "dict" in tree):
         raise CheckpointError("the state is not a dict, so that tensors cannot get other names in it")
@@ -764,10 +768,6 @@ def _keep_names(index: Index, named: Mapping[str, str], chosen: Collection[str])
     tree = _edit_tree(index.tree, lambda name, node: node if name in chosen else _GONE)
     opaque = tuple(name for name in index.opaque if name in chosen)
     return replace(index, tensors=tensors, tree={"dict": []} if tree is _GONE else tree, opaque=opaque)
-
-
-def _is_tensor(node: Json) -> bool:
-    return isinstance(node, dict) and "tensor" in node
 
 
 def _dict_children(node: Json) -> list[tuple[Any, Json]] | None:

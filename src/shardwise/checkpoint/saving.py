@@ -23,11 +23,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
@@ -277,6 +277,11 @@ class FileWriter:
         parts = data if data is not None and 0 < len(data) <= BLOCK_BYTES else self._parts(values)
         self._sums.append(write_item(self._output, begin, parts, self._plan.crc, lasting=True))
 
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Write the next items."""
+        for tensor in tensors:
+            self.add(tensor)
+
     def _parts(self, values: Tensor) -> Iterator[memoryview]:
         for part in iterate_host_bytes(values):
             self._check()
@@ -362,8 +367,9 @@ def save(
     max_file_bytes: int | None = None,
     format: str = "shardwise",
 ) -> Saving | None:
-    """Save a nested state of tensors, numbers and strings; all ranks of the comm call it.
+    """Save a nested state of tensors, numbers, strings, modules and optimizers; all ranks of the comm call it.
 
+    Objects with `state_dict` and `load_state_dict` are saved by it; state of optimizers is named by parameter.
     The folder `path` is replaced at once when everything is on disk. With `async_op`, the tensors are copied to host
     memory and written in the background; `wait()` of what is returned, or the next save or load, waits for it.
     `format` may also be "dcp" (torch.distributed.checkpoint) or "hf" (Hugging Face; see `save_hf`).
@@ -536,8 +542,7 @@ def write_rank_files(
     for file in plan.files.files_of(rank):
         writer = _open_file(plan, file, check)
         try:
-            for _ in file.items:
-                writer.add(next(values))
+            writer.add_all(islice(values, len(file.items)))
             records.append(_record(file, writer.finish()))
             plan.folder.deliver(file.name)
         except BaseException:
@@ -566,31 +571,22 @@ def _write_gathered_file(
         tensors = [plan.files.tensors[item.tensor] for item in batch]
         whole = _gather_on_owner(tensors, plan, owner, comm, max_buffer_bytes)
         if writer is not None and problem is None:
-            _, problem = run_or_describe_error(partial(_add_all, writer, whole))
+            _, problem = run_or_describe_error(partial(writer.add_all, whole))
     if writer is None:
         return None, problem
     if problem is not None:
         writer.abandon()
         return None, problem
-    sums, problem = run_or_describe_error(partial(_finish_file, plan, file, writer))
+    sums, problem = run_or_describe_error(writer.finish)
+    if problem is None:
+        _, problem = run_or_describe_error(partial(plan.folder.deliver, file.name))
     return None if problem else _record(file, sums), problem
-
-
-def _finish_file(plan: SavePlan, file: PlannedFile, writer: FileWriter) -> list[ItemSums]:
-    sums = writer.finish()
-    plan.folder.deliver(file.name)
-    return sums
 
 
 def _open_file(plan: SavePlan, file: PlannedFile, check: Callable[[], None] = lambda: None) -> FileWriter:
     plan.folder.find()
     plan.folder.forget_replaced(file.name)
     return FileWriter(plan.folder.work, plan.files, file, check)
-
-
-def _add_all(writer: FileWriter, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        writer.add(tensor)
 
 
 def _split_into_batches(plan: FilePlan, items: Sequence[FileItem], max_bytes: int) -> Iterator[list[FileItem]]:

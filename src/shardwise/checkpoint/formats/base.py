@@ -18,6 +18,7 @@ So every rank finds the same answer without asking, and so does a process that o
 
 from __future__ import annotations
 
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -332,6 +333,7 @@ class Format(ABC):
     - `suffixes`: how the names of its other files end; a folder with other files is never replaced.
     - `writable`: whether checkpoints are written in it, or only read.
     - `companions`: the names of files beside the tensors that are copied along, such as "config.json".
+    - `writer_name`: what the names of the files of a rank are like, with its number, if they say so.
     - `model_only`: it stores the tensors of a model, not what a training run has besides.
     - `has_values`, `has_layouts`, `has_copies`: whether it stores values that are not tensors, which rank stored what,
       and which ranks had copies of it.
@@ -343,6 +345,7 @@ class Format(ABC):
     suffixes: tuple[str, ...]
     writable = True
     companions: tuple[str, ...] = ()
+    writer_name: re.Pattern[str] | None = None
     model_only = False
     has_values = True
     has_layouts = True
@@ -366,7 +369,8 @@ class Format(ABC):
 
     def writer_of(self, file_name: str) -> int | None:
         """The rank that wrote a file, if its name says so."""
-        return None
+        found = None if self.writer_name is None else self.writer_name.fullmatch(file_name)
+        return int(found[1]) if found else None
 
     @abstractmethod
     def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:

@@ -399,7 +399,6 @@ def _branch_to_json(found: Any) -> Json:
 DCP_NAME = ".metadata"
 TreePath = tuple[str | int, ...]
 _COMMON_RECORDS = {ORDER: b"little", VERSION: b"3\n"}
-_WRITER = re.compile(r"(?:[0-9a-f]+-)?__(\d{1,9})_\d+\.distcp")
 
 
 class DcpFormat(Format):
@@ -410,9 +409,7 @@ class DcpFormat(Format):
     index_names = (DCP_NAME,)
     suffixes = (".distcp",)
 
-    def writer_of(self, file_name: str) -> int | None:
-        found = _WRITER.fullmatch(file_name)
-        return int(found[1]) if found else None
+    writer_name = re.compile(r"(?:[0-9a-f]+-)?__(\d{1,9})_\d+\.distcp")
 
     def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         return read_dcp_index(folder, folder.read(index_name))

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from shardwise.checkpoint.index import (
     SUM_DIGITS,
     FileEntry,
     Index,
-    Json,
     StoredCut,
     TensorEntry,
     check_name_bytes,
@@ -50,7 +50,6 @@ _FORMAT = "shardwise"
 _VERSION = 1
 _KEYS = {"format", "version", "checksum", "block_bytes", "files", "cuts", "tensors", "tree", "index_sum"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
-_WRITER = re.compile(r"(?:[0-9a-f]+-)?rank(\d{1,9})-\d+\.safetensors")
 _SUM_KEY = ',"index_sum":"'  # the last entry of an index: the checksum of all that comes before it
 _SUMS = re.compile(f"(?:[0-9a-f]{{{SUM_DIGITS}}})*")
 
@@ -64,9 +63,7 @@ class ShardwiseFormat(Format):
     suffixes = (".safetensors",)
     has_copies = True
 
-    def writer_of(self, file_name: str) -> int | None:
-        found = _WRITER.fullmatch(file_name)
-        return int(found[1]) if found else None
+    writer_name = re.compile(r"(?:[0-9a-f]+-)?rank(\d{1,9})-\d+\.safetensors")
 
     def read_index(self, folder: ReadableFolder, index_name: str) -> tuple[Index, str]:
         data = folder.read(index_name)
@@ -135,7 +132,10 @@ def index_to_bytes(index: Index) -> bytes:
         "checksum": "xxh3-64",
         "block_bytes": index.block_bytes,
         "files": [[f.name, f.bytes, f.data_start, f.header_sum] for f in index.files],
-        "cuts": [_cut_json(by_number[number]) for number in range(len(by_number))],
+        "cuts": [
+            {"shape": cut.shape, "offsets": cut.offsets.tolist(), "sizes": cut.sizes.tolist(), "spec": cut.spec}
+            for _, cut in sorted(by_number.items(), key=itemgetter(0))
+        ],
         "tensors": {
             e.name: [e.dtype.torch_name, cuts[id(e.cut)], list(e.files), list(e.begins), list(e.sums)]
             for e in index.tensors.values()
@@ -144,10 +144,6 @@ def index_to_bytes(index: Index) -> bytes:
     }
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[:-1]
     return data + f'{_SUM_KEY}{checksum(data)}"}}'.encode()
-
-
-def _cut_json(cut: StoredCut) -> Json:
-    return {"shape": cut.shape, "offsets": cut.offsets.tolist(), "sizes": cut.sizes.tolist(), "spec": cut.spec}
 
 
 def parse_index(data: bytes, name: str) -> Index:
