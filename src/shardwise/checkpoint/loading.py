@@ -221,8 +221,8 @@ def load(
 ) -> Any:
     """Fill the tensors of a state from a checkpoint of any layout and world size; return the state.
 
-    All ranks of the comm call it. Numbers and strings are replaced by the stored ones. Modules and optimizers, and other
-    objects with `load_state_dict`, get what is stored for them; state that an optimizer does not have yet is made.
+    All ranks of the comm call it. Numbers and strings are replaced by the stored ones. Modules, optimizers and other
+    objects with `load_state_dict` get what is stored for them; state that an optimizer does not have yet is made.
 
     - `strict`: every entry of the state is stored, and nothing else is; else what both have is loaded.
     - `names`: a dict or function from names in the state to stored names; None for a name leaves the entry as it is.
