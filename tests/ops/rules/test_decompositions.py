@@ -74,6 +74,23 @@ def test_multi_margin_loss_has_the_gradient_of_the_margin(layout: str, reduction
     )
 
 
+@pytest.mark.parametrize("layout", ["on tp=2 @ 0-1: S(0)", "on tp=2 @ 1-2: S(1)", "on tp=1 @ 2: R"])
+def test_margin_losses_where_a_rank_has_nothing(layout: str) -> None:
+    for reduction in ("none", "mean", "sum"):
+        check(
+            lambda x, r=reduction: F.multilabel_margin_loss(x, (x.detach() * 0).long(), reduction=r),
+            (layout,),
+            (SCORES,),
+            world=3,
+        )
+        check(
+            lambda x, r=reduction: F.multi_margin_loss(x, x.detach().argmax(1), p=2, reduction=r),
+            (layout,),
+            (SCORES,),
+            world=3,
+        )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_distances_of_equal_rows_have_a_gradient(layout: str) -> None:
     rows = numbers(30, 4)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import assert_async, aten, reduction_number
+from shardwise._torch import assert_async, aten, decomposition_table, reduction_number
 from shardwise.comm import Comm
 from shardwise.comm.stand_in import is_tracing
 from shardwise.geometry import Partial, Placement, Replicate, Shard
@@ -98,25 +98,31 @@ for _op in (
 
 def _register_row_loss(op: Any) -> None:
     """Register the rule of a loss that compares the scores of a row: rows may be sharded."""
+    local = partial(_row_loss_part, op)
 
     def rule(*args: Any, **kwargs: Any) -> list[Strategy]:
         bound = arguments_by_name(op, args, kwargs)
-        scores, reduction = bound["self"], bound["reduction"]
         metas = [value for value in bound.values() if isinstance(value, TensorMeta)]
-        found = [Strategy((Replicate(),), (Replicate(),) * len(metas))]
-        if scores.ndim < 2:
+        found = [Strategy((Replicate(),), (Replicate(),) * len(metas), local)]
+        if bound["self"].ndim < 2:
             return found
-        local = partial(_mean_row_loss_part, op) if reduction == MEAN else None
-        loss: Placement = Shard(0) if reduction == NONE else Partial("sum")
+        loss: Placement = Shard(0) if bound["reduction"] == NONE else Partial("sum")
         return [*found, Strategy((loss, Shard(0)), (Shard(0), Shard(0), *(Replicate() for _ in metas[2:])), local)]
 
     register_sharding(op)(rule)
 
 
-def _mean_row_loss_part(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Any:
-    """This rank's share of a mean over rows."""
-    summed = op(**{**arguments_by_name(op, args, kwargs), "reduction": SUM})
-    rows = view.shapes[0][0]
+def _row_loss_part(op: Any, view: LocalView, *args: Any, **kwargs: Any) -> Any:
+    """This rank's share: of a mean its sum over the number of all rows.
+
+    The operator's backward pass takes no tensors without values; there the decomposition has the same shapes.
+    """
+    bound = arguments_by_name(op, args, kwargs)
+    compute = decomposition_table[op] if bound["self"].is_meta else op
+    if bound["reduction"] != MEAN:
+        return compute(*bound.values())
+    summed, shape = compute(*{**bound, "reduction": SUM}.values()), view.shapes[0]
+    rows = shape[0] if len(shape) > 1 else 1
     return (summed[0] / rows, *summed[1:]) if isinstance(summed, tuple) else summed / rows
 
 
