@@ -233,16 +233,7 @@ def format_placement(placement: Placement) -> str:
     >>> format_placement(Shard(0, groups=(8, 4, 4))), format_placement(Partial("max")), format_placement(Replicate())
     ('S(0) groups(8,4,4)', 'P(max)', 'R')
     """
-    if isinstance(placement, Replicate):
-        return "R"
-    if isinstance(placement, Partial):
-        return f"P({placement.op})"
-    rule = [
-        f" {name}({_join_numbers(v)})" for name in ("sizes", "groups") if (v := getattr(placement, name)) is not None
-    ]
-    rule += [f" block({placement.block})"] if placement.block is not None else []
-    rule += [f" owners({_join_numbers(placement.owners.ranks.tolist())})"] if placement.owners is not None else []
-    return f"S({placement.dim}){''.join(rule)}"
+    return placement.format()
 
 
 def _join_numbers(numbers: Sequence[int]) -> str:

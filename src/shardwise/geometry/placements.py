@@ -279,6 +279,29 @@ class Shard(_Questions):
         """
         return self if dim == self.dim else replace(self, dim=dim)
 
+    @property
+    def dual(self) -> Placement:
+        """The placement of a gradient: the same."""
+        return self
+
+    def format(self) -> str:
+        """Write it in the notation.
+
+        >>> Shard(0, groups=(8, 4, 4)).format(), Partial("max").format(), Replicate().format()
+        ('S(0) groups(8,4,4)', 'P(max)', 'R')
+        """
+        numbers: dict[str, Sequence[int]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
+        numbers |= {} if self.block is None else {"block": (self.block,)}
+        numbers |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
+        return f"S({self.dim})" + "".join(f" {name}({','.join(map(str, each))})" for name, each in numbers.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """Itself as plain data, which `placement_from_json` reads."""
+        rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
+        rule |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
+        block = {} if self.block is None else {"block": self.block}
+        return {"kind": "shard", "dim": self.dim, **rule, **block}
+
     def __repr__(self) -> str:
         rule = "".join(f", {n}={getattr(self, n)}" for n in CUT_RULES if getattr(self, n) is not None)
         return f"Shard({self.dim}{rule})"
@@ -292,6 +315,19 @@ class Replicate(_Questions):
     >>> MeshSpec(Mesh.of(tp=2), [Replicate()]).layout((3,)).local_shapes(1)
     ((3,),)
     """
+
+    @property
+    def dual(self) -> Placement:
+        """The placement of a gradient: the same."""
+        return self
+
+    def format(self) -> str:
+        """Write it in the notation."""
+        return "R"
+
+    def to_json(self) -> dict[str, Any]:
+        """Itself as plain data, which `placement_from_json` reads."""
+        return {"kind": "replicate"}
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -315,6 +351,19 @@ class Partial(_Questions):
     def reduce_op(self) -> str:
         """The reduction, by torch's name for it."""
         return self.op
+
+    @property
+    def dual(self) -> Placement:
+        """The placement of a gradient: every addend has that of their sum."""
+        return Replicate()
+
+    def format(self) -> str:
+        """Write it in the notation."""
+        return f"P({self.op})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Itself as plain data, which `placement_from_json` reads."""
+        return {"kind": "partial", "op": self.op}
 
     def __repr__(self) -> str:
         return f"Partial({self.op!r})"

@@ -60,7 +60,7 @@ def spec_from_json(data: dict[str, Any]) -> ShardingSpec:
 
 
 def placement_from_json(data: dict[str, Any]) -> Placement:
-    """The placement that `placement_to_json` wrote."""
+    """The placement that its `to_json` wrote."""
     kind = data["kind"]
     if kind == "replicate":
         return Replicate()

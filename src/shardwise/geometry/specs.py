@@ -285,7 +285,7 @@ class MeshSpec(_ProductSpec):
 
     def to_json(self) -> dict[str, Any]:
         order = {} if self.splits_in_mesh_order else {"order": list(self.order)}
-        placements = [placement_to_json(p) for p in self.placements]
+        placements = [p.to_json() for p in self.placements]
         return {"kind": "mesh", "mesh": self.mesh.to_json(), "placements": placements, **order}
 
     def __repr__(self) -> str:
@@ -312,18 +312,6 @@ def read_order(mesh: Mesh, placements: Sequence[Any]) -> list[str]:
 def split_factor(mesh: Mesh, order: Sequence[int], axis: int) -> int:
     """Torch's split factor: the ranks of the axes that split earlier but come later in the mesh."""
     return prod(mesh.shape[a] for a in order[: order.index(axis)] if a > axis)
-
-
-def placement_to_json(placement: Placement) -> dict[str, Any]:
-    """A placement as plain data."""
-    if isinstance(placement, Replicate):
-        return {"kind": "replicate"}
-    if isinstance(placement, Partial):
-        return {"kind": "partial", "op": placement.op}
-    rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(placement, n)) is not None}
-    rule |= {} if placement.owners is None else {"owners": placement.owners.ranks.tolist()}
-    block = {} if placement.block is None else {"block": placement.block}
-    return {"kind": "shard", "dim": placement.dim, **rule, **block}
 
 
 class EnumerableSpec(ShardingSpec):

@@ -81,7 +81,7 @@ from shardwise._torch import (
     storage_identity,
 )
 from shardwise.comm.stand_in import is_tracing
-from shardwise.geometry import Layout, MeshSpec, Partial, Replicate
+from shardwise.geometry import Layout, MeshSpec, Partial
 from shardwise.tensor.execute import start_moves
 from shardwise.tensor.move import AGAIN, Move, Started, dual_layout, move_to, with_moved_gradient
 from shardwise.tensor.recorder import notify_watchers
@@ -605,7 +605,7 @@ def _sum_layout(layout: Layout) -> Layout | None:
     spec = layout.spec
     if not isinstance(spec, MeshSpec):
         return None
-    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    placements = [p.dual for p in spec.placements]
     return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
 
 

@@ -192,7 +192,7 @@ def dual_layout(layout: Layout) -> Layout:
             f"no gradient passes through a pending {layout.pending.op}; redistribute to Shard or Replicate under "
             "torch.no_grad(), or use a pending sum or avg"
         )
-    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    placements = [p.dual for p in spec.placements]
     return MeshSpec(spec.mesh, placements, spec.order).layout(layout.shape)
 
 
