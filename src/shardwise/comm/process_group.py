@@ -109,6 +109,11 @@ def _find_name(ranks: tuple[int, ...], backend: str | None) -> str:
 
 
 _FAULT_GRACE_SECONDS = 1.0
+_AFTER_FAILURE = (
+    "the ranks of this process group are out of step and it carries no more calls; where gloo timed out it has closed "
+    "its connections, so calls of torch.distributed in the group fail too: start the ranks again, or make another "
+    "group with torch.distributed.new_group and a comm of it"
+)
 _log = package_logger(__name__)
 T = TypeVar("T")
 _comm_by_group: dict[str, ProcessGroupComm] = {}
@@ -382,7 +387,7 @@ class ProcessGroupComm(Comm):
             _refuse_capture(call)
         self._queue.drain()
         if self._failure is not None:
-            raise CommError(str(self._failure), self._failure.ranks)
+            raise CommError(f"{self._failure} ({_AFTER_FAILURE})", self._failure.ranks)
         self._calls += 1
         self._waits.begin(self._calls, call)
         return self._calls
@@ -391,6 +396,7 @@ class ProcessGroupComm(Comm):
         grace = min(_FAULT_GRACE_SECONDS, self.timeout)
         error = self._board.explain(accident, number=number, label=label, call=call, grace=grace)
         self._failure = self._failure or error
+        error.add_note(f"After this {_AFTER_FAILURE}.")
         if self._engine is not None:
             self._engine.abort(str(error), error.ranks)
         return error

@@ -18,10 +18,10 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,12 @@ from shardwise.comm.faults import TransportError, to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes, reduce_runs
 from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
 from shardwise.comm.transports.engine import Engine
+from shardwise.comm.transports.links import different_sizes_error
 
 _SLOT = 256
 _SLOT_HEADER = struct.Struct("<qI")
 _HEAD_BYTES = 16  # what follows it may be read as any dtype
+_EDGE_HEADER = struct.Struct("<IIQIIQI")  # the number of the call; the sizes of what is sent, and of what is expected
 _TAGS = 1 << 31
 _CALL_NUMBERS = 16  # few: gloo remembers every tag that was used
 _SMALL_REDUCTION_BYTES = 1 << 16
@@ -58,8 +60,53 @@ class GlooEngine(Engine):
         self._calls = 0
 
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
-        """Post every receive and every send at once; nothing is packed."""
-        return self._exchange(sends, receives, self._next_tag(call))
+        """Post every receive and every send at once; nothing is packed.
+
+        What follows from ranks' own arguments, without a question to all, may differ between them, and gloo ends a
+        process that gets more bytes than it expects. So the sizes are part of the number under which a message travels:
+        one of another size matches nothing. Headers of one size travel beside the messages, both ways on each edge, and
+        are compared before anything else is waited for.
+        """
+        tag = self._next_tag(call)
+        header_tag = zlib.crc32(f"{self._calls} sizes".encode()) % _TAGS
+        forms = {
+            peer: (_describe_sizes(sends.get(peer, ())), _describe_sizes(receives.get(peer, ())))
+            for peer in sorted({*sends, *receives})
+        }
+        headers = {peer: torch.empty(_EDGE_HEADER.size, dtype=torch.uint8, device="cpu") for peer in forms}
+        works: list[tuple[int, dist.Work | None]] = []
+        peer = -1
+        try:
+            for peer, header in headers.items():
+                works.append((peer, dist.irecv(header, peer, self._group, header_tag)))
+            for peer, (sent, wanted) in forms.items():
+                own = torch.frombuffer(bytearray(_EDGE_HEADER.pack(tag, *sent, *wanted)), dtype=torch.uint8)
+                works.append((peer, dist.isend(own, peer, self._group, header_tag)))
+        except RuntimeError as error:
+            raise to_transport_error(error, (peer,)) from error
+        messages = self._exchange(sends, receives, tag, {peer: (one[2], two[2]) for peer, (one, two) in forms.items()})
+
+        def wait() -> None:
+            self._wait(works)
+            for peer, header in headers.items():
+                self._check_header(peer, header, tag, forms[peer], call)
+            messages.wait()
+
+        return PendingWork(wait)
+
+    def _check_header(self, peer: int, header: Tensor, tag: int, own: tuple[_Sizes, _Sizes], call: str) -> None:
+        """Raise unless a peer makes the same call, and sends and expects what this rank expects and sends."""
+        check, *rest = _EDGE_HEADER.unpack(header.numpy().tobytes())
+        if check != tag:
+            own_name, other = name_ranks([self._rank]), name_ranks([peer])
+            reason = f"the ranks made different calls: {other} not in {call}, as {own_name}"
+            raise TransportError(reason, (peer, self._rank), exact=True)
+        for src, dst, sent, wanted in (
+            (peer, self._rank, tuple(rest[:3]), own[1]),
+            (self._rank, peer, own[0], tuple(rest[3:])),
+        ):
+            if sent != wanted:
+                raise different_sizes_error(call, src, dst, _write_sizes(*sent), _write_sizes(*wanted))
 
     def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
         """Gather small tensors in one collective, large ones straight into their places."""
@@ -98,8 +145,10 @@ class GlooEngine(Engine):
         """Pass the bytes down a tree of ranks.
 
         gloo's own broadcast goes on in the background after a time-out, with whatever the memory holds by then. A
-        message between two ranks ends with its connection.
+        message between two ranks ends with its connection. What is called is compared first: a source does not hear
+        from ranks that await another one.
         """
+        self.all_gather_bytes(b"", call=call)
         tag, view = self._next_tag(call), [as_bytes(tensor, label=call)]
         parent, children = _tree_neighbours(self._ranks.index(src), self._index, len(self._ranks))
         if tensor.numel() and parent is not None:
@@ -159,14 +208,19 @@ class GlooEngine(Engine):
         self._native(all_gather_single(rows.view(-1), mine, self._group))
         return rows
 
-    def _exchange(self, sends: Edges, receives: Edges, tag: int) -> Work:
+    def _exchange(
+        self, sends: Edges, receives: Edges, tag: int, forms: Mapping[int, tuple[int, int]] | None = None
+    ) -> Work:
+        """Post messages; `forms` has for each peer what is added to the tag of what is sent to it and received."""
         works: list[tuple[int, dist.Work | None]] = []
         peer, group = -1, self._group
         try:
             for peer, tensors in receives.items():
-                works += [(peer, dist.irecv(t, peer, group, _message_tag(tag, k))) for k, t in enumerate(tensors)]
+                at = tag if forms is None else tag + forms[peer][1]
+                works += [(peer, dist.irecv(t, peer, group, _message_tag(at, k))) for k, t in enumerate(tensors)]
             for peer, tensors in sends.items():
-                works += [(peer, dist.isend(t, peer, group, _message_tag(tag, k))) for k, t in enumerate(tensors)]
+                at = tag if forms is None else tag + forms[peer][0]
+                works += [(peer, dist.isend(t, peer, group, _message_tag(at, k))) for k, t in enumerate(tensors)]
         except RuntimeError as error:
             raise to_transport_error(error, (peer,)) from error
         return PendingWork(partial(self._wait, works))
@@ -245,6 +299,24 @@ class GlooEngine(Engine):
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise to_transport_error(error, self._others) from error
+
+
+_Sizes: TypeAlias = tuple[int, int, int]
+"""The messages of one side of an edge: their count, their bytes, and a hash of all sizes."""
+
+
+def _describe_sizes(messages: Sequence[Tensor]) -> _Sizes:
+    sizes = [len(message) for message in messages]
+    return len(sizes), sum(sizes), zlib.crc32(repr(sizes).encode())
+
+
+def _write_sizes(count: int, size: int, _: int) -> str:
+    """Sizes in words.
+
+    >>> _write_sizes(2, 48, 0), _write_sizes(1, 8, 0)
+    ('48 bytes in 2 messages', '8 bytes')
+    """
+    return f"{size} bytes" + (f" in {count} messages" if count > 1 else "")
 
 
 def _message_tag(tag: int, number: int) -> int:

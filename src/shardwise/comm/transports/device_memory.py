@@ -628,7 +628,8 @@ class SameHostDeviceEngine(PeerEngine):
         """Every rank reads the source's tensor."""
         view = [as_bytes(tensor, label=call)] if tensor.numel() else []
         sends = dict.fromkeys(self._others, view) if self._rank == src and view else {}
-        return self.exchange(sends, {src: view} if self._rank != src and view else {}, call=call)
+        receives = {src: view} if self._rank != src and view else {}
+        return self._compare_beside(self.exchange(sends, receives, call=call), call)
 
     def _share(self, parts: Sequence[Tensor], mine: Tensor, call: str) -> Work:
         """Lend one tensor to all others and copy theirs into `parts`, in group order."""

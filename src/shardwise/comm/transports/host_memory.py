@@ -424,7 +424,7 @@ class SameHostEngine(PeerEngine):
         mine = self._rank == src
         receives = {} if mine or not view else {src: view}
         sends = dict.fromkeys(self._others, view) if mine and view else {}
-        return self._start(CopyOperation(call, self._rank, receives, self._leases), sends)
+        return self._compare_beside(self._start(CopyOperation(call, self._rank, receives, self._leases), sends), call)
 
     def _reduce_small(self, call: str, tensor: Tensor, op: ReduceOp) -> None:
         """Reduce few bytes, which come along with the messages, in rank order: every rank gets the same bits."""

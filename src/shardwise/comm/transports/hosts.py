@@ -104,6 +104,7 @@ class SeveralHostsEngine(Engine):
     def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
         """Send a part to each rank of another host, which share them; ranks of the source's host read all of it."""
         view = as_bytes(tensor, label=call)
+        self.all_gather_bytes(b"", call=call)  # a source does not hear from ranks that await another one
         return self._run(self._spread(view[at], src, call) for at in _cut_windows(view))
 
     def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:

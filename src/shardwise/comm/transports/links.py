@@ -52,6 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.comm.faults import TransportError
+from shardwise.comm.protocol import PendingWork, Work
 from shardwise.comm.transports.engine import Engine, Gatherer
 
 _FRAME_HEADER = struct.Struct("<BQHI")
@@ -736,6 +737,16 @@ class PeerEngine(Engine):
         operation = self._start_collecting(data, call)
         self._calls.wait(operation)
         return operation.taken
+
+    def _compare_beside(self, work: Work, call: str) -> Work:
+        """Work that ends when all ranks have made the same call: one that only sends would not hear of another call."""
+        compared = self._start_collecting(b"", call)
+
+        def wait() -> None:
+            work.wait()
+            self._calls.wait(compared)
+
+        return PendingWork(wait)
 
     def _start_collecting(self, data: bytes, call: str, *, agreeing: bool = False) -> CollectCall:
         operation = CollectCall(call, self._others, data)
