@@ -54,6 +54,7 @@ class GlooEngine(Engine):
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], timeout: float) -> None:
         self._group, self._rank, self._ranks, self._timeout = group, rank, ranks, timeout
         self._index = ranks.index(rank)
+        self._places = {r: place for place, r in enumerate(ranks)}
         self._others = tuple(r for r in ranks if r != rank)
         self.awaited = self._others
         self._kept: Tensor | None = None
@@ -78,10 +79,10 @@ class GlooEngine(Engine):
         peer = -1
         try:
             for peer, header in headers.items():
-                works.append((peer, dist.irecv(header, peer, self._group, header_tag)))
+                works.append((peer, self._group.recv([header], self._places[peer], header_tag)))
             for peer, (sent, wanted) in forms.items():
                 own = torch.frombuffer(bytearray(_EDGE_HEADER.pack(tag, *sent, *wanted)), dtype=torch.uint8)
-                works.append((peer, dist.isend(own, peer, self._group, header_tag)))
+                works.append((peer, self._group.send([own], self._places[peer], header_tag)))
         except RuntimeError as error:
             raise to_transport_error(error, (peer,)) from error
         messages = self._exchange(sends, receives, tag, {peer: (one[2], two[2]) for peer, (one, two) in forms.items()})
@@ -217,10 +218,14 @@ class GlooEngine(Engine):
         try:
             for peer, tensors in receives.items():
                 at = tag if forms is None else tag + forms[peer][1]
-                works += [(peer, dist.irecv(t, peer, group, _message_tag(at, k))) for k, t in enumerate(tensors)]
+                works += [
+                    (peer, group.recv([t], self._places[peer], _message_tag(at, k))) for k, t in enumerate(tensors)
+                ]
             for peer, tensors in sends.items():
                 at = tag if forms is None else tag + forms[peer][0]
-                works += [(peer, dist.isend(t, peer, group, _message_tag(at, k))) for k, t in enumerate(tensors)]
+                works += [
+                    (peer, group.send([t], self._places[peer], _message_tag(at, k))) for k, t in enumerate(tensors)
+                ]
         except RuntimeError as error:
             raise to_transport_error(error, (peer,)) from error
         return PendingWork(partial(self._wait, works))
