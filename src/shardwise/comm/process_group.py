@@ -387,7 +387,9 @@ class ProcessGroupComm(Comm):
             _refuse_capture(call)
         self._queue.drain()
         if self._failure is not None:
-            raise CommError(f"{self._failure} ({_AFTER_FAILURE})", self._failure.ranks)
+            again = CommError(str(self._failure), self._failure.ranks)
+            again.add_note(f"This is the failure of an earlier call: {_AFTER_FAILURE}.")
+            raise again
         self._calls += 1
         self._waits.begin(self._calls, call)
         return self._calls
