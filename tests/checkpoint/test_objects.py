@@ -108,8 +108,11 @@ def sharded(comm: Comm, spec: str, kind: str) -> tuple[nn.Module, Any, Any]:
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        numbers = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own generator
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=numbers) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x.double())))
