@@ -1,4 +1,7 @@
-"""`python -m bench [SECTION ...]`: run the sections named, or all; print tables and write them as JSON."""
+"""`python -m bench [SECTION ...]`: run the sections named, or all; print tables and write them as JSON.
+
+`python -m bench compare A B`: the ratios of two results, files or folders; `A,A2` are several runs of one state.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans, sync
+from bench.compare import compare, machine_of, read
 from bench.report import RESULTS, Figures, save, show
 
 Section = Callable[[bool], Sequence[Figures]]
@@ -37,11 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes and one run of each: does it work at all?")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the JSON files")
     chosen = parser.parse_args(arguments)
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    if chosen.sections[:1] == ["compare"]:
+        if len(chosen.sections) != 3:
+            parser.error("compare takes two results: python -m bench compare BEFORE AFTER")
+        before, after = chosen.sections[1:]
+        show(compare(read(before), read(after)), console)
+        if machine_of(before) != machine_of(after):
+            console.print(f"Measured on other machines: {machine_of(before)}, {machine_of(after)}", highlight=False)
+        return 0
     unknown = [name for name in chosen.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
     for name in chosen.sections or SECTIONS:
         tables = SECTIONS[name](chosen.tiny)
         for table in tables:
