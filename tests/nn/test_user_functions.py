@@ -45,6 +45,22 @@ class InMemory(torch.autograd.Function):
         return y
 
 
+class IntoBuffer(torch.autograd.Function):
+    """Its backward writes to a plain buffer, as chunked losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scaled = x * 3
+        y: Tensor = ctx.scaled * x
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        made = torch.empty(4, 2, dtype=torch.float64)
+        return torch.add(ctx.saved_tensors[0] * 3, ctx.scaled, out=made) * grads[0]
+
+
 class ThroughNumPy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -75,8 +91,8 @@ def train(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("spec", ["S(0)", "S(1)", "R"])
-@pytest.mark.parametrize("function", [Square, InMemory, ThroughNumPy])
-@pytest.mark.filterwarnings("ignore:the forward of InMemory does not take ShardedTensors")
+@pytest.mark.parametrize("function", [Square, InMemory, IntoBuffer, ThroughNumPy])
+@pytest.mark.filterwarnings("ignore:the (forward|backward) of .* does not take ShardedTensors")
 def test_functions_that_nothing_registers(function: Any, spec: str) -> None:
     expected = train(Applied(function))
     plan = ModelPlan(Mesh.of(tp=2), {"weight": spec}, input_plan="replicated", output_plan="plain")

@@ -249,8 +249,15 @@ class _LocalNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: _FunctionCall = ctx.call
         call.context.saved_tensors = tuple(call.saved.values(ctx.saved_tensors))
+        gradients = call.outputs.join_gradients(grads)
         try:
-            found = call.function.backward(call.context, *call.outputs.join_gradients(grads))
+            found = call.function.backward(call.context, *gradients)
+        except UnsupportedOpError as error:
+            _warn_of_gathering(call.function, "backward", str(error))
+            kept = dict(vars(call.context))
+            vars(call.context).update({name: map_nest(_take_whole, value) for name, value in kept.items()})
+            found = call.function.backward(call.context, *map(_take_whole, gradients))
+            vars(call.context).update(kept)  # the graph may be kept for another pass
         finally:
             call.context.saved_tensors = ()
         listed = found if isinstance(found, tuple | list) else (found,)
@@ -271,15 +278,9 @@ def apply_to_sharded(function: Any, args: Sequence[Any], original: Callable[...,
         if str(error) == _WRITES:
             raise
         reason = str(error)
-    if _WARNED not in vars(function):
-        setattr(function, _WARNED, True)
-        warnings.warn(
-            f"the forward of {function.__name__} does not take ShardedTensors: its arguments are gathered, and every "
-            f"rank computes the whole: {reason}",
-            stacklevel=3,
-        )
+    _warn_of_gathering(function, "forward", reason)
     first = next(a for a in args if isinstance(a, ShardedTensor))
-    whole = [a.full() if isinstance(a, ShardedTensor) else a for a in args]
+    whole = list(map(_take_whole, args))
     versions = [a._version if isinstance(a, Tensor) else 0 for a in whole]
     results = original(*whole)
     if versions != [a._version if isinstance(a, Tensor) else 0 for a in whole]:
@@ -296,6 +297,20 @@ def apply_to_sharded(function: Any, args: Sequence[Any], original: Callable[...,
         return wrap(layout, (value,), first.comm)
 
     return map_nest(replicate_on_mesh, results)
+
+
+def _warn_of_gathering(function: Any, part: str, reason: str) -> None:
+    if _WARNED not in vars(function):
+        setattr(function, _WARNED, True)
+        warnings.warn(
+            f"the {part} of {function.__name__} does not take ShardedTensors: they are gathered, and every rank "
+            f"computes the whole: {reason}",
+            stacklevel=4,
+        )
+
+
+def _take_whole(value: Any) -> Any:
+    return value.full() if isinstance(value, ShardedTensor) else value
 
 
 def _apply_in_parts(function: Any, args: Sequence[Any]) -> Any:
