@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import ChunkSpec, Comm, Mesh, MeshSpec, Replicate, Shard, ShardedTensor, run_local, shard
-from shardwise.comm import LocalComm
+from shardwise.comm import CommError, LocalComm
 from shardwise.tensor.move import Move, find_numbered
 from tests.dense import numbers
 from tests.device import DEVICE
@@ -367,3 +367,128 @@ def test_worlds_that_have_ended_leave_no_moves_behind() -> None:
             ranks(body)
     gc.collect()
     assert not any(comm() is not None for comm in comms)
+
+
+def write_to_first(a: Any, b: Any) -> Any:
+    a.add_(1)
+    return a * 2 + b.sum()
+
+
+def write_by_data(a: Any, b: Any) -> Any:
+    a.data.mul_(3)
+    return b * 2
+
+
+def write_to_a_view(a: Any, b: Any) -> Any:
+    a[0:1].mul_(3)
+    return b * 2
+
+
+def write_to_what_is_detached(a: Any, b: Any) -> Any:
+    a.detach().mul_(3)
+    return b * 2
+
+
+PAIRS: dict[str, Callable[[ShardedTensor], tuple[Any, Any]]] = {
+    "others": lambda y: (y, y + 0),
+    "columns": lambda y: (y, y[:, 1:]),
+    "detached": lambda y: (y, y.detach()),
+    "columns first": lambda y: (y[:, 1:], y),
+    "columns of one": lambda y: (y[:, :2], y[:, 2:]),
+}
+
+
+@pytest.mark.parametrize("program", [write_to_first, write_by_data, write_to_a_view, write_to_what_is_detached])
+def test_arguments_that_share_memory_with_one_that_is_written_to(program: Callable[..., Any]) -> None:
+    def body() -> None:
+        for names in (("others", "columns", "others", "detached"), ("columns first", "columns of one"), ("detached",)):
+            run = compile_quietly(program)
+            for name in names:
+                one, other = (PAIRS[name](lay(ChunkSpec(0, ranks=1), 3, 4)) for _ in range(2))
+                assert_close(run(*one).full(), program(*other).full())
+                assert_close(one[0].full(), other[0].full())
+                assert_close(one[1].full(), other[1].full())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone(body)
+
+
+def test_arguments_that_share_memory_and_are_only_read_stay_compiled() -> None:
+    def body() -> str:
+        run, y = compile_quietly(lambda a, b: a.sum() + b.sum()), lay(ChunkSpec(0, ranks=1), 3, 4)
+        for pair in ((y, y[:, 1:]), (y, y.detach())):
+            assert_close(run(*pair).full(), (pair[0].sum() + pair[1].sum()).full())
+        return str(run.explain())
+
+    assert "without a graph" not in alone(body)
+
+
+def test_a_detached_view_of_a_parameter_is_read_after_the_step() -> None:
+    def make(weight: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
+        def step(x: Any, seen: Any) -> Any:
+            optimizer.zero_grad()
+            (weight * x).square().sum().backward()
+            optimizer.step()
+            return seen * 2
+
+        return step
+
+    def body() -> list[list[Tensor]]:
+        found = []
+        for wrap in (compile_quietly, lambda program: program):
+            weight = lay(ChunkSpec(0, ranks=1), 3, 4, grad=True)
+            optimizer = torch.optim.SGD([weight], lr=0.5)
+            run, x = wrap(make(weight, optimizer)), lay(ChunkSpec(0, ranks=1), 3, 4, seed=1)
+            found.append([run(x, seen).full() for seen in (weight.detach(), weight.detach() + 0, weight.detach())])
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled, eager = alone(body)
+    for one, other in zip(compiled, eager, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("picked", [(0,), (1,), (2,), (0, 1), (0, 2)])
+def test_inputs_of_results_that_are_not_used_have_no_gradient(picked: tuple[int, ...]) -> None:
+    def program(a: Any, b: Any) -> Any:
+        return a * 2, b.t(), a @ b
+
+    def body() -> None:
+        run, found = compile_quietly(program), []
+        for function in (run, program, run):
+            a, b = (lay(ChunkSpec(0, ranks=1), 3, 3, seed=i, grad=True) for i in range(2))
+            results = function(a, b)
+            for _ in range(2):
+                sum(results[i].sum() for i in picked).backward(retain_graph=True)
+            found.append([None if t.grad is None else t.grad.full() for t in (a, b)])
+        for grads in zip(*found, strict=True):
+            assert len({grad is None for grad in grads}) == 1
+            if grads[0] is not None:
+                assert_close(grads[0], grads[1])
+                assert_close(grads[2], grads[1])
+
+    alone(body)
+
+
+def test_a_value_that_changes_on_one_rank_is_an_error_on_all() -> None:
+    class Options:
+        scale = 2.0
+
+    def body(comm: Comm) -> str:
+        options, x = Options(), lay(ROWS, 4, 6)
+        options.scale = 2.0
+        run = compile_quietly(lambda x: x.redistribute(COLUMNS) * options.scale)
+        assert_close(run(x).full(), x.full() * 2)
+        if comm.rank == 1:
+            options.scale = 3.0
+        try:
+            run(x)
+        except CommError as error:
+            return str(error)
+        return "no error"
+
+    one, other = ranks(body)
+    assert "rank 1: 'compile'" in one and "rank 1: 'compile'" in other
+    assert "rank 1 traces again, since name options.scale is 3.0, was 2.0" in other

@@ -11,13 +11,16 @@ import textwrap
 import types
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise
-from shardwise import ChunkSpec, ShardedTensor, run_local, shard
+from shardwise import ChunkSpec, Mesh, ModelPlan, ShardedTensor, run_local, shard, shard_module
+from shardwise.compiler import admission
 
 Row = tuple[str, ...]
 HOLDER = "class A:\n  k = 2.0\n  def __init__(self): self.v = 3.0\na = A()"
@@ -443,6 +446,54 @@ GRAPH: dict[str, Row] = {
         "with torch.autocast('cpu', torch.bfloat16, enabled=on): return x * 2",
         "on = False",
     ),
+    "function of torch that is replaced": (
+        "old = torch.relu\ndef g(v): return old(v) * 2",
+        "return torch.relu(x)",
+        "torch.relu = g",
+        "torch.relu = old",
+    ),
+    "forward of torch that is replaced": (
+        "n = torch.nn.Identity()\nold = torch.nn.Identity.forward",
+        "return n(x)",
+        "torch.nn.Identity.forward = lambda s, v: v * 5",
+        "torch.nn.Identity.forward = old",
+    ),
+    "cache that is cleared": (
+        "from functools import lru_cache\nk = 2.0\n@lru_cache\ndef g(n): return n * k",
+        "return x * g(3)",
+        "k = 5.0",
+        "g.cache_clear()",
+    ),
+    "class that is registered": (
+        "from abc import ABC\nclass I(ABC): pass\nclass B: pass\nb = B()",
+        "return x * 2 if isinstance(b, I) else x",
+        "I.register(B)",
+    ),
+    "closures of one code": (
+        "def make(ks):\n  def g(x): return x * ks[0]\n  return g\n"
+        "one, other = [2.0], [3.0]\ng, h = make(one), make(other)",
+        "return g(x) + h(x)",
+        "other[0] = 5.0",
+        "one[0] = 7.0",
+    ),
+    "post init": (
+        "from dataclasses import dataclass\nk = 2.0\n@dataclass\nclass D:\n  a: float = 1.0\n"
+        "  def __post_init__(self): self.a *= k",
+        "return x * D().a",
+        "k = 3.0",
+        "D.__init__.__defaults__ = (7.0,)",
+    ),
+    "comparison of one's own": (
+        "class E:\n  n = 1\n  def __eq__(s, o): return s.n == o\n  __hash__ = None\ne = E()",
+        "return x * 2 if e == 1 else x",
+        "E.n = 2",
+    ),
+    "conversion of one's own": (
+        "class E:\n  v = 2.0\n  def __float__(s): return s.v\ne = E()",
+        "return x * float(e)",
+        "E.v = 3.0",
+    ),
+    "branch that is not taken": ("import time\nslow = False", "if slow: time.time()\nreturn x * 2", ""),
     # By change.
     "1 to 1.0": ("k = 1", "return x * (2 if type(k) is int else 3)", "k = 1.0", "k = True"),
     "1 to 1.0 in a list": ("ks = [1]", "return x * (2 if type(ks[0]) is int else 3)", "ks[0] = 1.0", "ks[0] = True"),
@@ -554,6 +605,15 @@ PLAIN: dict[str, Row] = {
         "return x * [1.0, 2.0, 3.0][k]",
         "k.fill_(2)",
     ),
+    "file that is opened": (
+        "import tempfile\np = tempfile.mktemp()\nopen(p, 'w').close()",
+        "with open(p) as stream: return x * (len(stream.read()) + 1)",
+    ),
+    "garbage collector": (HOLDER + "\nimport gc", "return x * [o for o in gc.get_objects() if type(o) is A][0].v"),
+    "thread": (
+        "import threading\nout = []",
+        "t = threading.Thread(target=out.append, args=(1,))\nt.start()\nt.join()\nreturn x * len(out)",
+    ),
     "eval": ("k = 2.0", "return x * eval('k')", "k = 3.0"),
     "globals()": ("k = 2.0", "return x * globals()['k']", "k = 3.0"),
     "__globals__": ("k = 2.0\ndef g(): pass", "return x * g.__globals__['k']", "k = 3.0"),
@@ -654,3 +714,95 @@ def test_what_cannot_be_compared_runs_without_a_graph(name: str) -> None:
     found, expected, program = run_row(PLAIN[name])
     assert list(map(str, found)) == list(map(str, expected))
     assert "without a graph" in program.explain()
+
+
+def test_a_warning_names_what_is_read_and_its_line() -> None:
+    batches = iter([1.0, 2.0, 3.0])
+
+    def step(x: Any) -> Any:
+        return x * next(batches)  # the line that is named
+
+    def body(_: Any) -> list[float]:
+        program = shardwise.compile(step, backend="eager")
+        x = shard(torch.ones(2), ChunkSpec(0, ranks=1))
+        return [program(x).full()[0].item() for _ in range(3)]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_local(body, 1, timeout=60.0) == [[1.0, 2.0, 3.0]]
+    (text,) = [str(w.message) for w in caught if "without a graph" in str(w.message)]
+    line = next(
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.endswith("# the line that is named")
+    )
+    assert (
+        f"it uses batches, a list_iterator, which cannot be compared between calls (at test_reads.py:{line}, " in text
+    )
+
+
+def test_torch_compile_of_a_sharded_module_reads_the_same_way() -> None:
+    class Scaled(torch.nn.Module):
+        k = 2.0
+        it: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x) * self.k * next(self.it)
+
+    def body(_: Any) -> tuple[list[float], str]:
+        model: Any = Scaled()
+        torch.nn.init.ones_(model.layer.weight)
+        torch.nn.init.zeros_(model.layer.bias)
+        model.it = iter([1.0, 2.0, 3.0])
+        plan = ModelPlan(Mesh.of(tp=1), {"layer.weight": "S(0)"}, axis="tp", input_plan="replicated")
+        shard_module(model, plan)
+        compiled: Any = torch.compile(model, backend="eager")
+        found = [compiled(torch.ones(1, 2)).full()[0, 0].item() for _ in range(2)]
+        Scaled.k = 3.0
+        found.append(compiled(torch.ones(1, 2)).full()[0, 0].item())
+        return found, compiled.forward.explain()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ((found, text),) = run_local(body, 1, timeout=60.0)
+    assert found == [4.0, 8.0, 18.0] and "it uses Scaled.it, a list_iterator" in text
+
+
+def test_a_profiler_of_ones_own_is_put_back() -> None:
+    def profile(*_: Any) -> None:
+        return None
+
+    def body(_: Any) -> bool:
+        sys.setprofile(profile)
+        try:
+            shardwise.compile(lambda x: x * 2, backend="eager")(shard(torch.ones(2), ChunkSpec(0, ranks=1)))
+            return sys.getprofile() is profile
+        finally:
+            sys.setprofile(None)
+
+    assert run_local(body, 1, timeout=60.0) == [True]
+
+
+def test_a_cache_that_a_trace_fills_is_filled_by_a_call_and_then_compiled() -> None:
+    @lru_cache
+    def factor(n: int) -> float:
+        return n * 2.0
+
+    def body(_: Any) -> tuple[list[float], str]:
+        program = shardwise.compile(lambda x: x * factor(3), backend="eager")
+        x = shard(torch.ones(2), ChunkSpec(0, ranks=1))
+        return [program(x).full()[0].item() for _ in range(3)], program.explain()
+
+    ((found, text),) = run_local(body, 1, timeout=60.0)
+    assert found == [6.0] * 3 and "kind 0, 2 calls" in text and "without a graph" not in text
+
+
+def test_a_python_that_is_not_known_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "KNOWN_PYTHONS", ())
+    found, expected, program = run_row(GRAPH["global"])
+    assert list(map(str, found)) == list(map(str, expected))
+    assert "what code reads is not known for Python" in program.explain()

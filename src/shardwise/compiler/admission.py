@@ -13,9 +13,12 @@
 
 from __future__ import annotations
 
+import abc
 import builtins
 import functools
+import gc
 import sys
+from abc import ABCMeta
 from array import array
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,6 +140,7 @@ class _Holder:
     entries: Entries
     is_lenient: bool = False
     is_of_library: bool = False  # a Python module of the standard library: what the user's code mentions is read
+    is_trusted: bool = False  # of torch: what is there is compared, what is not there is not looked for
     skips: frozenset[str] = frozenset()
     slots: dict[str, Any] | None = None
     owner: Any = None
@@ -352,7 +356,7 @@ class Admission:
             new = [name for name in entries.held if isinstance(name, str)]
         elif new is None:
             new = [name for name in entries.held if isinstance(name, str) and name not in _NOT_READ]
-        new = [*new]
+        new = [name for name in new if name in entries.held] if holder.is_trusted else [*new]
         for name, value in entries.ask(name for name in new if name not in holder.skips):
             self._admit_attribute(value, f"{holder.path}.{name}" if holder.path else name, name, holder)
         for name in holder.slots or ():
@@ -364,9 +368,12 @@ class Admission:
         owner = holder.owner
         if isinstance(value, MemberDescriptorType | GetSetDescriptorType):
             return  # what an object has there is read from the object
+        is_own = isinstance(value, FunctionType) and origin_of(value.__code__.co_filename) == "user"
+        if holder.is_trusted and not is_own and not isinstance(value, ModuleType):
+            return
         if owner is np:
             return self._refuse_value(value, path)
-        if holder.is_of_library:
+        if holder.is_of_library and not holder.is_trusted:
             if value is sys.modules:
                 return self._refuse_value(value, path)
             if isinstance(value, FunctionType | type | MethodType):
@@ -482,7 +489,9 @@ class Admission:
     def _add_module(self, module: nn.Module) -> None:
         path = type(module).__name__
         self.admit(type(module), path)
-        self._add_holder(module, path, vars(module), skips=_MODULE_ATTRIBUTES)
+        entries = Entries(path, module, vars(module), _ignore)  # compared with all that modules have, in `guards`
+        self._holders.append(_Holder(path, entries, skips=_MODULE_ATTRIBUTES, owner=module))
+        self._extend(self._holders[-1], None if self._reads_all else self._names)
         for held in (
             module._forward_pre_hooks,
             module._forward_hooks,
@@ -507,7 +516,14 @@ class Admission:
             for part in (value.func, value.args, value.keywords):
                 self.admit(part, path, is_lenient=is_lenient)
         elif isinstance(value, LRU_CACHE):
-            self.reads.note_value(f"the cache of {path}", lambda: value.cache_info()[1:], lambda _: value.cache_clear())
+            # Each miss makes a new entry: that of a value which was computed again is another object.
+            cache = next((d for d in gc.get_referents(value) if type(d) is dict and d is not value.__dict__), None)
+            if cache is None or len(cache) > MOST_ENTRIES:
+                self._refuse_value(value, path)
+                return True
+            self.reads.note_value(
+                f"the cache of {path}", functools.partial(tuple, cache.values()), lambda _: value.cache_clear()
+            )
             self._register(value.__wrapped__, path)
         elif isinstance(value, attrgetter | methodcaller | itemgetter):
             self._mention(frozenset(), not isinstance(value, itemgetter))
@@ -626,6 +642,8 @@ class Admission:
             self.admit(member, f"{path}.{member.name}")
         if meta is not type and not _is_stdlib(meta):
             self.admit(meta, meta.__qualname__)
+        if isinstance(kind, ABCMeta) and not _is_stdlib(kind):
+            self.reads.note_value(f"the classes registered for {path}", lambda: _registered(kind))
         for base in kind.__mro__:
             name = base.__qualname__
             if origin_of_module(base.__module__) == "trusted":
@@ -650,6 +668,10 @@ class Admission:
         elif module is np:
             held = {name: vars(np)[name] for name in NUMPY_READERS}
             self._add_holder(module, path, held, is_of_library=True)
+        elif module.__name__.startswith(
+            "torch"
+        ):  # its own functions are trusted; another one may be put in their place
+            self._add_holder(module, path, vars(module), is_of_library=True, is_trusted=True)
         elif (origin := origin_of_module(module.__name__)) == "user" or (origin == "stdlib" and not self._predicts):
             self._add_holder(module, path, vars(module), is_of_library=origin == "stdlib")
 
@@ -718,6 +740,14 @@ def predict_state(target: Any, uses: Sequence[object]) -> list[object]:
             admission.admit(value, type(value).__name__)
     admission.admit_target(target)
     return admission.found
+
+
+_registry_of: Any = vars(abc)["_get_dump"]  # what `ABCMeta._dump_registry` prints
+
+
+def _registered(kind: ABCMeta) -> tuple[int, ...]:
+    """The classes that are registered as subclasses of an abstract one."""
+    return tuple(sorted(id(reference()) for reference in _registry_of(kind)[0]))
 
 
 def _describe_plain(tensor: Tensor) -> tuple[Any, ...]:

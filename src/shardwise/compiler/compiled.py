@@ -38,7 +38,7 @@ from torch.fx import GraphModule
 from shardwise._text import count_of, package_logger
 from shardwise._torch import is_dispatch_mode_on, is_dual_level, is_function_mode_on, load_tracer
 from shardwise._tree import unflatten_nest
-from shardwise.comm import Comm, fold_texts, gather_raw, gather_values
+from shardwise.comm import Comm, CommError, fold_texts, gather_raw, gather_values
 from shardwise.comm.current import resolve_comm
 from shardwise.comm.stand_in import CommTrace, NotTraceableError, is_tracing
 from shardwise.compiler.admission import NOT_YET, PLAIN_TENSOR, Admission, NewState, Refusal, predict_state
@@ -65,6 +65,7 @@ from shardwise.compiler.tracing import (
     check_backend,
     compile_lock,
     describe_leaf,
+    leave_out_gradients,
     locals_of,
     trace_program,
 )
@@ -311,7 +312,12 @@ class CompiledProgram:
                 state = self._refresh_state()
                 self._in_step |= bool(state.optimizers)
             kind, report = traced
-            verdict = compare_traces(comm, report, answers)
+            try:
+                verdict = compare_traces(comm, report, answers)
+            except CommError as error:
+                if self._order:  # others may run graphs that this rank cannot run
+                    error.args = (f"{error}; rank {comm.rank} traces again, since {kind.reason}", *error.args[1:])
+                raise
             if verdict.is_final:
                 break
             self._in_step |= verdict.as_step
@@ -457,8 +463,10 @@ class CompiledProgram:
         rows = take_streams(draws) if draws else _NO_STREAMS
         rates = _learning_rates(self._state)
         if not kind.in_step:
-            outputs = iter(kind.run(*flat, *rates, rows))
-            return kind.result.rebuild(outputs, self._comm_of(self._state, ()))
+            found = kind.run(*flat, *rates, rows)
+            if len(kind.result.sources) > 1 and torch.is_grad_enabled():
+                leave_out_gradients(found, flat, kind.result.sources)
+            return kind.result.rebuild(iter(found), self._comm_of(self._state, ()))
         with torch.no_grad():
             outputs = iter(kind.run(*flat, *rates, rows))
         result = kind.result.rebuild(outputs, self._comm_of(self._state, ()))

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
@@ -224,6 +225,7 @@ class TracedResult:
     leaves: tuple[Any, ...] = ()
     gradients: tuple[str, ...] = ()  # of each tensor of the state: "none", "kept" as it was or written to, or "new"
     writes: set[int] = field(default_factory=set)  # the places of the flat tensors that are written to
+    sources: list[frozenset[int]] = field(default_factory=list)  # of each result: the flat tensors that it depends on
     draws: DrawTrace = field(default_factory=DrawTrace)
     graphs: dict[str, GraphModule] = field(default_factory=dict)
 
@@ -294,6 +296,8 @@ class FlatProgram:
             _check_arguments(before, flatten_nest((args, kwargs)))
             outputs = self._describe(returned)
         self.result.writes |= {i for i, (t, v) in enumerate(zip(flat, versions, strict=True)) if t._version != v}
+        if not self.in_step and not self.result.sources:
+            self.result.sources = [_find_sources(output, flat) for output in outputs]
         return (*outputs, *self._collect_gradients(own, given))
 
     def _enter_step(self, tensor: Tensor, real: Tensor) -> Tensor:
@@ -341,6 +345,69 @@ class FlatProgram:
                 found.append(tensor.grad)
         self.result.gradients = tuple(kinds)
         return found
+
+
+def _find_sources(output: Tensor, flat: Sequence[Tensor]) -> frozenset[int]:
+    """The places of the tensors from which autograd has computed another one."""
+    places = {id(t): i for i, t in enumerate(flat)}
+    nodes = {t.grad_fn: i for i, t in enumerate(flat) if t.grad_fn is not None}
+    found, seen, queue = set[int](), set[Any](), [output.grad_fn]
+    if id(output) in places:
+        found.add(places[id(output)])
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            found.add(nodes[node])
+        elif id(variable := getattr(node, "variable", None)) in places:
+            found.add(places[id(variable)])
+        queue += [following for following, _ in node.next_functions]
+    return frozenset(found)
+
+
+def leave_out_gradients(outputs: Sequence[Tensor], flat: Sequence[Tensor], sources: Sequence[frozenset[int]]) -> None:
+    """Let inputs have no gradient where no result that depends on them is used; the graph computes zeros for them."""
+    used = [(output, places) for output, places in zip(outputs, sources, strict=False) if output.requires_grad]
+    if len({places for _, places in used}) < 2:
+        return
+    reached: set[int] = set()
+    for output, places in used:
+        note = partial(_note_used, reached, places)
+        output.register_hook(note)  # type: ignore[no-untyped-call]  # untyped in torch
+    nodes = {_graph_node(output.grad_fn) for output, _ in used} - {None}
+    index = {_node_of(t): i for i, t in enumerate(flat) if t.requires_grad}
+
+    def leave_out(node: Any) -> Callable[..., Any]:
+        inputs = [index.get(edge) for edge in node.next_functions]
+
+        def hook(gradients: Any, _: Any) -> Any:
+            kept = tuple(g if i is None or i in reached else None for g, i in zip(gradients, inputs, strict=True))
+            reached.clear()
+            return kept
+
+        return hook
+
+    for node in nodes:
+        node.register_hook(leave_out(node))
+
+
+def _note_used(reached: set[int], places: frozenset[int], gradient: Tensor | None) -> None:
+    if gradient is not None:
+        reached |= places
+
+
+def _node_of(tensor: Tensor) -> tuple[Any, int]:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _graph_node(node: Any) -> Any:
+    """The node of a compiled graph behind views of its results, or None."""
+    while node is not None and "CompiledFunction" not in type(node).__name__:
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node
 
 
 class _FlatModule(nn.Module):
