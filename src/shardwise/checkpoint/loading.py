@@ -59,7 +59,7 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, copy_reads, open_store, plan_reads, run_in_threads
 from shardwise.comm import Comm
-from shardwise.comm.current import resolve_comm
+from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry import Box, Layout, shorten_layout
 from shardwise.tensor import wrap
 from shardwise.transfer.overlap import BoxOverlap, overlaps_with_boxes
@@ -217,7 +217,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
 ) -> Any:
     """Fill the tensors of a state from a checkpoint of any layout and world size; return the state.
 

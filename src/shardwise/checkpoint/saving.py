@@ -66,7 +66,7 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES
 from shardwise.comm import Comm, gather_values
-from shardwise.comm.current import resolve_comm
+from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.tensor import redistribute_many, wrap
 from shardwise.tensor.execute import view_box
 from shardwise.tensor.move import single_rank_layout
@@ -327,7 +327,7 @@ def save(
     state: Any,
     path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
     async_op: Literal[False] = False,
     max_file_bytes: int | None = ...,
     format: str = ...,
@@ -339,7 +339,7 @@ def save(
     state: Any,
     path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
     async_op: Literal[True],
     max_file_bytes: int | None = ...,
     format: str = ...,
@@ -351,7 +351,7 @@ def save(
     state: Any,
     path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
     async_op: bool,
     max_file_bytes: int | None = ...,
     format: str = ...,
@@ -362,7 +362,7 @@ def save(
     state: Any,
     path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
     async_op: bool = False,
     max_file_bytes: int | None = None,
     format: str = "shardwise",
@@ -409,7 +409,7 @@ def save_hf(
     *,
     max_file_bytes: int | None = None,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
-    comm: Any = None,
+    comm: GroupOrComm | None = None,
 ) -> None:
     """Save tensors as a Hugging Face folder: `model.safetensors`, or numbered files and an index. All ranks call it.
 

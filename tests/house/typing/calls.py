@@ -54,3 +54,5 @@ def wrong(a: ShardedTensor) -> None:
     shardwise.run_local(print, "2")  # type: ignore[arg-type]
     Mesh.of(dp="two")  # type: ignore[arg-type]
     shardwise.plan_transfer(3, 4, itemsize=4)  # type: ignore[arg-type]
+    shardwise.save({"x": x}, "folder", comm=17)  # type: ignore[call-overload]
+    shardwise.load({"x": x}, "folder", comm="world")  # type: ignore[arg-type]
