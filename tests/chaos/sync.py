@@ -1,0 +1,143 @@
+"""Ranks of a trainer and of a server are killed or stopped while weights go from one to the other.
+
+`python -m tests.chaos.sync --rounds 100`; a test runs two rounds. In each round a trainer of two processes pushes
+versions whose tensors all have the number of the step, and a server of two processes pulls them. A random rank gets a
+signal at a random moment after both have met. Then:
+
+1. No version that was taken over is mixed: every element has the number of the step.
+2. The other world is not ended by it, and nothing waits beyond its deadline and some seconds.
+3. A server that lost its trainer says "waiting", keeps its step, and names the world.
+4. A trainer that lost its server goes on pushing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.comm import LocalWorld, default_comm
+from tests.sync.worlds import TOKEN, free_address
+
+SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 90.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a rank of the server saw: its last step, how many versions, the state at the end, and mixed versions."""
+
+    step: int | None
+    versions: int
+    state: str
+    mixed: int
+    longest: float
+    problem: str | None
+
+
+def push_for(address: str, met: Path, seconds: float) -> int:
+    """Push versions until some time after a server came; how many."""
+    state = {name: shardwise.full("on x=2: S(0)", SHAPE, 0.0) for name in ("a", "b")}
+    until, step = None, 0
+    with shardwise.sync.publish(state, address, token=TOKEN, deadline=DEADLINE, name="trainer") as link:
+        while True:
+            for x in state.values():
+                x.local_tensor().fill_(step)
+            link.push(step)
+            if until is None and met.exists():
+                until = time.monotonic() + seconds
+            left = 1.0 if until is None else until - time.monotonic()
+            told = shardwise.comm.gather_values(default_comm(), left, label="time is up")
+            if min(told.values()) <= 0:
+                return step
+            step += 1
+            time.sleep(0.01)
+
+
+def meet(state: dict[str, shardwise.ShardedTensor], address: str) -> shardwise.sync.Subscriber:
+    """Subscribe to a trainer that may take long to start on a busy machine."""
+    until = time.monotonic() + LIMIT / 2
+    while True:
+        try:
+            return shardwise.sync.subscribe(state, address, token=TOKEN, deadline=DEADLINE, name="server")
+        except shardwise.sync.SyncError:
+            told = shardwise.comm.gather_values(default_comm(), until - time.monotonic(), label="once more")
+            if min(told.values()) <= 0:
+                raise
+
+
+def pull_for(address: str, seconds: float, met: str) -> Served:
+    """Pull versions for some time, and look at every one of them."""
+    state = {name: shardwise.full("on x=2: S(1)", SHAPE, -1.0) for name in ("a", "b")}
+    versions, mixed, longest = 0, 0, 0.0
+    with meet(state, address) as link:
+        until = time.monotonic() + seconds
+        Path(met).touch()
+        while True:
+            began = time.monotonic()
+            step = link.pull(timeout=0.5)
+            longest = max(longest, time.monotonic() - began)
+            versions += step is not None
+            if link.version is not None:
+                mixed += any(not x.local_tensor().eq(link.version).all() for x in state.values())
+            told = shardwise.comm.gather_values(default_comm(), until - time.monotonic(), label="time is up")
+            if min(told.values()) <= 0:
+                return Served(link.version, versions, link.state, mixed, longest, link.problem)
+
+
+def attack(trainer: LocalWorld, server: LocalWorld, victim: tuple[str, int], how: int, after: float) -> str:
+    """One round; what came of it in words. Raises AssertionError if a promise was broken."""
+    address, seconds, met = free_address(), after + 3.0, Path(tempfile.mkdtemp()) / "met"
+    worlds = {"trainer": trainer, "server": server}
+    with ThreadPoolExecutor(2) as pool:
+        pushing = pool.submit(trainer.outcomes, push_for, address, met, seconds, limit=LIMIT)
+        pulling = pool.submit(server.outcomes, pull_for, address, seconds, str(met), limit=LIMIT)
+        until = time.monotonic() + LIMIT
+        while not met.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(after)
+        process: Any = worlds[victim[0]]._ranks[victim[1]][0]
+        os.kill(process.pid, how)
+        if how == signal.SIGSTOP:
+            time.sleep(DEADLINE + 1.0)
+            os.kill(process.pid, signal.SIGKILL)
+        pushed, served = pushing.result(LIMIT + 30), pulling.result(LIMIT + 30)
+    where = f"{victim[0]} rank {victim[1]} gets {signal.Signals(how).name} after {after:.2f} s"
+    if victim[0] == "server":
+        assert all(outcome.error is None for outcome in pushed), f"{where}: {[o.error for o in pushed]}"
+        return f"{where}: the trainer pushed {pushed[0].value} steps"
+    assert all(outcome.error is None for outcome in served), f"{where}: {[o.error for o in served]}"
+    for outcome in served:
+        seen: Served = outcome.value
+        assert seen.mixed == 0, f"{where}: {seen}"
+        assert seen.longest < 2 * DEADLINE + 5, f"{where}: {seen}"
+        assert seen.state in ("waiting", "current"), f"{where}: {seen}"
+    assert len({outcome.value.step for outcome in served}) == 1, f"{where}: {served}"
+    return f"{where}: {served[0].value}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rng = random.Random(given.seed)
+    for number in range(given.rounds):
+        with LocalWorld(2, timeout=20.0) as trainer, LocalWorld(2, timeout=20.0) as server:
+            victim = rng.choice(["trainer", "server"]), rng.randrange(2)
+            how = rng.choice([signal.SIGKILL, signal.SIGSTOP])
+            print(number, attack(trainer, server, victim, how, 0.5 + 2 * rng.random()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
