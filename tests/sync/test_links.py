@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -401,6 +402,20 @@ def test_a_version_with_wrong_bytes_is_not_taken_over(monkeypatch: pytest.Monkey
         assert link.problem is not None and "what was read is not what was pushed: w on rank 0: [0:4]" in link.problem
         assert served["w"].tolist() == [0.0] * 4
         link.close()
+
+
+def test_a_link_that_nobody_closed_ends_with_its_objects() -> None:
+    with publish({"w": torch.ones(2)}, "tcp://127.0.0.1:0", token=TOKEN) as trainer:
+        link = subscribe({"w": torch.zeros(2)}, trainer.address, token=TOKEN)
+        trainer.push(1)
+        assert link.pull() == 1
+        trainer.drain(0)
+        assert len(trainer.members) == 1
+        del link
+        gc.collect()
+        while trainer.members:
+            time.sleep(0.01)
+            trainer.drain(0)
 
 
 # Strangers

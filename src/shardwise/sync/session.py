@@ -23,6 +23,7 @@ import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -196,6 +197,7 @@ class Channel:
         self._keys = _sign(key, ours), _sign(key, theirs)
         self._sent, self._received = 0, 0
         self._sending = threading.Lock()
+        weakref.finalize(self, connection.close)  # of a link that nobody closed
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
