@@ -55,6 +55,13 @@ def _product_twice(x: Any) -> Any:
     return x.grad
 
 
+def _norm_twice(x: Any) -> Any:
+    y = x * (x.detach() > 1)  # a rank's part may be all zeros
+    (grad,) = torch.autograd.grad(y.norm() * x.sum() + y.norm(dim=0).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return x.grad
+
+
 def _written_twice(x: Any) -> Any:
     y = x * 1
     y[1:3].mul_(x[:2])
@@ -129,6 +136,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "hessian product": _hessian_product,
     "softmax, twice": _softmax_twice,
     "product, twice": _product_twice,
+    "norm, twice": _norm_twice,
     "writes, twice": _written_twice,
     "hooks": _hooks,
     "saved on the host": _saved_on_host,

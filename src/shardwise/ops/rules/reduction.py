@@ -292,10 +292,12 @@ def _extreme_norm(x: Any, ord: float, dims: tuple[int, ...], keepdim: bool, dtyp
 def _norm_by_sums(x: Any, ord: float, dims: tuple[int, ...], keepdim: bool, dtype: Any) -> Any:
     """The norm as a root of a sum of powers: its gradient is that of the whole norm, also beside infinities and zeros.
 
-    That of a norm of norms is not a number for all that is on the rank of an infinite element.
+    That of a norm of norms is not a number for all that is on the rank of an infinite element. Even powers need no
+    magnitude, whose gradient at zero is zero: so gradients of gradients are those of the whole norm, too.
     """
     kind = x.dtype if dtype is None else dtype
-    size = resolve_partial(x, "vector_norm").to(accumulation_dtype(kind)).abs()
+    held = resolve_partial(x, "vector_norm").to(accumulation_dtype(kind))
+    size = held if ord % 2 == 0 and not kind.is_complex else held.abs()
     powers = size if ord == 1 else size**ord if ord > 1 else _power_but_of_zero(size, ord)
     total = resolve_partial(aten.sum.dim_IntList(powers, dims, keepdim), "vector_norm")
     return (total if ord == 1 else _power_but_of_zero(total, 1 / ord)).to(kind.to_real())
