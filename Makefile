@@ -51,7 +51,7 @@ docs: $(VENV)/.docs-installed  ## build the site in build/site; a broken link or
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 	@echo "open build/site/index.html"
 
-bench: $(STAMP)  ## run the benchmarks; one section with SECTION=move
+bench: $(STAMP)  ## run the benchmarks; one with SECTION=move; the ratios of two results with SECTION="compare A B"
 	$(BIN)/python -m bench $(SECTION)
 
 matrix: $(STAMP)  ## try the wheel with each supported torch and Python, 5 GB each; some: PAIRS="2.14.0 2.15.0:3.13"
