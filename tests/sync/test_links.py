@@ -268,6 +268,13 @@ def test_a_publisher_that_goes_and_comes_back() -> None:
     link.close()
 
 
+def test_an_address_is_free_once_its_publisher_is_closed() -> None:
+    address = free_address()
+    for step in range(30):
+        with publish({"w": torch.ones(2)}, address, token=TOKEN) as link:
+            link.push(step)
+
+
 def test_a_subscriber_that_hangs_costs_the_trainer_nothing() -> None:
     weights = {"w": torch.zeros(8)}
     with publish(weights, "tcp://127.0.0.1:0", token=TOKEN, deadline=1.5, name="trainer") as trainer:

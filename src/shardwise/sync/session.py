@@ -337,7 +337,8 @@ class SyncListener:
         self._closed = False
         self._room = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._wake, self._woken = os.pipe()
-        threading.Thread(target=self._accept, name="shardwise-sync", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="shardwise-sync", daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         poll = select.poll()
@@ -410,5 +411,6 @@ class SyncListener:
             self._closed = True
             ending = list(self._open)
         os.write(self._woken, b"x")
+        self._accepting.join(HANDSHAKE_SECONDS)  # the address is free when this returns
         for channel in ending:
             channel.close()
