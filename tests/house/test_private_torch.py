@@ -1,6 +1,6 @@
 """Does every private name of torch that the package uses still do what the package needs it for?
 
-One guard for each name of `shardwise._torch` and `shardwise._torch`. When a new release of torch breaks one,
+One guard for each name of `shardwise._torch`. When a new release of torch breaks one,
 this file says which.
 """
 
@@ -555,7 +555,7 @@ def test_is_profiling() -> None:
 def test_name_new_groups() -> None:
     from torch.distributed import distributed_c10d as c10d
 
-    before = c10d._hash_ranks_to_str([0, 1])
     with _torch.name_new_groups("mine"):
         assert c10d._process_group_name([0, 1], use_hashed_name=True) == "mine"
-    assert c10d._process_group_name([0, 1], use_hashed_name=True) == before
+    # since torch 2.15 the hash depends on how many groups were made, and each name counts as one
+    assert re.fullmatch("[0-9a-f]{40}", c10d._process_group_name([0, 1], use_hashed_name=True))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import OpOverload
+from shardwise._torch import TORCH_RELEASE, OpOverload
 from shardwise.comm import run_local
 from shardwise.geometry import Mesh, Placement, Replicate, Shard
 from shardwise.ops import sharding_rule
@@ -144,10 +144,17 @@ def test_an_empty_tensor_is_seen() -> None:
 @pytest.mark.parametrize("placement", (Replicate(), Shard(0), Shard(1)), ids=str)
 @pytest.mark.parametrize("shape", ((2, 0), (0, 2), (2, 4, 0)))
 def test_group_norm_of_nothing(shape: tuple[int, ...], placement: Placement) -> None:
-    """As torch, which returns nothing: also where there are no channels to divide by."""
+    """As torch, which returns nothing, also where there are no channels to divide by; 2.15 refuses most of it."""
 
-    def body(comm: Any) -> tuple[int, ...]:
-        x = lay(torch.zeros(shape), Mesh.of(tp=2), (placement,))
-        return tuple(F.group_norm(x, 1).shape)
+    def shape_of(x: torch.Tensor) -> tuple[int, ...] | str:
+        try:
+            return tuple(F.group_norm(x, 1).shape)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
 
-    assert run_local(body, 2, timeout=60) == [shape, shape]
+    def body(comm: Any) -> tuple[int, ...] | str:
+        return shape_of(lay(torch.zeros(shape), Mesh.of(tp=2), (placement,)))
+
+    expected = shape_of(torch.zeros(shape))
+    assert expected == shape or TORCH_RELEASE >= (2, 15)
+    assert run_local(body, 2, timeout=60) == [expected, expected]
