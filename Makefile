@@ -66,7 +66,7 @@ mutants: $(STAMP)  ## change the source a little, see which tests notice; one pa
 	$(BIN)/python -m tools.mutants $(if $(PACKAGE),--package $(PACKAGE)) --sample $(SAMPLE) --seed $(SEED)
 
 chaos: $(STAMP)  ## attack ranks, saves, files and disks at length, and soak, two hours; one part with CHAOS=ranks
-	@for part in $(or $(CHAOS),ranks checkpoints disks soak); do \
+	@for part in $(or $(CHAOS),ranks checkpoints disks sync soak); do \
 	  $(BIN)/python -W ignore -m tests.chaos.$$part || exit 1; done
 
 check: lint types docs test  ## lint + types + docs + test: what .ci/run runs

@@ -252,6 +252,8 @@ def test_a_publisher_that_goes_and_comes_back() -> None:
     first.close()
     assert link.pull(0.3) is None
     assert (link.version, link.state) == (10, "waiting")
+    assert link.pull(0.3) is None
+    assert link.problem is not None and "rank 0: publisher 'first' at tcp://127.0.0.1:" in link.problem
     assert served["w"].tolist() == [1.0] * 3
     link.check()
     second = publish({"w": torch.full((3,), 2.0), "more": torch.ones(1)}, address, token=TOKEN)

@@ -291,7 +291,11 @@ class Subscriber:
     def _look(self, until: float) -> Message:
         """Ask for a newer version, for at most a round; connects again where that was lost. Of the lead."""
         if self._control is None:
-            return self._call(max(until, time.monotonic() + _RETRY_SECONDS))
+            said = self._call(max(until, time.monotonic() + _RETRY_SECONDS))
+            if "problem" in said:
+                at = f"tcp://{self._place[0]}:{self._place[1]}"
+                said["problem"] = f"{self._where}: publisher {self._publisher_name()} at {at}: {said['problem']}"
+            return said
         try:
             wait = max(0.0, min(until - time.monotonic(), ROUND_SECONDS))
             return {"version": self._ask({"do": "take", "have": self._seq, "wait": wait}, wait)["version"]}
