@@ -265,7 +265,7 @@ def test_a_publisher_that_goes_and_comes_back() -> None:
     third.push(5)
     assert link.pull(0.3) is None
     assert link.state == "waiting"
-    assert link.problem is not None and "w has the shape [3] here, and [4]" in link.problem
+    assert "w has the shape [3] here, and [4]" in link.problem
     third.close()
     link.close()
 
