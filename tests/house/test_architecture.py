@@ -49,7 +49,7 @@ MOST_FILES = 181  # modules of the package; the aim is 170
 MOST_FILES_IN_A_FOLDER = 16
 MOST_SINGLE_IMPORTERS = 32  # modules that one other module imports; the aim is 25
 MOST_OWN_CACHES = 20  # modules that take a cache from functools instead of `_cache.py`
-MOST_DIALECT = 36  # names with a word of DIALECT, counted once for each module
+MOST_DIALECT = 0  # names with a word of DIALECT, counted once for each module
 # PyTorch, JAX and MPI have other words: received, placement, owner, register, handshake, irregular, prefetch.
 DIALECT = """told homes home belongs teach door cards knocked stands_for make_again travels_early two_step torch_words
  in_pieces"""

@@ -563,26 +563,26 @@ def _load_map(path: Path) -> NameMap:
     return _parse_map(data, path.name)
 
 
-def _parse_map(data: Mapping[str, Any], told: str) -> NameMap:
+def _parse_map(data: Mapping[str, Any], where: str) -> NameMap:
     unknown = sorted(set(data) - set(_TABLES))
     if unknown:
-        raise CheckpointError(f"{told}: no table {unknown[0]!r}; a map of names has {', '.join(_TABLES)}")
+        raise CheckpointError(f"{where}: no table {unknown[0]!r}; a map of names has {', '.join(_TABLES)}")
     lengths, renames, changes = data.get("lengths", {}), data.get("rename", {}), data.get("change", [])
     if not isinstance(lengths, Mapping) or not all(type(n) is int and n > 0 for n in lengths.values()):
-        raise CheckpointError(f"{told}: lengths are numbers of 1 or more by name")
+        raise CheckpointError(f"{where}: lengths are numbers of 1 or more by name")
     if not isinstance(renames, Mapping) or not all(isinstance(new, str) for new in renames.values()):
-        raise CheckpointError(f"{told}: rename has patterns and new names, both texts")
+        raise CheckpointError(f"{where}: rename has patterns and new names, both texts")
     if not isinstance(changes, list) or not all(isinstance(change, Mapping) for change in changes):
-        raise CheckpointError(f"{told}: every change is a table of its own, [[change]]")
+        raise CheckpointError(f"{where}: every change is a table of its own, [[change]]")
     steps: list[NameChange] = []
     try:
         if renames:
             steps.append(Rename(tuple((NamePattern(old), NamePattern(new)) for old, new in renames.items())))
         steps += [_ChangeParser(change, lengths).parse() for change in changes]
     except CheckpointError as error:
-        raise CheckpointError(f"{told}: {error}") from error
+        raise CheckpointError(f"{where}: {error}") from error
     if not steps:
-        raise CheckpointError(f"{told}: it has no rename and no change")
+        raise CheckpointError(f"{where}: it has no rename and no change")
     return NameMap(tuple(steps), json.loads(json.dumps(dict(data))))
 
 

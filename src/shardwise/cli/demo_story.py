@@ -288,8 +288,8 @@ def reshard_chapter(folder: Path) -> Chapter:
     with open_checkpoint(folder / "trained") as old, open_checkpoint(folder / "resharded") as new:
         rows = [(name, _format_layout_rule(old[name].layout), _format_layout_rule(new[name].layout)) for name in SHOWN]
     data = {"tensors": report.tensors, "bytes": report.bytes, "ranks": len(report.ranks)}
-    told = f"{report.tensors} tensors, {format_bytes(report.bytes)}"
-    heading = f"The checkpoint of 4 ranks ({told}) is resharded for 2, without starting any."
+    summary = f"{report.tensors} tensors, {format_bytes(report.bytes)}"
+    heading = f"The checkpoint of 4 ranks ({summary}) is resharded for 2, without starting any."
     return Chapter(heading, _table(("tensor", "on 4 ranks", "on 2 ranks"), *rows), {"resharded": data})
 
 

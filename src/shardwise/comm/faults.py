@@ -16,8 +16,8 @@ How do ranks read and write notes when the process that hosts torch's store hang
 
 1. Every call of the store is made by one thread of its own. Writers do not wait; readers wait for a limited time. A
    call that hangs makes later ones return at once, until it ends.
-2. Before a call the host is knocked at: torch prints pages when a call meets a host that has died. Once it is gone, the
-   log says so in one line, and the store is left alone.
+2. Before a call a connection to the host is tried: torch prints pages when a call meets a host that has died. Once it
+   is gone, the log says so in one line, and the store is left alone.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from shardwise.compat.custom_ops import (
 from shardwise.compat.sharded_tensor import TorchShardedTensor
 from shardwise.compat.specs import ChunkShardingSpec, PlacementShardingSpec, scatter
 from shardwise.geometry import ShardingSpec
-from shardwise.nn.optimizer import teach_state_dict_functions
+from shardwise.nn.optimizer import register_state_dict_functions
 from shardwise.nn.plan import ShardingPlan
 from shardwise.tensor.creation import takes_options_of
 from shardwise.tensor.shards import Shard
@@ -253,7 +253,7 @@ def shard_parameter(
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Let torch's functions of state dicts, which may be loaded by now, gather the parameters as torch's own."""
-    teach_state_dict_functions()
+    register_state_dict_functions()
 
 
 def shard_module(

@@ -115,39 +115,39 @@ class TraceVerdict:
 def compare_traces(comm: Comm, own: TraceReport, answers: Answers) -> TraceVerdict:
     """Compare the traces of all ranks, where this one was made with some answers; the same verdict on every rank."""
     by_rank = {r: TraceReport.from_json(v) for r, v in gather_values(comm, own.to_json(), label=LABEL).items()}
-    told = list(by_rank.values())
-    known = _common_answers(told)
-    if not all(_was_used(answers, i, entry, told) for i, entry in enumerate(known)):
+    reports = list(by_rank.values())
+    known = _common_answers(reports)
+    if not all(_was_used(answers, i, entry, reports) for i, entry in enumerate(known)):
         return TraceVerdict(answers=known)  # what else is different may follow from what was assumed
-    if any(report.calls_backward for report in told):
+    if any(report.calls_backward for report in reports):
         return TraceVerdict(as_step=True)
     problems = {rank: report.problem for rank, report in by_rank.items() if report.problem is not None}
     if problems:
         return TraceVerdict(problem=fold_texts(problems))
-    labels = [[label for label, _ in report.asked] for report in told]
+    labels = [[label for label, _ in report.asked] for report in reports]
     if any(found != labels[0] for found in labels):
         return TraceVerdict(problem=f"the ranks ask each other different things: {_first_difference(labels)}")
-    moves = [report.moves for report in told]
+    moves = [report.moves for report in reports]
     if any(list(found) != list(moves[0]) for found in moves):
         return TraceVerdict(problem=f"the ranks make different moves: {_first_difference(moves)}")
     return TraceVerdict()
 
 
-def _common_answers(told: Sequence[TraceReport]) -> list[tuple[str, Sequence[bytes]]]:
+def _common_answers(reports: Sequence[TraceReport]) -> list[tuple[str, Sequence[bytes]]]:
     """The answers of all ranks, up to the first question that not all of them asked."""
     found: list[tuple[str, Sequence[bytes]]] = []
-    for entries in zip(*(report.asked for report in told), strict=False):
+    for entries in zip(*(report.asked for report in reports), strict=False):
         if len({label for label, _ in entries}) > 1:
             break
         found.append((entries[0][0], [data for _, data in entries]))
     return found
 
 
-def _was_used(answers: Answers, index: int, entry: tuple[str, Sequence[bytes]], told: Sequence[TraceReport]) -> bool:
+def _was_used(answers: Answers, index: int, entry: tuple[str, Sequence[bytes]], reports: Sequence[TraceReport]) -> bool:
     """Whether all ranks went by the true answers to a question: those that were passed, or the same on all."""
     if index < len(answers):
         return list(answers[index][1]) == list(entry[1])
-    return len({report.asked[index][1] for report in told}) == 1
+    return len({report.asked[index][1] for report in reports}) == 1
 
 
 def _first_difference(by_rank: Sequence[Sequence[Any]]) -> str:

@@ -48,8 +48,8 @@ class Mesh:
 
     def __init__(self, axes: Any = None, ranks: Any = None, **sizes: int) -> None:
         if sizes:
-            told = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
-            raise LayoutError(f"Mesh({told}): a mesh by the sizes of its axes is Mesh.of({told})")
+            shown = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+            raise LayoutError(f"Mesh({shown}): a mesh by the sizes of its axes is Mesh.of({shown})")
         axes, ranks = _read_axes_and_ranks(axes, ranks)
         self._set("axes", axes)
         self._set("ranks", freeze_array(ranks))

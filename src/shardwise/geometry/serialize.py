@@ -205,8 +205,8 @@ def infer_from_parts(spec: MeshSpec, parts: Mapping[int, tuple[int, ...]]) -> tu
             given = [Shard(placement.dim, sizes=lengths) if a == axis else p for a, p in enumerate(spec.placements)]
             shape = tuple(sum(lengths) if d == placement.dim else n for d, n in enumerate(first))
             return MeshSpec(spec.mesh, given, spec.order), shape
-    told = "; ".join(f"{parts[r]} on rank {r}" for r in ranks[:6])
+    listed = "; ".join(f"{parts[r]} on rank {r}" for r in ranks[:6])
     raise LayoutError(
-        f"the parts have the shapes {told}, which {spec!r} does not explain: parts differ along "
+        f"the parts have the shapes {listed}, which {spec!r} does not explain: parts differ along "
         "one axis that shards, and in its dim only; pass shape=, or a Layout"
     )

@@ -455,14 +455,14 @@ def _linear_over_mesh(input: Tensor, weight: ShardedTensor, mesh: Mesh) -> Tenso
     """The second strategy, or None where the first one moves less."""
     comm, rows = weight.comm, as_matrix(input)
     own = torch.tensor([*rows.shape, int(input.requires_grad)], device=comm.device)
-    told = dict(zip(comm.ranks, (t.tolist() for t in comm.all_gather(own, label="linear")), strict=True))
-    _check_widths({r: t[1] for r, t in told.items()}, weight)
-    total = sum(t[0] for t in told.values())
+    received = dict(zip(comm.ranks, (t.tolist() for t in comm.all_gather(own, label="linear")), strict=True))
+    _check_widths({r: t[1] for r, t in received.items()}, weight)
+    total = sum(t[0] for t in received.values())
     if total * sum(weight.shape) >= weight.numel():
         return None
-    if any(t[2] for t in told.values()) and not rows.requires_grad:
+    if any(t[2] for t in received.values()) and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # every rank takes part in the backward pass of the others
-    spec = MeshSpec(mesh, (Shard(0, sizes=tuple(told[r][0] for r in mesh.ranks.tolist())),))
+    spec = MeshSpec(mesh, (Shard(0, sizes=tuple(received[r][0] for r in mesh.ranks.tolist())),))
     batch = wrap(spec.layout((total, weight.shape[1])), (rows.contiguous(),), comm)
     product: Any = F.linear(batch, weight)
     result = move_to(product, spec.layout((total, weight.shape[0])), "linear")[0][0]

@@ -332,9 +332,9 @@ def request_rows(call: LookupCall, ids: RowNumbers, problem: str | None = None) 
     A problem of one rank, or fields that differ between ranks, are raised on all of them before any row travels.
     """
     wanted = build_row_query(ids, call.routes, call.layout.shape[0])
-    told = exchange_requests(call, [(rows,) for rows in wanted.sent], problem=problem)
+    received = exchange_requests(call, [(rows,) for rows in wanted.sent], problem=problem)
     return RowRequest(
-        call, wanted, {r: lists[0] if lists else np.zeros(0, np.int64) for r, lists in told.lists.items()}
+        call, wanted, {r: lists[0] if lists else np.zeros(0, np.int64) for r, lists in received.lists.items()}
     )
 
 
@@ -553,10 +553,10 @@ def request_bag_sums(
         else CANNOT_POOL
     )
     rows = count_distinct(bags.ids, call.layout.shape[0]) * call.layout.shape[1]
-    told = exchange_requests(call, [part.lists() for part in parts], (sums, rows), problem)
-    if sum(n[0] for n in told.notes.values()) > sum(n[1] for n in told.notes.values()):
+    received = exchange_requests(call, [part.lists() for part in parts], (sums, rows), problem)
+    if sum(n[0] for n in received.notes.values()) > sum(n[1] for n in received.notes.values()):
         return None
-    asked = {r: ReceivedBags.of(lists, like) for r, lists in told.lists.items() if lists}
+    asked = {r: ReceivedBags.of(lists, like) for r, lists in received.lists.items() if lists}
     return BagPooling(call, bags.count, parts, asked)
 
 

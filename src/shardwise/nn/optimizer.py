@@ -393,12 +393,12 @@ def _describe_state_value(value: Any) -> OptimizerState:
     return {"dtype": dtype, "value": value.tolist(), "on_host": value.device.type == "cpu"}
 
 
-def _make_state_value(told: Mapping[str, Any], parameter: ShardedTensor) -> Any:
-    if "dtype" not in told:
-        return told["value"]
-    dtype, device = getattr(torch, told["dtype"]), parameter.device
-    if "value" in told:
-        return torch.tensor(told["value"], dtype=dtype, device="cpu" if told["on_host"] else device)
+def _make_state_value(stored: Mapping[str, Any], parameter: ShardedTensor) -> Any:
+    if "dtype" not in stored:
+        return stored["value"]
+    dtype, device = getattr(torch, stored["dtype"]), parameter.device
+    if "value" in stored:
+        return torch.tensor(stored["value"], dtype=dtype, device="cpu" if stored["on_host"] else device)
     return wrap(parameter.sharding, (), parameter.comm, dtype=dtype, device=device)
 
 
@@ -423,7 +423,7 @@ def _take_local_slot(value: Any, slot: int) -> Any:
 _TAUGHT = "__shardwise__"
 
 
-def teach_state_dict_functions() -> None:
+def register_state_dict_functions() -> None:
     """Let torch's functions of state dicts know ShardedTensors and ShardedOptimizers, if their modules are loaded."""
     for name in (STATE_DICT_UTILS, STATE_DICT):
         _replace(name, "_gather_state_dict", _gather_sharded)

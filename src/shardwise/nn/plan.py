@@ -466,8 +466,8 @@ def _unify_shared_specs(
     for shared in (several for several in names.values() if len(several) > 1):
         asked = {specs[n] for n in shared if n in matched and n in specs}
         if len(asked) > 1:
-            told = "; ".join(f"{n}: {matched[n]!r}" for n in shared if n in matched)
-            problems.append(f"{' and '.join(shared)} are one parameter, and their patterns differ: {told}")
+            listed = "; ".join(f"{n}: {matched[n]!r}" for n in shared if n in matched)
+            problems.append(f"{' and '.join(shared)} are one parameter, and their patterns differ: {listed}")
         elif asked:
             specs.update(dict.fromkeys(shared, next(iter(asked))))
     return problems

@@ -324,8 +324,8 @@ class Balance:
             for rank, held in self.bytes_by_rank.items()
         ]
         split = sum(len(p.parts) > 1 for p in self.placings)
-        told = f"{len(self.placings)} tables, {split} of them split; fullest rank / mean: {self.ratio:.3f}"
-        return "\n".join([*lines, told])
+        summary = f"{len(self.placings)} tables, {split} of them split; fullest rank / mean: {self.ratio:.3f}"
+        return "\n".join([*lines, summary])
 
 
 class BalancedPlanner(ShardingPlanner):

@@ -55,7 +55,7 @@ from shardwise.geometry import Layout, LayoutError, ShardingSpec
 from shardwise.nn.inputs import adapt_functions, adapt_methods, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
-from shardwise.nn.optimizer import hold_sharded_parameters, teach_state_dict_functions
+from shardwise.nn.optimizer import hold_sharded_parameters, register_state_dict_functions
 from shardwise.nn.plan import (
     ModelPlan,
     PlanError,
@@ -492,7 +492,7 @@ def shard_module(
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
     adapt_functions()
-    teach_state_dict_functions()
+    register_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch
     return module
@@ -513,7 +513,7 @@ def _log_sharded(module: nn.Module, plan: ShardingPlan | ModelPlan, comm: Comm) 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Torch's functions of state dicts may have been loaded after the model was sharded."""
-    teach_state_dict_functions()
+    register_state_dict_functions()
 
 
 def _check_named_plan(module: nn.Module, plan: ShardingPlan, comm: Comm) -> PlanFields:

@@ -285,10 +285,10 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
             shapes = tuple(tuple(t.shape) for t in tensors)
             result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
     if is_function_recorded():
-        _note_run(call, tensors, decision, local is None and finish is None and not decision.homes)
+        _note_run(call, tensors, decision, local is None and finish is None and not decision.result_targets)
     outputs = _wrap_results(call, tensors, comm, decision, result)
-    if decision.homes:
-        outputs = _bring_home(outputs, decision, name)
+    if decision.result_targets:
+        outputs = _move_to_result_targets(outputs, decision, name)
     mark_moved_views(call.op, tensors, aligned, outputs)
     if call.op is aten._to_copy.default:
         copy_mark(tensors[0], outputs)
@@ -373,21 +373,21 @@ def _wrap_results(
     return wrapped[0]
 
 
-def _bring_home(outputs: Any, decision: Decision, name: str) -> Any:
+def _move_to_result_targets(outputs: Any, decision: Decision, name: str) -> Any:
     """The pending results where they belong: split as an input was that was taken apart."""
     if isinstance(outputs, list | tuple):
-        return type(outputs)(_bring_result_home(o, i, decision, name) for i, o in enumerate(outputs))
-    return _bring_result_home(outputs, 0, decision, name)
+        return type(outputs)(_move_to_result_target(o, i, decision, name) for i, o in enumerate(outputs))
+    return _move_to_result_target(outputs, 0, decision, name)
 
 
-def _bring_result_home(output: Any, index: int, decision: Decision, name: str) -> Any:
+def _move_to_result_target(output: Any, index: int, decision: Decision, name: str) -> Any:
     if not isinstance(output, ShardedTensor) or not isinstance(output.sharding.spec, MeshSpec):
         return output
     spec, shape = output.sharding.spec, output.sharding.shape
     placements = list(spec.placements)
-    for axis, home in enumerate(decision.homes):
-        if home is not None and isinstance(placements[axis], Partial):
-            strategy, cut = home
+    for axis, result_target in enumerate(decision.result_targets):
+        if result_target is not None and isinstance(placements[axis], Partial):
+            strategy, cut = result_target
             placement = strategy.outputs[min(index, len(strategy.outputs) - 1)]
             placements[axis] = cut_like(placement, cut, shape) or Replicate()
     try:

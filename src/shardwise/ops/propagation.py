@@ -8,7 +8,7 @@
 3. What a change along one axis moves depends on what the others do to the tensor. So the axes are decided one after
    the other until nothing changes any more: their order in the mesh does not count.
 4. Rows that are split stay split: a pending result for which an input was taken apart is brought to where the result
-   of the strategy that keeps this input is, its home.
+   of the strategy that keeps this input is, its target.
 
 All ranks decide from layouts alone, so they decide the same. Ties go to the strategy listed first.
 
@@ -94,20 +94,20 @@ def change_cost(now: Placement, then: Placement, nbytes: float, ranks: int) -> f
 
 
 def result_cost(
-    result: Placement | None, belongs: Sequence[Placement | None], split: bool, nbytes: float, ranks: int
+    result: Placement | None, kept: Sequence[Placement | None], split: bool, nbytes: float, ranks: int
 ) -> float:
     """The bytes that a rank receives until a result of `nbytes` bytes is where it belongs, counted as by `change_cost`.
 
-    `belongs` are the splits of results for which an input stays as it is split; `split`: an input is split.
+    `kept` are the splits of results for which an input stays as it is split; `split`: an input is split.
     A pending result is summed. One that every rank has, though the inputs were split, counts as much: all that follows
     is computed by every rank.
     """
     share = nbytes * (ranks - 1) / ranks
     if isinstance(result, Partial):
         return share
-    if not split or result is None or any(p is not None and same_kind(result, p) for p in belongs):
+    if not split or result is None or any(p is not None and same_kind(result, p) for p in kept):
         return 0.0
-    return share / ranks if belongs and isinstance(result, Shard) else share
+    return share / ranks if kept and isinstance(result, Shard) else share
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,14 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy for each axis. `homes`: along an axis, the strategy to whose result the pending one is brought.
+    """One strategy for each axis.
 
+    `result_targets`: along an axis, the strategy to whose result the pending one is moved.
     `is_free`: nothing changes and nothing is pending, so the same would be chosen at all lengths.
     """
 
     strategies: tuple[Strategy, ...]
-    homes: tuple[Strategy | None, ...]
+    result_targets: tuple[Strategy | None, ...]
     is_free: bool = False
 
 
@@ -167,8 +168,8 @@ def choose_strategies(
     chosen = [s for s in prices.chosen if s is not None]
     if len(chosen) < mesh.ndim:
         return None
-    homes = tuple(None if free[a] else prices.find_home(a, s) for a, s in enumerate(chosen))
-    return Choice(tuple(chosen), homes)
+    result_targets = tuple(None if free[a] else prices.find_result_target(a, s) for a, s in enumerate(chosen))
+    return Choice(tuple(chosen), result_targets)
 
 
 def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Operand], axis: int) -> Strategy | None:
@@ -212,11 +213,11 @@ class _AxisPrices:
         possible = [(price, i) for price, i in prices if price is not None]
         return self.strategies[min(possible)[1]] if possible else None
 
-    def find_home(self, axis: int, strategy: Strategy) -> Strategy | None:
+    def find_result_target(self, axis: int, strategy: Strategy) -> Strategy | None:
         """The strategy whose results are where this one's pending results are brought; None: they stay pending."""
         pending = any(isinstance(p, Partial) for p in strategy.outputs)
-        homes = self._homes(axis) if pending and strategy.finish is None and self.result_sizes else []
-        return homes[0] if homes else None
+        result_targets = self._result_targets(axis) if pending and strategy.finish is None and self.result_sizes else []
+        return result_targets[0] if result_targets else None
 
     def _price(self, strategy: Strategy, axis: int) -> float | None:
         """What its inputs and results cost; a tensor that appears twice and is needed alike moves once."""
@@ -229,15 +230,15 @@ class _AxisPrices:
             if (operand.first, then) not in paid:
                 paid.add((operand.first, then))
                 total += operand.price_change(axis, then, self._input_bytes(index, axis))
-        homes = self._homes(axis)
+        result_targets = self._result_targets(axis)
         split = any(isinstance(o.spec.placements[axis], Shard) for o in self.operands)
         for number, size in enumerate(self.result_sizes):
-            belongs = [_output(home, number) for home in homes]
+            kept_splits = [_output(target, number) for target in result_targets]
             along = size / self._result_parts(number, axis)
-            total += result_cost(_output(strategy, number), belongs, split, along, ranks)
+            total += result_cost(_output(strategy, number), kept_splits, split, along, ranks)
         return total
 
-    def _homes(self, axis: int) -> list[Strategy]:
+    def _result_targets(self, axis: int) -> list[Strategy]:
         """The strategies that keep a split tensor as it is and split their results: along the same dim, if there are
         such, as the rows of a batch; else along any."""
         found, along_same = [], []
@@ -363,7 +364,7 @@ class WrittenMoveError(UnsupportedOpError):
 class Decision:
     """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
 
-    `homes`: along an axis, the strategy to whose results the pending ones are brought, and how that cuts its dim.
+    `result_targets`: along an axis, the strategy to whose results pending ones are moved, and how that cuts its dim.
     """
 
     inputs: tuple[Layout, ...]
@@ -374,7 +375,7 @@ class Decision:
     mesh: Mesh
     local: Callable[..., Any] | None
     finish: Callable[[Any], Any] | None
-    homes: tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...] = ()
+    result_targets: tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...] = ()
     outputs: tuple[Layout | None, ...] | None = None
 
 
@@ -412,17 +413,21 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Seque
     _log.debug("%s: %s of %s", call.op, chosen, wanted)
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
-    return Decision(wanted, vary, chosen, tuple(cuts), order, mesh, local, finish, _find_homes(choice, operands))
+    return Decision(
+        wanted, vary, chosen, tuple(cuts), order, mesh, local, finish, _find_result_targets(choice, operands)
+    )
 
 
-def _find_homes(
+def _find_result_targets(
     choice: Choice, operands: Sequence[Operand]
 ) -> tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...]:
-    if not any(choice.homes):
+    if not any(choice.result_targets):
         return ()
-    kept = [home or strategy for home, strategy in zip(choice.homes, choice.strategies, strict=True)]
+    kept = [target or strategy for target, strategy in zip(choice.result_targets, choice.strategies, strict=True)]
     cuts = leading_cuts(kept, operands)
-    return tuple(None if home is None else (home, cut) for home, cut in zip(choice.homes, cuts, strict=True))
+    return tuple(
+        None if target is None else (target, cut) for target, cut in zip(choice.result_targets, cuts, strict=True)
+    )
 
 
 _choices: Cache[Hashable, Choice] = Cache(16384, on_change=True)

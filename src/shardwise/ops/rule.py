@@ -340,7 +340,7 @@ def rule_ignores_lengths(rule: OperatorCode) -> bool:
     return rule in _ignoring_lengths
 
 
-def stands_for(inner: Any) -> Callable[[R], R]:
+def composite_of(inner: Any) -> Callable[[R], R]:
     """Mark the rule of an operator that torch makes another one of: it holds while that one has its present rule.
 
     With a rule of the user for `_softmax`, `softmax` has to be broken down, so that the rule is asked.

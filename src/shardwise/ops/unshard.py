@@ -453,7 +453,7 @@ class GatherNote:
     memory: int
     prefetcher: ParameterPrefetcher | None
 
-    def make_again(self) -> Tensor:
+    def gather_again(self) -> Tensor:
         """The whole tensor, made again."""
         if tuple(t._version for t in self.sources) != self.versions:
             raise RuntimeError(
@@ -517,7 +517,7 @@ def free_after_forward(tensors: Sequence[ShardedTensor]) -> AbstractContextManag
 def _unpack(saved: Any) -> Tensor:
     if not isinstance(saved, SavedView):
         return saved  # type: ignore[no-any-return]  # a tensor
-    return saved.note.make_again().as_strided(saved.size, saved.stride, saved.offset)
+    return saved.note.gather_again().as_strided(saved.size, saved.stride, saved.offset)
 
 
 _SUMMED = "_summed"

@@ -341,10 +341,10 @@ def express_shard(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") ->
     if all(s == chunk_sizes(sum(s), len(s)) for s in sizes):
         return Shard(dim)
     if len(set(sizes)) > 1:
-        told = " and ".join(map(str, dict.fromkeys(sizes)))
+        shown = " and ".join(map(str, dict.fromkeys(sizes)))
         raise NoViewError(
-            f"axis {axis!r} would cut the parts of dim {dim} that the axes before it make in {told}, and a Shard gives "
-            f"all of them the same sizes (even parts, or Replicate() for axis {axis!r}, can be viewed so)"
+            f"axis {axis!r} would cut the parts of dim {dim} that the axes before it make in {shown}, and a Shard "
+            f"gives all of them the same sizes (even parts, or Replicate() for axis {axis!r}, can be viewed so)"
         )
     return Shard(dim, sizes[0])
 

@@ -214,14 +214,14 @@ class Publisher:
         except (OSError, ValueError) as error:
             problem = f"{self._where} cannot listen at tcp://{place[0]}:{place[1]}: {error}"
         said = json.dumps({"token": token.hex(), "epoch": epoch, "name": self.name}) if self._lead and token else ""
-        told = agree(
+        received = agree(
             self.comm,
             {"publish at": place, "deadline": self.deadline},
             label="sync publish",
             problem=problem,
             payload=said.encode(),
         )
-        given = json.loads(told[self.comm.ranks[0]])
+        given = json.loads(received[self.comm.ranks[0]])
         self._epoch, self.name = given["epoch"], given["name"]
         try:
             if not self._lead:
@@ -236,7 +236,7 @@ class Publisher:
         port = 0 if self._listener is None else self._listener.port
         at = place[0] if self._lead or is_loopback(place[0]) else _own_address(place)
         card = [identify_host() or f"alone-{self.comm.rank}", self._listener.name if self._listener else None, at, port]
-        _, tensors, cards = agree_on_state(self.comm, {}, leaves, card, problem, "sync publish")
+        _, tensors, addresses = agree_on_state(self.comm, {}, leaves, card, problem, "sync publish")
         first: dict[tuple[Any, ...], int] = {}
         kinds = {t.name: (t.dtype, t.layout) for t in tensors}
         memory = {leaf.name: _memory_key(leaf) for leaf in leaves}
@@ -244,7 +244,7 @@ class Publisher:
         everyone = gather_values(self.comm, tied, label="sync publish: tied tensors")
         if any(other != tied for other in everyone.values()):
             tied = list(range(len(tensors)))
-        places = tuple(RankPlace(host, name, (ip, number)) for host, name, ip, number in cards)
+        places = tuple(RankPlace(host, name, (ip, number)) for host, name, ip, number in addresses)
         numbers = {rank: i for i, rank in enumerate(self.comm.ranks)}
         if list(numbers) != list(range(len(numbers))):
             raise ValueError("publish takes a comm whose ranks are 0 to n - 1; pass that of the world")
@@ -429,14 +429,14 @@ class Publisher:
             chosen, replaced = self._desk.choose_slot(min(self.deadline, self.comm.timeout / 2))
             said = {"slot": chosen.slot, "seq": chosen.seq, **self._news()}
         try:
-            told = agree(
+            received = agree(
                 self.comm, {"step": step}, label="sync push", problem=problem, payload=json.dumps(said).encode()
             )
         except ValueError:
             if replaced is not None:
                 self._desk.publish(replaced)  # nothing was written
             raise
-        said = json.loads(told[self.comm.ranks[0]])
+        said = json.loads(received[self.comm.ranks[0]])
         self._take_news(said)
         slot, seq = said["slot"], said["seq"]
         try:
@@ -522,8 +522,8 @@ class Publisher:
                 done = self._wait_for_members(min(until, time.monotonic() + ROUND_SECONDS))
                 done = done or time.monotonic() >= until
                 said = json.dumps({"done": done, **self._news()})
-            told = agree(self.comm, {"drain": timeout}, label="sync drain", payload=said.encode())
-            found = json.loads(told[self.comm.ranks[0]])
+            received = agree(self.comm, {"drain": timeout}, label="sync drain", payload=said.encode())
+            found = json.loads(received[self.comm.ranks[0]])
             self._take_news(found)
             if found["done"]:
                 return [member.world for member in self.members if member.step == self.version]

@@ -180,8 +180,8 @@ class Subscriber:
     def _share(self, label: str, said: Mapping[str, Any]) -> Message:
         """What the lead says, on all ranks."""
         text = json.dumps(said) if self._lead else ""
-        told = agree(self.comm, {}, label=label, payload=text.encode())
-        found: Message = json.loads(told[self.comm.ranks[0]])
+        received = agree(self.comm, {}, label=label, payload=text.encode())
+        found: Message = json.loads(received[self.comm.ranks[0]])
         return found
 
     def _call(self, until: float) -> Message:

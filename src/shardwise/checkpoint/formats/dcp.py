@@ -189,11 +189,11 @@ class _DcpIndexReader:
         """The pickle of something that is not a tensor, checked against its CRC-32."""
         place = self.places[name, None]
         _, item = self.files.item(place)
-        told = f"{self.folder / place[0]}: value {name[:200]!r}"
-        records = read_archive(item, told)
+        where = f"{self.folder / place[0]}: value {name[:200]!r}"
+        records = read_archive(item, where)
         if PICKLE not in records:
-            raise CheckpointError(f"{told}: its archive has no {PICKLE}")
-        return read_record(item, records[PICKLE], told)
+            raise CheckpointError(f"{where}: its archive has no {PICKLE}")
+        return read_record(item, records[PICKLE], where)
 
     def tensor(self, name: str, state: Any) -> TensorEntry:
         dtype, shape = _require_state(state["properties"], "TensorProperties")[0], _require_sizes(state["size"])
@@ -214,57 +214,57 @@ class _DcpIndexReader:
         if place is None:
             raise CheckpointError(f"{self.folder}: tensor {name!r}: no file contains its part {box}")
         number, item = self.files.item(place)
-        told = f"{self.folder / place[0]}: tensor {name!r}"
-        records = read_archive(item, told)
-        found = self.described(read_record(item, records[PICKLE], told), told) if PICKLE in records else None
+        where = f"{self.folder / place[0]}: tensor {name!r}"
+        records = read_archive(item, where)
+        found = self.described(read_record(item, records[PICKLE], where), where) if PICKLE in records else None
         if not isinstance(found, PickledTensor) or found.sizes != box.sizes or found.dtype != dtype:
-            raise CheckpointError(f"{told}: its part {box} is not stored as {dtype}{list(box.sizes)}")
+            raise CheckpointError(f"{where}: its part {box} is not stored as {dtype}{list(box.sizes)}")
         data = records.get(f"data/{found.storage.key}")
         data = self.check_data(
-            found, data, told, read_record(item, records[ORDER], told) if ORDER in records else b"little"
+            found, data, where, read_record(item, records[ORDER], where) if ORDER in records else b"little"
         )
-        self.count_bytes(box.numel * dtype.itemsize, told)
+        self.count_bytes(box.numel * dtype.itemsize, where)
         begin = place[1] + data.begin + found.offset * dtype.itemsize
         rank = int(match[1]) if (match := _RANK.match(place[0])) else 0
         if found.strides == row_major_strides(box.sizes) or box.numel == 1:
             crc = f"{CRC}{data.crc:08x}" if data.size == box.numel * dtype.itemsize else ""
             return [(box, rank, number, begin, crc)]
         inner = _inner_dims(box, found.strides)
-        self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), told)
+        self.count_rows(box.numel // math.prod(box.sizes[d] for d in inner), where)
         rows = list(_split_into_rows(box, found.strides, inner))
         return [(row, rank, number, begin + start * dtype.itemsize, "") for row, start in rows]
 
-    def described(self, pickled: bytes, told: str) -> Any:
+    def described(self, pickled: bytes, where: str) -> Any:
         """What a part's pickle says; those of parts that are alike have the same bytes and are read once."""
         if len(pickled) > _SMALL_PICKLE_BYTES:
-            return read_pickle(pickled, told)
+            return read_pickle(pickled, where)
         if pickled not in self._described:
             if len(self._described) >= _REMEMBERED:
                 self._described.clear()
-            self._described[pickled] = read_pickle(pickled, told)
+            self._described[pickled] = read_pickle(pickled, where)
         return self._described[pickled]
 
-    def count_bytes(self, nbytes: int, told: str) -> None:
+    def count_bytes(self, nbytes: int, where: str) -> None:
         """Raise if the tensors so far are larger than their files: some of them share bytes."""
         self._stored += nbytes
         if self._stored > self.files.bytes:
-            raise CheckpointError(f"{told}: its {nbytes} bytes overlap others: the files do not have that many")
+            raise CheckpointError(f"{where}: its {nbytes} bytes overlap others: the files do not have that many")
 
-    def count_rows(self, rows: int, told: str) -> None:
+    def count_rows(self, rows: int, where: str) -> None:
         """Raise if too many boxes come of parts that are stored in another order."""
         self._rows += rows
         if self._rows > _MAX_ROWS:
             raise CheckpointError(
-                f"{told}: it is not stored row by row, and with others like it makes more than {_MAX_ROWS} boxes; "
+                f"{where}: it is not stored row by row, and with others like it makes more than {_MAX_ROWS} boxes; "
                 "save it with .contiguous()"
             )
 
-    def check_data(self, found: PickledTensor, data: Record | None, told: str, order: bytes) -> Record:
+    def check_data(self, found: PickledTensor, data: Record | None, where: str, order: bytes) -> Record:
         last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
         numbers = (found.offset, *found.sizes, *found.strides)
         sane = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers)
         if data is None or not sane or (last + 1) * found.dtype.itemsize > data.size or order != b"little":
-            raise CheckpointError(f"{told}: some of its bytes are missing, or not in this machine's byte order")
+            raise CheckpointError(f"{where}: some of its bytes are missing, or not in this machine's byte order")
         return data
 
     def cut(self, name: str, shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int]) -> StoredCut:

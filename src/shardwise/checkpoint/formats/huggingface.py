@@ -160,20 +160,20 @@ def parse_header(start: bytes, file_bytes: int, name: str) -> dict[str, HeaderEn
 
 
 def _parse_header_entry(key: str, value: Any, data_start: int, file_bytes: int, name: str) -> HeaderEntry:
-    told = f"{name}: tensor {key[:_SHOWN]!r}"
+    where = f"{name}: tensor {key[:_SHOWN]!r}"
     try:
         require(isinstance(value, tuple), "no entry")
         code, shape, begin, end = value
         numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (*shape, begin, end))
         require(numbers and isinstance(code, str), "no numbers")
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{told}: its entry has no valid dtype, shape and data_offsets") from None
+        raise CheckpointError(f"{where}: its entry has no valid dtype, shape and data_offsets") from None
     if code not in _DTYPES:
-        raise CheckpointError(f"{told}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{where}: unknown dtype {code[:20]!r}; known: {', '.join(_DTYPES)}")
     size = math.prod(shape) * _DTYPES[code].itemsize
     if end - begin != size or data_start + end > file_bytes:
         raise CheckpointError(
-            f"{told}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
+            f"{where}: {code}{list(shape)} takes {size} bytes; its range is {begin}:{end} of the "
             f"{file_bytes - data_start} bytes of data in the file"
         )
     return HeaderEntry(_DTYPES[code], shape, data_start + begin)

@@ -561,13 +561,13 @@ def read_archive(data: ByteRange | memoryview, name: str, max_records: int = _MA
         raise CheckpointError(f"{name}: not an archive of torch.save, or a damaged one") from error
 
 
-def read_record(data: ByteRange, record: Record, told: str) -> bytes:
+def read_record(data: ByteRange, record: Record, where: str) -> bytes:
     """A small record of an archive, checked."""
     if record.size > _MAX_PICKLE_BYTES:
-        raise CheckpointError(f"{told}: a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
+        raise CheckpointError(f"{where}: a pickle of {record.size} bytes; no more than {_MAX_PICKLE_BYTES} are read")
     found = data.read(record.begin, record.size)
     if zlib.crc32(found) != record.crc:
-        raise CheckpointError(f"{told}: a record of {record.size} bytes is damaged: its CRC-32 differs")
+        raise CheckpointError(f"{where}: a record of {record.size} bytes is damaged: its CRC-32 differs")
     return found
 
 
@@ -727,56 +727,56 @@ _SKIPPED = object()  # an entry that is neither a tensor nor a plain value
 
 
 def _read_file(folder: ReadableFolder, name: str, number: int) -> _TorchFile:
-    told = str(folder.path / name)
+    where = str(folder.path / name)
     try:
-        return _TorchFile(folder.reader(name), name, told, number)
+        return _TorchFile(folder.reader(name), name, where, number)
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{told}: damaged: {type(error).__name__}: {str(error)[:200]}") from error
+        raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 class _TorchFile:
     """One pass over a file: its tensors by name, its tree, and the names of what is opaque."""
 
-    def __init__(self, file: FileReader, name: str, told: str, number: int) -> None:
+    def __init__(self, file: FileReader, name: str, where: str, number: int) -> None:
         start = file.read(0, min(file.size, len(_OLD))).tobytes()
         if start == _OLD:
-            raise CheckpointError(f"{told}: a file of torch before 1.6; load it with torch and save it again")
+            raise CheckpointError(f"{where}: a file of torch before 1.6; load it with torch and save it again")
         if start[:4] != b"PK\x03\x04":
-            raise CheckpointError(f"{told}: not a file of torch.save")
+            raise CheckpointError(f"{where}: not a file of torch.save")
         whole = ByteRange(file, 0, file.size)
         self.entry = FileEntry(name, file.size, 0, None)
         self.tensors: dict[str, TensorEntry] = {}
         self.opaque: list[str] = []
-        self._told, self._number = told, number
-        self._records = read_archive(whole, told, _MAX_FILE_RECORDS)
+        self._where, self._number = where, number
+        self._records = read_archive(whole, where, _MAX_FILE_RECORDS)
         if PICKLE not in self._records:
-            raise CheckpointError(f"{told}: an archive without {PICKLE}, not one of torch.save")
+            raise CheckpointError(f"{where}: an archive without {PICKLE}, not one of torch.save")
         self._has_sums = self._records[PICKLE].crc != 0  # torch can leave them out; then all are 0
         self.pickled = self._read_small(whole, self._records[PICKLE])
         if ORDER in self._records and self._read_small(whole, self._records[ORDER]) != b"little":
-            raise CheckpointError(f"{told}: its bytes are not in this machine's order")
+            raise CheckpointError(f"{where}: its bytes are not in this machine's order")
         self._left = _MIN_NODES + len(self.pickled)
-        self.tree = self._node(read_pickle(self.pickled, told), ())
+        self.tree = self._node(read_pickle(self.pickled, where), ())
         if self.tree is not _SKIPPED:
-            check_name_bytes(self.tree, file.size, told)
+            check_name_bytes(self.tree, file.size, where)
 
     def _read_small(self, whole: ByteRange, record: Record) -> bytes:
         if self._has_sums:
-            return read_record(whole, record, self._told)
+            return read_record(whole, record, self._where)
         unchecked = whole.read(record.begin, min(record.size, 1 << 26))
-        return read_record(whole, Record(record.begin, record.size, zlib.crc32(unchecked)), self._told)
+        return read_record(whole, Record(record.begin, record.size, zlib.crc32(unchecked)), self._where)
 
     def _node(self, value: Any, path: tuple[str, ...]) -> Json:
         """A node of the tree; what holds itself, or repeats a few entries again and again, is an error."""
         self._left -= 1
         if self._left < 0 or len(path) > MAX_DEPTH:
-            raise CheckpointError(f"{self._told}: its state is nested too deeply, or grows when it is written out")
+            raise CheckpointError(f"{self._where}: its state is nested too deeply, or grows when it is written out")
         name = ".".join(path)
         if isinstance(value, PickledTensor):
             if name in self.tensors:
-                raise CheckpointError(f"{self._told}: two tensors are called {name[:300]!r}")
+                raise CheckpointError(f"{self._where}: two tensors are called {name[:300]!r}")
             self.tensors[name] = self._tensor(name, value)
             return {"tensor": name}
         if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
@@ -794,21 +794,21 @@ class _TorchFile:
         return _SKIPPED
 
     def _tensor(self, name: str, found: PickledTensor) -> TensorEntry:
-        told = f"{self._told}: tensor {name[:300]!r}"
+        where = f"{self._where}: tensor {name[:300]!r}"
         record = self._records.get(f"data/{found.storage.key}")
         numbers = (found.offset, *found.sizes, *found.strides)
         if record is None or len(found.sizes) != len(found.strides):
-            raise CheckpointError(f"{told}: its storage is missing, or its strides are")
+            raise CheckpointError(f"{where}: its storage is missing, or its strides are")
         if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
-            raise CheckpointError(f"{told}: sizes and strides that are none: {str(numbers)[:200]}")
+            raise CheckpointError(f"{where}: sizes and strides that are none: {str(numbers)[:200]}")
         itemsize, count = found.dtype.itemsize, math.prod(found.sizes)
         last = found.offset + sum((n - 1) * s for n, s in zip(found.sizes, found.strides, strict=True))
         if count and (last + 1) * itemsize > record.size:
             raise CheckpointError(
-                f"{told}: it ends at byte {(last + 1) * itemsize} of a storage of {record.size} bytes"
+                f"{where}: it ends at byte {(last + 1) * itemsize} of a storage of {record.size} bytes"
             )
         if count * itemsize > record.size:
-            raise CheckpointError(f"{told}: its elements share bytes (an expanded tensor); save it with .contiguous()")
+            raise CheckpointError(f"{where}: its elements share bytes (an expanded tensor); save it with .contiguous()")
         rows = 1 if count else 0
         sizes = np.array([found.sizes] * rows, np.int64).reshape(rows, len(found.sizes))
         cut = StoredCut(found.sizes, np.zeros_like(sizes), sizes)

@@ -25,7 +25,7 @@ from shardwise._torch import EnableTorchFunction, aten
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.implicit_replication import MixedTensorsError, replicate
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths
 from shardwise.ops.rules.reduction import Dims, reduction_strategies
 from shardwise.ops.rules.view import pending_kinds
 from shardwise.ops.unshard import vary_along
@@ -210,7 +210,7 @@ def native_layer_norm(
 
 
 @register_sharding(aten.layer_norm.default)
-@stands_for(aten.native_layer_norm.default)
+@composite_of(aten.native_layer_norm.default)
 @ignores_lengths
 def layer_norm(
     x: TensorMeta,

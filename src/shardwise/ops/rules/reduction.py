@@ -1,7 +1,7 @@
 """Rules of reductions: along a sharded dim the local results are still to be combined, along others they are whole.
 
 A sum stays pending as a sum, `all` as a minimum, `any` as a maximum. What does not combine like that (products,
-norms, variances) takes two steps, see `two_step.py`.
+norms, variances) takes two steps: `split_reduction_rule`.
 
 Largest and smallest values, and where they are.
 
@@ -34,7 +34,7 @@ from shardwise._torch import aten, forward_ad, is_dual_level
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.ops.registration import register_sharding
-from shardwise.ops.rule import Steps, Strategy, TensorMeta, ignores_lengths, stands_for
+from shardwise.ops.rule import Steps, Strategy, TensorMeta, composite_of, ignores_lengths
 from shardwise.ops.unshard import vary_along
 from shardwise.ops.views import (
     LocalView,
@@ -189,7 +189,9 @@ register_sharding(aten._is_any_true.default, Steps(aten.any.default))
 # In two steps: one row for each rank, then the same reduction of the rows
 
 
-def two_step_rule(x: TensorMeta, dim: Dims, keepdim: bool, over_ranks: Callable[..., Any]) -> list[Strategy] | Steps:
+def split_reduction_rule(
+    x: TensorMeta, dim: Dims, keepdim: bool, over_ranks: Callable[..., Any]
+) -> list[Strategy] | Steps:
     """Each rank by itself along dims that are whole on every rank; in steps along a dim that is cut."""
     cut = cutting_axes(x.layout, all_dims(dim, x.ndim))
     return Steps(over_ranks) if cut else reduction_strategies(x, dim, keepdim, None)
@@ -202,7 +204,7 @@ def _gather_rows(x: ShardedTensor, dims: tuple[int, ...], reduce: Callable[[Tens
 
 @register_sharding(aten.prod.default)
 def prod(x: TensorMeta, *, dtype: Any = None) -> list[Strategy] | Steps:
-    return two_step_rule(x, None, False, _prod_over_ranks)
+    return split_reduction_rule(x, None, False, _prod_over_ranks)
 
 
 def _prod_over_ranks(x: ShardedTensor, *, dtype: Any = None) -> Any:
@@ -213,7 +215,7 @@ def _prod_over_ranks(x: ShardedTensor, *, dtype: Any = None) -> Any:
 
 @register_sharding(aten.prod.dim_int)
 def prod_along(x: TensorMeta, dim: int, keepdim: bool = False, *, dtype: Any = None) -> list[Strategy] | Steps:
-    return two_step_rule(x, dim, keepdim, _prod_along_ranks)
+    return split_reduction_rule(x, dim, keepdim, _prod_along_ranks)
 
 
 def _prod_along_ranks(x: ShardedTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -223,7 +225,7 @@ def _prod_along_ranks(x: ShardedTensor, dim: int, keepdim: bool = False, *, dtyp
 
 @register_sharding(aten.logsumexp.default)
 def logsumexp(x: TensorMeta, dim: Dims, keepdim: bool = False) -> list[Strategy] | Steps:
-    return two_step_rule(x, dim, keepdim, _logsumexp_over_ranks)
+    return split_reduction_rule(x, dim, keepdim, _logsumexp_over_ranks)
 
 
 def _logsumexp_over_ranks(x: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
@@ -248,7 +250,7 @@ def vector_norm(
 ) -> list[Strategy] | Steps:
     if ord < 0 or math.isinf(ord):
         check_not_empty(x, dim, f"norm of order {ord:g}")
-    return two_step_rule(x, dim, keepdim, _vector_norm_over_ranks)
+    return split_reduction_rule(x, dim, keepdim, _vector_norm_over_ranks)
 
 
 def check_not_empty(x: TensorMeta, dim: Dims, name: str) -> None:
@@ -737,7 +739,7 @@ def renorm(x: TensorMeta, p: float, dim: int, maxnorm: float) -> list[Strategy]:
 
 
 @register_sharding(aten.softmax.int)
-@stands_for(aten._softmax.default)
+@composite_of(aten._softmax.default)
 @ignores_lengths
 def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     """As an operator of its own, which is called more often than the one that torch makes of it."""
@@ -745,7 +747,7 @@ def softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | S
 
 
 @register_sharding(aten.log_softmax.int)
-@stands_for(aten._log_softmax.default)
+@composite_of(aten._log_softmax.default)
 @ignores_lengths
 def log_softmax_as(x: TensorMeta, dim: int, dtype: Any = None) -> list[Strategy] | Steps:
     return _softmax_rule(x, dim, lambda x, dim, dtype=None: aten._log_softmax.default(_cast(x, dtype), dim, False))
