@@ -24,6 +24,11 @@ demo: $(STAMP)  ## run the whole story and the examples on 4 local ranks, about 
 	$(BIN)/shardwise demo
 	$(BIN)/python examples/train_transformer.py
 	$(BIN)/python examples/recsys_embeddings.py
+	@echo "a trainer (4 ranks) and a server (2 ranks, other names and layouts) in two programs, then both in one process:"
+	@export OMP_NUM_THREADS=1; \
+	  $(BIN)/torchrun --nproc-per-node 4 --master-port 29501 examples/sync_weights.py trainer & trainer=$$!; \
+	  $(BIN)/torchrun --nproc-per-node 2 --master-port 29502 examples/sync_weights.py server && wait $$trainer
+	$(BIN)/python examples/sync_weights.py alone
 
 test: $(STAMP)  ## run every test: tests/, the doctests of src/, the code in README and docs/
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
