@@ -161,7 +161,7 @@ def test_fullest_rank_is_the_one_that_holds_most() -> None:
 
 
 def test_fits_or_not() -> None:
-    small = Device("small", 10_000, 1e9)
+    small = Device("small", 10_000, 1e9, efficiency=0.5)
     found = estimate(Net(), TENSOR, batch=BATCH, sequence=SEQUENCE, device=small)
     assert not found.fits and found.peak_bytes > 10_000
     assert found.compute_seconds == pytest.approx(found.flops / 1e9 / 0.5 * 2)

@@ -152,10 +152,11 @@ def test_own_copy_comes_before_the_host() -> None:
 
 
 def test_estimate_is_latency_plus_bytes_over_bandwidth() -> None:
-    topology = Topology(ranks_per_host=2, within=Link(1.0, 10.0), between=Link(100.0, 2.0))
+    links = Link(1.0, 10.0, overhead=0.25, call=0.5), Link(100.0, 2.0, overhead=0.0, call=0.0)
+    topology = Topology(ranks_per_host=2, within=links[0], between=links[1])
     near = plan_transfer(chunk(0), chunk(1), itemsize=1)
     far = plan_transfer(chunk(0), chunk(2), itemsize=1)
-    assert near.estimate(topology) == pytest.approx(1.0 + 64 / 10)
+    assert near.estimate(topology) == pytest.approx(0.5 + 1.0 + 0.25 + 64 / 10)
     assert far.estimate(topology) == pytest.approx(100.0 + 64 / 2)
     assert plan_transfer(chunk(0), chunk(0), itemsize=1).estimate(topology) == 0.0
 

@@ -35,39 +35,8 @@ from shardwise.nn.plan_costs import gradient_bytes_by_axis
 from shardwise.planner.rehearsal import Inputs, Loss, MeteredMove, Rehearsal, count_tokens, make_inputs, rehearse
 from shardwise.tensor.move import DEFAULT_BUFFER_BYTES, Move
 from shardwise.transfer import Topology, Transfer, plan_transfer
+from shardwise.transfer.cost import DEVICES, Device, product_rate
 from shardwise.transfer.transfer import format_bytes
-
-
-@dataclass(frozen=True)
-class Device:
-    """Memory in bytes, and dense operations per second in bf16; `efficiency` is the share that products reach.
-
-    >>> find_device("h100").memory_bytes
-    80000000000
-    """
-
-    name: str
-    memory_bytes: int
-    flops: float
-    efficiency: float = 0.5
-
-    def seconds(self, flops: int, dtype: DType) -> float:
-        """The time that matrix products of this many operations take in a dtype: 32 bits take twice as long as 16."""
-        return flops / (self.flops * self.efficiency) * max(1, dtype.itemsize / 2)
-
-
-GB, TERA = 10**9, 1e12
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("a100-40gb", 40 * GB, 312 * TERA),
-        Device("a100", 80 * GB, 312 * TERA),
-        Device("h100", 80 * GB, 989 * TERA),
-        Device("h200", 141 * GB, 989 * TERA),
-        Device("b200", 180 * GB, 2250 * TERA),
-        Device("mi300x", 192 * GB, 1307 * TERA),
-    )
-}
 
 
 def find_device(device: str | Device) -> Device:
@@ -438,7 +407,7 @@ def estimate(
         peak_bytes=_find_peak(rehearsal, rows, moves.largest_bytes),
         tokens=tokens * _count_batches(plan),
         flops=flops,
-        compute_seconds=placed.seconds(flops, widest),
+        compute_seconds=flops / product_rate(placed, None, widest),
         communication_seconds=moves.seconds,
     )
 

@@ -512,6 +512,11 @@ class StepTotals:
     boxes_out: IntArray
     boxes_in: IntArray
 
+    def without(self, part: StepTotals) -> StepTotals:
+        """What is left if a part of it, of equal width, is taken away."""
+        names = ("sent", "received", "copied", "boxes_out", "boxes_in")
+        return StepTotals(*(getattr(self, name) - getattr(part, name) for name in names))
+
 
 def count_boxes(outline: StepOutline) -> int:
     """How many boxes the step moves or copies."""

@@ -673,6 +673,48 @@ def _recognise_all_reduce(src: Layout, dst: Layout) -> Collective | None:
     return Collective("all_reduce", tuple(sorted({tuple(sorted(row)) for row in owners.tolist()})))
 
 
+COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
+
+
+def find_comm_collective(
+    src: Layout, dst: Layout, outlines: Sequence[StepOutline], ranks: Sequence[int], limit: int | None
+) -> Collective | None:
+    """The collective by which a comm of these ranks makes the steps by itself: all_reduce or reduce_scatter, in groups.
+
+    Each rank is in one group, starts from one box, and ends with it, or the i-th rank of a group with its i-th part of
+    equally many rows. None where it is not so, or a buffer limit leaves a comm too little room.
+    """
+    if src.pending is None or dst.pending is not None or src.cells is None or src.cells.replicas > 1:
+        return None
+    groups = src.cells.owners.reshape(-1, src.cells.addends)
+    if not np.array_equal(np.sort(groups, axis=None), np.sort(np.asarray(ranks))) or groups.shape[1] == 1:
+        return None
+    if limit is not None and limit < groups.shape[1] * COMM_WORKSPACE_BYTES:
+        return None
+    listed = tuple(sorted(map(tuple, np.sort(groups, axis=1).tolist())))
+    if _has_same_boxes(src, dst):
+        return Collective("all_reduce", listed)
+    return Collective("reduce_scatter", listed) if _ends_in_equal_runs(src, dst, groups.shape[1]) else None
+
+
+def _ends_in_equal_runs(src: Layout, dst: Layout, count: int) -> bool:
+    """Whether the i-th rank of each group ends with the i-th of equally many rows of the box that it starts from."""
+    a, b = src.table, dst.table
+    if len(a) != len(b) or src.ndim == 0 or (a.sizes[:, 0] % count).any():
+        return False
+    first, second = np.argsort(a.ranks, kind="stable"), np.argsort(b.ranks, kind="stable")
+    if not np.array_equal(a.ranks[first], b.ranks[second]):
+        return False
+    place = np.empty(len(a), np.int64)  # of a rank in its group, by rank number: collectives list ranks ascending
+    order = np.lexsort((a.ranks, a.cells))
+    place[order] = np.arange(len(a)) % count
+    offsets, sizes = a.offsets[first].copy(), a.sizes[first].copy()
+    sizes[:, 0] //= count
+    offsets[:, 0] += place[first] * sizes[:, 0]
+    filled = sizes[:, 0] > 0
+    return bool(filled.all()) and np.array_equal(b.offsets[second], offsets) and np.array_equal(b.sizes[second], sizes)
+
+
 def _is_reduce_scatter(src: Layout, dst: Layout, groups: tuple[tuple[int, ...], ...]) -> bool:
     """Whether the groups are the addends of a box each, and the results stay within the group."""
     if src.cells is None or src.cells.replicas > 1:

@@ -1,40 +1,61 @@
-"""How fast are the links? Hosts, and an alpha-beta model: a message costs a latency plus its bytes over a bandwidth."""
+"""How fast are the links? Which ranks share a host, and for each kind of link what a message and a byte cost.
+
+A link has a latency, paid once by messages that are under way together; an overhead, paid for each of them; a
+bandwidth, which ranks that send through one port share; and what a call costs before anything is sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from shardwise.geometry.box import LayoutError
 from shardwise.geometry.mesh import IntArray
 
+Collectives: TypeAlias = Literal["native", "messages"]
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link: latency in seconds, bandwidth in bytes per second.
+    """One kind of link: seconds, and bytes per second of a port; `ranks_per_port` ranks of a host share a port.
 
-    >>> Link(latency=1e-5, bandwidth=25e9).seconds(messages=2, nbytes=50_000_000)
-    0.00202
+    >>> Link(latency=1e-5, bandwidth=25e9, overhead=1e-6, call=0).seconds(messages=2, nbytes=50_000_000)
+    0.002012
     """
 
     latency: float
     bandwidth: float
+    overhead: float = 1e-6
+    call: float = 20e-6
+    ranks_per_port: int = 1
 
-    def seconds(self, messages: int, nbytes: int) -> float:
-        """The time that this many messages with this many bytes in all take."""
-        return messages * self.latency + nbytes / self.bandwidth
+    def __post_init__(self) -> None:
+        wrong = [name for name in ("latency", "overhead", "call") if not getattr(self, name) >= 0]
+        wrong += [name for name in ("bandwidth", "ranks_per_port") if not getattr(self, name) > 0]
+        if wrong:
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in wrong)
+            raise LayoutError(f"a link takes no negative time, and has a bandwidth and ranks at each port; got {given}")
+
+    def seconds(self, messages: int, nbytes: float) -> float:
+        """The time that messages under way together take through one port, with this many bytes in all."""
+        return self.call + self.latency + messages * self.overhead + nbytes / self.bandwidth
 
 
-WITHIN_HOST = Link(latency=3e-6, bandwidth=300e9)
+WITHIN_HOST = Link(latency=3e-6, bandwidth=300e9, overhead=0.5e-6)
 BETWEEN_HOSTS = Link(latency=10e-6, bandwidth=25e9)
+MEMORY_RATE = 1e12
 
 
 @dataclass(frozen=True)
 class Topology:
     """Which ranks share a host, and how fast the links within and between hosts are.
+
+    - `memory`: bytes per second at which a rank copies, or combines addends, in its own memory.
+    - `collectives`: "native" where rings and trees make them (nccl), "messages" where they are exchanges of messages.
+    - `calibrated`: whether the figures were measured and describe what was measured; see `shardwise topology`.
 
     >>> Topology(ranks_per_host=8).host_of(np.array([0, 7, 8])).tolist()
     [0, 0, 1]
@@ -44,6 +65,9 @@ class Topology:
     hosts: tuple[int, ...] | None = None
     within: Link = WITHIN_HOST
     between: Link = BETWEEN_HOSTS
+    memory: float = MEMORY_RATE
+    collectives: Collectives = "native"
+    calibrated: bool = False
 
     def __init__(
         self,
@@ -51,15 +75,27 @@ class Topology:
         hosts: Sequence[int] | None = None,
         within: Link = WITHIN_HOST,
         between: Link = BETWEEN_HOSTS,
+        *,
+        memory: float = MEMORY_RATE,
+        collectives: Collectives = "native",
+        calibrated: bool = False,
     ) -> None:
         if (ranks_per_host is None) == (hosts is None):
             raise LayoutError("a Topology needs ranks_per_host, or hosts with the host number of each rank")
         if ranks_per_host is not None and ranks_per_host < 1:
             raise LayoutError(f"a host has at least one rank, got ranks_per_host={ranks_per_host}")
+        if collectives not in get_args(Collectives) or not memory > 0:
+            raise LayoutError(
+                f"a Topology has collectives 'native' or 'messages' and a memory rate above 0; got {collectives!r} and "
+                f"{memory}"
+            )
         object.__setattr__(self, "ranks_per_host", ranks_per_host)
         object.__setattr__(self, "hosts", None if hosts is None else tuple(int(h) for h in hosts))
         object.__setattr__(self, "within", within)
         object.__setattr__(self, "between", between)
+        object.__setattr__(self, "memory", float(memory))
+        object.__setattr__(self, "collectives", collectives)
+        object.__setattr__(self, "calibrated", calibrated)
 
     def host_of(self, ranks: IntArray) -> IntArray:
         """The host number of each of these ranks."""
@@ -71,12 +107,37 @@ class Topology:
             )
         return np.asarray(self.hosts, np.int64)[ranks]
 
+    def port_of(self, ranks: IntArray, link: Link) -> IntArray:
+        """The number of the port of a link that each of these ranks uses.
+
+        >>> Topology(ranks_per_host=4).port_of(np.array([0, 1, 2, 7]), Link(0, 1, ranks_per_port=2)).tolist()
+        [0, 0, 1, 3]
+        """
+        if link.ranks_per_port == 1:
+            return ranks
+        hosts = self.host_of(ranks)
+        if self.hosts is None:
+            place, most = ranks % np.int64(self.ranks_per_host or 1), self.ranks_per_host or 1
+        else:
+            every = np.asarray(self.hosts, np.int64)
+            order = np.argsort(every, kind="stable")
+            turns = np.empty_like(every)
+            turns[order] = np.arange(len(every)) - np.searchsorted(every[order], every[order], side="left")
+            place, most = turns[ranks], int(turns.max(initial=0)) + 1
+        ports: IntArray = hosts * -(-most // link.ranks_per_port) + place // link.ranks_per_port
+        return ports
+
     def to_json(self) -> dict[str, Any]:
-        links = {"within": [self.within.latency, self.within.bandwidth]}
-        links["between"] = [self.between.latency, self.between.bandwidth]
         hosts = None if self.hosts is None else list(self.hosts)
-        return {"ranks_per_host": self.ranks_per_host, "hosts": hosts, **links}
+        links = {name: asdict(getattr(self, name)) for name in ("within", "between")}
+        more = {"memory": self.memory, "collectives": self.collectives, "calibrated": self.calibrated}
+        return {"ranks_per_host": self.ranks_per_host, "hosts": hosts, **links, **more}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Topology:
-        return cls(data["ranks_per_host"], data["hosts"], Link(*data["within"]), Link(*data["between"]))
+    def from_json(cls, data: Mapping[str, Any]) -> Topology:
+        """The topology that `to_json` wrote; a link may also be a pair of latency and bandwidth."""
+        links = [
+            Link(**link) if isinstance(link, Mapping) else Link(*link) for link in (data["within"], data["between"])
+        ]
+        more = {name: data[name] for name in ("memory", "collectives", "calibrated") if name in data}
+        return cls(data["ranks_per_host"], data["hosts"], *links, **more)

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise._text import count_of, draw_html, package_logger
 from shardwise.geometry.box import LayoutError
@@ -22,6 +23,7 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.notation import TensorType, parse_layout
 from shardwise.geometry.serialize import layout_from_json, layout_to_json
+from shardwise.transfer.cost import LinkLoad, collective_seconds, exchange_seconds
 from shardwise.transfer.reductions import HostSumsSpec, lower_bound_between_hosts, reduction_lower_bound
 from shardwise.transfer.senders import (
     LISTED_BOXES,
@@ -35,6 +37,7 @@ from shardwise.transfer.senders import (
 from shardwise.transfer.steps import (
     Collective,
     PlanOptions,
+    find_comm_collective,
     outline_steps,
     plan_rounds,
     plan_steps,
@@ -352,17 +355,51 @@ class Transfer:
             return recognise_collective(self.src, self.dst, self.unsplit_steps)
         return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
 
-    def estimate(self, topology: Topology) -> float:
-        """Seconds by an alpha-beta model: in each step the busiest port, within or between hosts, sets the time."""
-        if self.is_listed:
-            steps = zip(self.unsplit_steps, self.rounds_by_step, strict=True)
-            return sum(_step_seconds(step, rounds, self.itemsize, topology) for step, rounds in steps)
-        return sum(self._estimate_unlisted(number, topology) for number in range(len(self.outlines)))
+    def collective_of_comm(
+        self, ranks: Sequence[int] | None = None, *, wider: int = 1, topology: Topology | None = None
+    ) -> Collective | None:
+        """The collective by which a comm of these ranks makes this by itself: all_reduce or reduce_scatter, in groups.
 
-    def _estimate_unlisted(self, number: int, topology: Topology) -> float:
-        outline, total = self.outlines[number], self.totals[number]
-        near = total_within_hosts(outline, total, topology, self.options.topology)
-        return _seconds_from_totals(outline, total, near, self.rounds_by_step[number], self.itemsize, topology)
+        Addends are combined as they are, or in elements that are `wider`: that costs bytes, so it is done only where it
+        takes less time than exchanges do on this topology. The ranks are by default those of both layouts.
+        """
+        members = tuple(sorted({*self.src.ranks, *self.dst.ranks})) if ranks is None else tuple(ranks)
+        found = find_comm_collective(self.src, self.dst, self.outlines, members, self.max_buffer_bytes)
+        if found is None or wider == 1:
+            return found
+        links = topology or self.options.topology or Topology(ranks_per_host=1)
+        whole = wider * self.src.table.sizes.prod(axis=1).max() * self.itemsize
+        made = collective_seconds(found.kind, float(whole), found.groups, links)
+        return found if made < self._estimate_exchanges(links) else None
+
+    def estimate(self, topology: Topology, *, wider: int | None = None) -> float:
+        """Seconds by the rows of `transfer/cost.py`: as a collective where a comm makes it by itself, else exchanges.
+
+        `wider` as in `collective_of_comm`, 0 for addends that no comm combines; it follows from the itemsize if None.
+        """
+        width = {8: 1, 4: 1, 2: 2, 1: 4}.get(self.itemsize, 0) if wider is None else wider
+        if width and self.src.pending is not None:
+            found = self.collective_of_comm(wider=width, topology=topology)
+            if found is not None:
+                whole = width * self.src.table.sizes.prod(axis=1).max() * self.itemsize
+                return collective_seconds(found.kind, float(whole), found.groups, topology)
+        return self._estimate_exchanges(topology)
+
+    def _estimate_exchanges(self, topology: Topology) -> float:
+        return sum(self._step_seconds(number, rounds, topology) for number, rounds in enumerate(self.rounds_by_step))
+
+    def _step_seconds(self, number: int, rounds: int, topology: Topology) -> float:
+        """Seconds of one step that is carried out by exchanges; with a topology that it may not be planned for."""
+        step: Step | StepOutline = self.unsplit_steps[number] if self.is_listed else self.outlines[number]
+        total = self.totals[number]
+        if isinstance(step, Step):
+            near, far = load_links(step, self.itemsize, topology)
+        else:
+            inside = total_within_hosts(step, total, topology, self.options.topology)
+            near, far = (load_from_totals(step, t, self.itemsize) for t in (inside, total.without(inside)))
+        combines = step.op is not None and step.src.pending is not None
+        copied, received = (int(t.max(initial=0)) * self.itemsize for t in (total.copied, total.received))
+        return exchange_seconds(near, far, topology, rounds=rounds, copied=copied, combined=received if combines else 0)
 
     def inverse(self) -> Transfer:
         """The transfer back, from the destination to the source, with the same options."""
@@ -467,39 +504,26 @@ def _needed_elements(steps: Sequence[Step]) -> int:
     return needed - int(step.copies.elements().sum())
 
 
-def _step_seconds(step: Step, rounds: int, itemsize: int, topology: Topology) -> float:
+def load_links(step: Step, itemsize: int, topology: Topology) -> tuple[LinkLoad, LinkLoad]:
+    """What a step whose moves are listed sends within hosts and between them."""
     sources, targets, nbytes = edge_bytes(step.routes, itemsize)
     near = topology.host_of(sources) == topology.host_of(targets)
-    worst = 0.0
-    for link, chosen in ((topology.within, near), (topology.between, ~near)):
+    width = 1 + max(int(sources.max(initial=0)), int(targets.max(initial=0)))
+
+    def load(chosen: npt.NDArray[np.bool_]) -> LinkLoad:
+        columns = []
         for ranks in (sources[chosen], targets[chosen]):
-            distinct, index, messages = np.unique(ranks, return_inverse=True, return_counts=True)
-            totals = np.zeros(len(distinct), np.int64)
-            np.add.at(totals, index.reshape(-1), nbytes[chosen])
-            times = [
-                link.seconds(m * max(1, rounds), b) for m, b in zip(messages.tolist(), totals.tolist(), strict=True)
-            ]
-            worst = max(worst, max(times, default=0.0))
-    return worst
+            columns.append(np.bincount(ranks, minlength=width))
+            columns.append(np.bincount(ranks, weights=nbytes[chosen], minlength=width))
+        return LinkLoad(np.arange(width), columns[0], columns[2], columns[1], columns[3])
+
+    return load(near), load(~near)
 
 
-def _seconds_from_totals(
-    outline: StepOutline, total: StepTotals, near: StepTotals, rounds: int, itemsize: int, topology: Topology
-) -> float:
-    """The same without listed edges; a rank sends one message for each box, at most one to each rank in a round."""
-    worst = 0.0
-    for peers, all_boxes, near_boxes, elements, near_elements in (
-        (outline.dst.ranks, total.boxes_out, near.boxes_out, total.sent, near.sent),
-        (outline.src.ranks, total.boxes_in, near.boxes_in, total.received, near.received),
-    ):
-        for link, boxes, amount in (
-            (topology.within, near_boxes, near_elements),
-            (topology.between, all_boxes - near_boxes, elements - near_elements),
-        ):
-            messages = np.minimum(boxes, len(peers)) * max(1, rounds)
-            times = messages * link.latency + amount * itemsize / link.bandwidth
-            worst = max(worst, float(times.max(initial=0.0)))
-    return worst
+def load_from_totals(outline: StepOutline, total: StepTotals, itemsize: int) -> LinkLoad:
+    """The same without listed moves: a rank sends one message for each box, at most one to each rank."""
+    out, into = np.minimum(total.boxes_out, len(outline.dst.ranks)), np.minimum(total.boxes_in, len(outline.src.ranks))
+    return LinkLoad(np.arange(len(total.sent)), out, into, total.sent * itemsize, total.received * itemsize)
 
 
 _log = package_logger(__name__)
