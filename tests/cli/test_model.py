@@ -92,7 +92,7 @@ def test_too_little_memory_is_status_1(folder: Path) -> None:
 
 
 def test_options_reach_the_estimate(folder: Path) -> None:
-    options = ("--optimizer", "sgd", "--dtype", "bf16", "--device", "h200", "--topology", "1:300GB:1GB")
+    options = ("--optimizer", "sgd", "--dtype", "bf16", "--device", "h200", "--topology", "1:300GB:10MB")
     data, usual = data_of(*SMALL, *options), data_of(*SMALL, "--dtype", "bf16")
     assert data["optimizer_bytes"] == 0 and data["parameter_bytes"] == 32768
     assert data["communication_seconds"] > 5 * usual["communication_seconds"]
