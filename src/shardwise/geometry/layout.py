@@ -48,6 +48,7 @@ from shardwise.geometry.placements import (
     Replicate,
     RowOwners,
     Shard,
+    even_edges,
     split_part,
 )
 
@@ -138,9 +139,10 @@ def mesh_cells(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]
 
 def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[DimCuts, IntArray]:
     """The cells of one dim, and for each the coordinates of its holders along the axes that split this dim."""
-    if axes and all(placements[axis] == Shard(cast(Shard, placements[axis]).dim) for axis in axes):
-        return _cut_evenly(length, [mesh.shape[axis] for axis in axes])
-    owners = cast(Shard, placements[axes[0]]).owners if len(axes) == 1 else None
+    shards = [cast(Shard, placements[axis]) for axis in axes]
+    if shards and all(shard.is_even for shard in shards):
+        return _cut_evenly(length, [(mesh.shape[a], shard.unit or 1) for a, shard in zip(axes, shards, strict=True)])
+    owners = shards[0].owners if len(axes) == 1 else None
     if owners is not None and owners.count <= mesh.shape[axes[0]]:  # else the general way says what is wrong
         return _cut_by_owners(owners, mesh.shape[axes[0]])
     parts: list[tuple[tuple[int, ...], DimIntervals]] = [((), ((0, length),))]
@@ -164,18 +166,20 @@ def _cut_dim(length: int, axes: Sequence[int], mesh: Mesh, placements: Sequence[
     return DimCuts(*(freeze_array(table[:, i]) for i in range(3))), table[:, 3:]
 
 
-def _cut_evenly(length: int, counts: Sequence[int]) -> tuple[DimCuts, IntArray]:
-    """The same for plain splits, by arithmetic: a dim over thousands of ranks is an ordinary one."""
-    starts, lengths = np.zeros(1, np.int64), np.full(1, length, np.int64)
-    for count in counts:
-        step = -(-lengths // count)
-        offsets = np.minimum(np.arange(count) * step[:, None], lengths[:, None])
-        starts, lengths = starts[:, None] + offsets, np.minimum(step[:, None], lengths[:, None] - offsets)
-        starts, lengths = starts.reshape(-1), lengths.reshape(-1)
-    coordinates = np.stack(np.unravel_index(np.arange(len(starts)), tuple(counts)), axis=1)
+def _cut_evenly(length: int, cuts: Sequence[tuple[int, int]]) -> tuple[DimCuts, IntArray]:
+    """The same for splits as torch.chunk's, by arithmetic: a dim over thousands of ranks is an ordinary one.
+
+    `cuts` has the number of ranks and the length of a unit for each axis.
+    """
+    starts, ends = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for count, unit in cuts:
+        edges = even_edges(starts[:, None], ends[:, None], count, unit, np.arange(count + 1))
+        starts, ends = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
+    lengths = ends - starts
+    coordinates = np.stack(np.unravel_index(np.arange(len(starts)), tuple(n for n, _ in cuts)), axis=1)
     order = np.lexsort((lengths, starts))
-    cuts = DimCuts(freeze_array(starts[order]), freeze_array(lengths[order]), freeze_array(np.zeros(len(order))))
-    return cuts, coordinates[order]
+    made = DimCuts(freeze_array(starts[order]), freeze_array(lengths[order]), freeze_array(np.zeros(len(order))))
+    return made, coordinates[order]
 
 
 def _cut_by_owners(owners: RowOwners, count: int) -> tuple[DimCuts, IntArray]:

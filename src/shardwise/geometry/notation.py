@@ -8,7 +8,7 @@ The grammar, with blanks allowed between any two tokens (docs/notation.md explai
               | "as" "chunk" "(" dim ")" "over" ranks
               | "as" "grid" "(" {cut ","} ")" "over" ranks ["each" n]
               | "as" "pieces" ("none" | ranks box {"," ranks box})
-    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule]
+    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["unit" "(" n ")"]
     cut rule  = "sizes" list | "groups" list | "block" "(" n ")" | "owners" list
     list      = "(" {length ","} ")"
     cut       = "/" n | length {"+" length}                          n chunks, or these lengths
@@ -35,7 +35,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -543,16 +543,23 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
     dim = scanner.integer("a dim", signed=True)
     scanner.expect(")", "after the dim")
     with scanner.errors_at(at):
+        rule: dict[str, Any] = {}
         if scanner.take("block"):
-            scanner.expect("(", "after block, as in block(16)")
-            block = scanner.integer("the length of a block")
-            scanner.expect(")", "after the length of a block")
-            return Shard(dim, block=block)
-        if scanner.take("owners"):
-            return Shard(dim, owners=RowOwners(_read_lengths(scanner, "owners")))
-        if scanner.take("sizes"):
-            return Shard(dim, sizes=_read_lengths(scanner, "sizes"))
-        return Shard(dim, groups=_read_lengths(scanner, "groups") if scanner.take("groups") else None)
+            rule["block"] = _read_number(scanner, "block", "the length of a block")
+        elif scanner.take("owners"):
+            rule["owners"] = RowOwners(_read_lengths(scanner, "owners"))
+        else:
+            rule = {word: _read_lengths(scanner, word) for word in ("sizes", "groups") if scanner.take(word)}
+        if scanner.take("unit"):
+            rule["unit"] = _read_number(scanner, "unit", "the length of a unit")
+        return Shard(dim, **rule)
+
+
+def _read_number(scanner: Scanner, word: str, what: str) -> int:
+    scanner.expect("(", f"after {word}, as in {word}(16)")
+    number = scanner.integer(what)
+    scanner.expect(")", f"after {what}")
+    return number
 
 
 def _read_partial(scanner: Scanner) -> Partial:
@@ -651,7 +658,7 @@ def _read_side(scanner: Scanner) -> tuple[int, int]:
     return (start, stop) if start <= stop else scanner.fail(f"a box starts before it stops, got {start}:{stop}", at)
 
 
-_LENGTHS = re.compile(r"\b(groups|sizes)\s*\(([^)]*)\)")
+_LENGTHS = re.compile(r"\b(groups|sizes|block|unit)\s*\(([^)]*)\)")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*:(.*)", re.DOTALL)
 _RULES = re.compile(r"\s*(?:(?:on|as)\b|@)")
 _TYPE = re.compile(r"\s*([A-Za-z_][\w.]*)?\s*\[")

@@ -4,7 +4,8 @@ All arithmetic on 1-D splits is here too; every spec shares it. A part is a tupl
 order in the owner's local tensor. Splitting a part among n ranks:
 
 1. cut the part at group boundaries, if the placement declares groups;
-2. share out each group's rows: as torch.chunk does, by given sizes, block by block, or each row to its owner;
+2. share out each group's rows: as torch.chunk does, by given sizes, block by block, or each row to its owner. With a
+   unit, chunk counts units of rows in place of rows, and other rules are checked: no cut falls inside a unit;
 3. a rank's new part is the concatenation of what it got from each group, without empty intervals unless all are empty.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardwise._text import count_of
 from shardwise.geometry.box import LayoutError, to_int_tuple
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -35,6 +37,19 @@ def chunk_sizes(length: int, count: int) -> tuple[int, ...]:
     return tuple(min(step, max(0, length - i * step)) for i in range(count))
 
 
+def even_edges(start: Any, end: Any, count: int, unit: int, number: Any) -> Any:
+    """Where part `number` begins of the rows from `start` to `end` of a dim, if chunks of units are cut; also arrays.
+
+    >>> [even_edges(0, 14, 3, 4, number) for number in range(4)]
+    [0, 8, 14, 14]
+    """
+    first, last = start // unit, -(-end // unit)
+    row = (first + number * -((first - last) // count)) * unit
+    if isinstance(row, int):
+        return max(start, min(end, row))
+    return np.clip(row, start, end)
+
+
 def bounds(sizes: Sequence[int]) -> list[int]:
     """Where the parts of these sizes begin and end: `[0, s0, s0+s1, ...]`."""
     return list(accumulate(sizes, initial=0))
@@ -49,12 +64,14 @@ def split_part(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[
     [((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))]
     >>> split_part(((0, 8),), Shard(0, block=2), 2, "tp")
     [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+    >>> split_part(((0, 10),), Shard(0, unit=4), 2, "tp")
+    [((0, 8),), ((8, 10),)]
     """
     if shard.owners is not None:
         return [_merge_intervals(p, part) for p in _deal_to_owners(part, shard, shard.owners, count, axis)]
     parts: list[list[Interval]] = [[] for _ in range(count)]
     for group in _cut_at_groups(part, shard):
-        for index, start, stop in _deal_rows(_intervals_length(group), shard, count, axis):
+        for index, start, stop in _deal_rows(group, shard, count, axis):
             parts[index].extend(_take_interval_rows(group, start, stop))
     return [_merge_intervals(p, part) for p in parts]
 
@@ -88,19 +105,60 @@ def _deal_to_owners(part: DimIntervals, shard: Shard, owners: RowOwners, count: 
     return parts
 
 
-def _deal_rows(length: int, shard: Shard, count: int, axis: str) -> list[tuple[int, int, int]]:
-    """(rank index, first row, last row + 1) of every run of rows, in order."""
+def _deal_rows(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[tuple[int, int, int]]:
+    """(rank index, first row, last row + 1) of every run of rows of a part, in order."""
+    length = _intervals_length(part)
     if shard.block is not None:
         starts = range(0, length, shard.block)
-        return [(i % count, s, min(s + shard.block, length)) for i, s in enumerate(starts)]
-    sizes = chunk_sizes(length, count) if shard.sizes is None else shard.sizes
-    if len(sizes) != count or sum(sizes) != length:
-        raise LayoutError(
-            f"dim {shard.dim} of length {length} is split into sizes {sizes} over axis {axis!r} of {count} ranks; "
-            f"pass {count} sizes that add up to {length}"
-        )
-    edges = bounds(sizes)
-    return [(i, edges[i], edges[i + 1]) for i in range(count)]
+        edges, ranks = [*starts, length], [i % count for i in range(len(starts))]
+    elif shard.sizes is None:
+        edges, ranks = _chunk_edges(part, shard.unit or 1, count), list(range(count))
+    else:
+        edges, ranks = bounds(shard.sizes), list(range(count))
+        if len(shard.sizes) != count or edges[-1] != length:
+            raise LayoutError(
+                f"dim {shard.dim} of length {length} is split into sizes {shard.sizes} over axis {axis!r} of {count} "
+                f"ranks; pass {count} sizes that add up to {length}"
+            )
+    if shard.unit is not None and not shard.is_even:
+        _check_edges(part, edges, shard, axis)
+    return [(rank, start, stop) for rank, (start, stop) in zip(ranks, pairwise(edges), strict=True)]
+
+
+def _chunk_edges(part: DimIntervals, unit: int, count: int) -> list[int]:
+    """Where `torch.chunk` cuts a part in so many, counted in units of the dim; as rows of the part.
+
+    Units begin at multiples of their length in the dim, whatever part of it this is: the first may be short as well.
+    """
+    if unit == 1:
+        return bounds(chunk_sizes(_intervals_length(part), count))
+    runs: list[tuple[int, int, int, int]] = []  # of each interval: units before it, its first row, last + 1, position
+    total, position, last_unit = 0, 0, -1
+    for start, stop in part:
+        before = total - (start // unit == last_unit)
+        runs.append((before, start, stop, position))
+        total = before - (-stop // unit) - start // unit
+        last_unit, position = (stop - 1) // unit, position + stop - start
+    step = -(-total // count)
+    edges = [0]
+    for number in (min(i * step, total) for i in range(1, count)):
+        before, start, stop, begins = next((run for run in reversed(runs) if run[0] < number), (0, 0, 0, 0))
+        edges.append(begins + min((start // unit + number - before) * unit, stop) - start)
+    return [*edges, position]
+
+
+def _check_edges(part: DimIntervals, edges: Sequence[int], shard: Shard, axis: str) -> None:
+    """Raise where a cut falls inside a unit."""
+    assert shard.unit is not None
+    ends = {edge for interval in part for edge in interval}
+    for edge in edges:
+        row = next(iter(_take_interval_rows(part, edge, edge + 1)), (0, 0))[0]
+        if row % shard.unit and row not in ends:
+            raise LayoutError(
+                f"{shard.format()} cuts dim {shard.dim} over axis {axis!r} at row {row}, inside a unit: "
+                f"{count_units(row, shard.unit)}; cut at a multiple of {shard.unit}, or write S({shard.dim}) "
+                f"unit({shard.unit})"
+            )
 
 
 def _take_interval_rows(part: DimIntervals, start: int, stop: int) -> list[Interval]:
@@ -131,6 +189,15 @@ def _merge_intervals(intervals: list[Interval], whole: DimIntervals) -> DimInter
         return tuple(joined)
     at = intervals[0][0] if intervals else (whole[-1][1] if whole else 0)
     return ((at, at),)
+
+
+def count_units(rows: int, unit: int) -> str:
+    """How many whole units rows are, and what is left over, in words.
+
+    >>> count_units(450, 64)
+    '450 rows are 7 units of 64 and 2 rows'
+    """
+    return f"{rows} rows are {count_of(rows // unit, 'unit')} of {unit} and {count_of(rows % unit, 'row')}"
 
 
 class RowOwners:
@@ -231,8 +298,13 @@ class Shard(_Questions):
     - `owners`: every row has an owner. Operators make such placements where values decide which rank has a row, as
       tokens that are routed to experts; what is worked out for them is not remembered.
 
+    With any of them `unit=u` keeps rows 0 to u-1, u to 2u-1 and so on together (heads of attention, blocks that share a
+    scale): `torch.chunk` counts units, and other rules have to cut between them. The last unit may be short.
+
     >>> Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2)
     (Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2))
+    >>> Shard(0, unit=64).lengths(14 * 64, 4)
+    (256, 256, 256, 128)
     """
 
     dim: int
@@ -240,6 +312,7 @@ class Shard(_Questions):
     groups: tuple[int, ...] | None = None
     block: int | None = None
     owners: RowOwners | None = None
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int):
@@ -260,11 +333,34 @@ class Shard(_Questions):
                 raise LayoutError(f"Shard({self.dim}, {name}={tuple(value)}): lengths are 0 or more")
         if self.block is not None and self.block < 1:
             raise LayoutError(f"Shard({self.dim}, block={self.block}): a block has at least one row")
+        if self.unit is not None:
+            self._check_unit(to_int_tuple((self.unit,), f"Shard({self.dim}, unit=...)")[0])
+
+    def _check_unit(self, unit: int) -> None:
+        """Raise unless the lengths of the rule are whole units, but for the last; units of one row say nothing."""
+        if unit < 1:
+            raise LayoutError(f"Shard({self.dim}, unit={unit}): a unit has at least one row")
+        object.__setattr__(self, "unit", None if unit == 1 else unit)
+        runs = [n for n in self.sizes or self.groups or () if n][:-1]
+        runs += [] if self.block is None else [self.block]
+        runs += [] if self.owners is None else self.owners.lengths[:-1].tolist()
+        broken = next((n for n in runs if n % unit), None)
+        if broken is not None:
+            rule = next(n for n in CUT_RULES if getattr(self, n) is not None)
+            raise LayoutError(
+                f"{self.format()} cuts inside a unit: {count_units(broken, unit)}; give {rule} in multiples of {unit}, "
+                f"or write S({self.dim}) unit({unit})"
+            )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the dim is split as `torch.chunk` does, counted in rows or in units of rows."""
+        return self.sizes is None and self.groups is None and self.block is None and self.owners is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dim is split as `torch.chunk` does."""
-        return self.sizes is None and self.groups is None and self.block is None and self.owners is None
+        """Whether the dim is split as `torch.chunk` does, counted in rows."""
+        return self.is_even and self.unit is None
 
     @property
     def is_in_runs(self) -> bool:
@@ -278,6 +374,17 @@ class Shard(_Questions):
         Shard(1, sizes=(3, 1))
         """
         return self if dim == self.dim else replace(self, dim=dim)
+
+    def lengths(self, length: int, count: int, start: int = 0) -> tuple[int, ...]:
+        """How many of `length` rows from row `start` of the dim each of `count` ranks gets, where `is_in_runs`.
+
+        >>> Shard(0).lengths(10, 4), Shard(0, sizes=(7, 3)).lengths(10, 2), Shard(0, unit=4).lengths(9, 3, start=3)
+        ((3, 3, 3, 1), (7, 3), (1, 4, 4))
+        """
+        if self.sizes is not None:
+            return self.sizes
+        edges = [even_edges(start, start + length, count, self.unit or 1, i) for i in range(count + 1)]
+        return tuple(b - a for a, b in pairwise(edges))
 
     @property
     def dual(self) -> Placement:
@@ -293,17 +400,19 @@ class Shard(_Questions):
         numbers: dict[str, Sequence[int]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         numbers |= {} if self.block is None else {"block": (self.block,)}
         numbers |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
+        numbers |= {} if self.unit is None else {"unit": (self.unit,)}
         return f"S({self.dim})" + "".join(f" {name}({','.join(map(str, each))})" for name, each in numbers.items())
 
     def to_json(self) -> dict[str, Any]:
         """Itself as plain data, which `placement_from_json` reads."""
         rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         rule |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
-        block = {} if self.block is None else {"block": self.block}
-        return {"kind": "shard", "dim": self.dim, **rule, **block}
+        numbers = {n: v for n in ("block", "unit") if (v := getattr(self, n)) is not None}
+        return {"kind": "shard", "dim": self.dim, **rule, **numbers}
 
     def __repr__(self) -> str:
-        rule = "".join(f", {n}={getattr(self, n)}" for n in CUT_RULES if getattr(self, n) is not None)
+        named = (*CUT_RULES, "unit")
+        rule = "".join(f", {n}={getattr(self, n)}" for n in named if getattr(self, n) is not None)
         return f"Shard({self.dim}{rule})"
 
 

@@ -33,6 +33,7 @@ from shardwise.geometry.placements import (
     Replicate,
     Shard,
     chunk_sizes,
+    even_edges,
     pending_reduction,
     resolve_dim,
     to_placement,
@@ -230,29 +231,29 @@ class MeshSpec(_ProductSpec):
         return all(axes == sorted(axes) for axes in by_dim.values())
 
     @cached_property
-    def _has_plain_cuts(self) -> bool:
-        """Whether every split is one of `torch.chunk`, of a dim counted from the front; subclasses may mean others."""
-        plain = all(not isinstance(p, Shard) or (p.is_plain and p.dim >= 0) for p in self.placements)
-        return plain and type(self) is MeshSpec
+    def _has_even_cuts(self) -> bool:
+        """Whether every split is as `torch.chunk`'s, of a dim counted from the front; subclasses may mean others."""
+        even = all(not isinstance(p, Shard) or (p.is_even and p.dim >= 0) for p in self.placements)
+        return even and type(self) is MeshSpec
 
     def is_arithmetic(self, shape: tuple[int, ...]) -> bool:
         ndim = len(shape)
         fits = all(not isinstance(p, Shard) or p.dim < ndim for p in self.placements)
-        return self._has_plain_cuts and fits and ndim + self.mesh.ndim < MAX_ARRAY_DIMS - 1
+        return self._has_even_cuts and fits and ndim + self.mesh.ndim < MAX_ARRAY_DIMS - 1
 
     def local_shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], ...]:
         place = self.mesh.indices(rank)
         if place is None:
             return ()
-        lengths = list(shape)
+        starts, ends = [0] * len(shape), list(shape)
         for name in self.order:
             axis = self.mesh.axes.index(name)
-            placement = self.placements[axis]
-            if isinstance(placement, Shard):
-                length = lengths[placement.dim]
-                step = -(-length // self.mesh.shape[axis])
-                lengths[placement.dim] = max(0, min(step, length - place[axis] * step))
-        return (tuple(lengths),)
+            if isinstance(cut := self.placements[axis], Shard):
+                start, end, unit = starts[cut.dim], ends[cut.dim], cut.unit or 1
+                starts[cut.dim], ends[cut.dim] = (
+                    even_edges(start, end, self.mesh.shape[axis], unit, place[axis] + n) for n in (0, 1)
+                )
+        return (tuple(end - start for start, end in zip(starts, ends, strict=True)),)
 
     def resolve(self, shape: tuple[int, ...]) -> Cells | PieceTable:
         resolved = self.resolved(shape)

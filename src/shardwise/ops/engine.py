@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -443,9 +444,9 @@ def _output_layout(call: OperatorCall, decision: Decision, index: int, value: An
 
 
 def _drop_single_group(placement: Placement | None) -> Placement | None:
-    """A Shard of one group is a plain one: rules write it to say how long the dim of an output is."""
+    """A Shard of one group is one without: rules write it to say how long the dim of an output is."""
     one = isinstance(placement, Shard) and placement.groups is not None and len(placement.groups) == 1
-    return Shard(placement.dim) if isinstance(placement, Shard) and one else placement
+    return replace(placement, groups=None) if isinstance(placement, Shard) and one else placement
 
 
 @cached()

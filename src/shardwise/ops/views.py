@@ -38,7 +38,7 @@ from shardwise._torch import aten, no_dispatch_modes
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.layout import Cells
-from shardwise.geometry.placements import chunk_sizes
+from shardwise.geometry.placements import bounds, chunk_sizes
 from shardwise.ops.explain import check_may_communicate
 from shardwise.ops.rule import OperatorCall, is_pointwise, written_slots
 from shardwise.tensor.autograd_mixin import Strides, find_strides, make_stand_in
@@ -279,7 +279,8 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
             period, runs = cycle, [cycle]
         elif period < length and shard.block is None:
             raise NoViewError(f"{shard} splits what another axis has in several runs")
-        sizes = tuple(_cut_sizes(shard, count, run) for run in runs)
+        starts = bounds(runs)
+        sizes = tuple(_cut_sizes(shard, count, run, start) for run, start in zip(runs, starts, strict=False))
         levels.append(Level(axis, sizes))
         runs = [s for parent in sizes for s in parent]
     return [*found, *_close_pattern(period, levels)]
@@ -310,10 +311,8 @@ def _cut_period(shard: Shard, count: int, runs: Sequence[int], repeats: bool) ->
     return cycle
 
 
-def _cut_sizes(shard: Shard, count: int, run: int) -> tuple[int, ...]:
-    if shard.block is not None:
-        return (shard.block,) * count
-    return shard.sizes if shard.sizes is not None else chunk_sizes(run, count)
+def _cut_sizes(shard: Shard, count: int, run: int, start: int) -> tuple[int, ...]:
+    return (shard.block,) * count if shard.block is not None else shard.lengths(run, count, start)
 
 
 def _place_pattern(

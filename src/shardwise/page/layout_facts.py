@@ -110,6 +110,7 @@ def _words(placement: Placement, ndim: int) -> str:
         return f"has addends of a pending {placement.op}"
     assert isinstance(placement, Shard)
     text = f"splits dim {placement.dim % max(1, ndim)}"
+    text += "" if placement.unit is None else f" between units of {placement.unit}"
     if placement.sizes is not None:
         return f"{text} in given sizes"
     if placement.groups is not None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -122,15 +123,24 @@ def _shards(draw: st.DrawFn, dim: int, shape: Sequence[int], held: Sequence[DimI
     """A rule that splits every held part of a dim among `count` ranks."""
     lengths = {sum(stop - start for start, stop in part) for part in held}
     rules = ["chunk", "groups", "block", *["sizes"] * (len(lengths) == 1)]
-    rule = draw(st.sampled_from(rules))
+    rule, unit = draw(st.sampled_from(rules)), draw(st.sampled_from((1, 1, 2, 3)))
     named = dim - len(shape) if draw(st.booleans()) else dim
-    if rule == "sizes":
-        return Shard(dim, sizes=draw(cuts(lengths.pop(), count)))
     if rule == "groups":
-        return Shard(dim, groups=draw(cuts(shape[dim], draw(st.integers(1, 3)))))
+        return Shard(dim, groups=draw(_cuts_at_units(shape[dim], draw(st.integers(1, 3)), unit)), unit=unit)
+    if rule in ("sizes", "block"):
+        unit = unit if list(held) == [((0, shape[dim]),)] else 1  # what other axes have cut may begin inside a unit
+    if rule == "sizes":
+        return Shard(dim, sizes=draw(_cuts_at_units(lengths.pop(), count, unit)), unit=unit)
     if rule == "block":
-        return Shard(dim, block=draw(st.integers(1, 3)))
-    return Shard(named)
+        return Shard(dim, block=unit * draw(st.integers(1, 3)), unit=unit)
+    return Shard(named, unit=unit)
+
+
+@st.composite
+def _cuts_at_units(draw: st.DrawFn, length: int, count: int, unit: int) -> tuple[int, ...]:
+    """Lengths of parts between units, of which the last may be short."""
+    edges = [0, *accumulate(draw(cuts(-(-length // unit), count)))]
+    return tuple(min(b * unit, length) - min(a * unit, length) for a, b in pairwise(edges))
 
 
 @st.composite

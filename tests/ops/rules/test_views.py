@@ -105,8 +105,11 @@ def cuts_of(shape: tuple[int, ...]) -> list[Placement]:
             Shard(dim, block=1),
             Shard(dim, block=2),
             Shard(dim, sizes=(length - length // 3, length // 3)),
+            Shard(dim, unit=2),
+            Shard(dim, unit=3),
         ]
         found += [Shard(dim, groups=(length // 2,) * 2)] if length % 2 == 0 else []
+        found += [Shard(dim, groups=(length // 2,) * 2, unit=2)] if length % 4 == 0 else []
     return found
 
 

@@ -13,7 +13,7 @@ the tensor, so that what is written to them is written to it; a row of a sharded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -429,7 +429,7 @@ def _cut_whole_groups(spec: MeshSpec, dim: int, rows: range) -> Shard | None:
     if rows.start not in edges or rows.stop not in edges:
         return None
     groups = shard.groups[edges.index(rows.start) : len(edges) - 1 - edges[::-1].index(rows.stop)]
-    return Shard(dim) if len(groups) < 2 else Shard(dim, groups=groups)
+    return replace(shard, groups=groups if len(groups) > 1 else None)
 
 
 def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int, Placement]:

@@ -342,9 +342,7 @@ def _find_whole_groups(layout: Layout, per_group: int) -> tuple[int, tuple[int, 
     cuts = [(a, p) for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim == 1]
     if len(cuts) != 1 or not cuts[0][1].is_in_runs:
         return None
-    ranks, sizes = spec.mesh.shape[cuts[0][0]], cuts[0][1].sizes
-    step = math.ceil(shape[1] / ranks)
-    lengths = sizes or tuple(max(0, min(step, shape[1] - step * rank)) for rank in range(ranks))
+    lengths = cuts[0][1].lengths(shape[1], spec.mesh.shape[cuts[0][0]])
     return (cuts[0][0], lengths) if all(length % per_group == 0 for length in lengths) else None
 
 

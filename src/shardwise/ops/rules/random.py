@@ -603,14 +603,10 @@ def _spec_for(like: ShardedTensor, shape: Sequence[int]) -> ShardingSpec:
         return like.sharding.spec if tuple(shape) == tuple(like.shape) else whole
     fits = more >= 0 and tuple(shape[more:]) == tuple(like.shape)
     placements = [
-        Replicate() if not fits or isinstance(p, Partial) else _shift(p, more) if isinstance(p, Shard) else p
+        Replicate() if not fits or isinstance(p, Partial) else p.along(p.dim + more) if isinstance(p, Shard) else p
         for p in view.placements
     ]
     return MeshSpec(view.mesh, placements, view.order)
-
-
-def _shift(cut: Shard, more: int) -> Shard:
-    return Shard(cut.dim + more, cut.sizes, cut.groups, cut.block)
 
 
 def _size_of(size: Sequence[Any]) -> tuple[int, ...]:

@@ -486,10 +486,14 @@ def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> list[Any]:
         return found + _strategies_beside_nothing(tensors, ndim)
     found += [_same_cut_strategy(Shard(d), Shard(d), len(tensors)) for d in range(ndim) if d != at]
     found += [_same_cut_strategy(p, p, len(tensors)) for p in _joint_pending_kinds(tensors)]
-    cuts = [p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at]
-    if cuts and all(p.is_plain for p in cuts):
-        joined = Shard(at, groups=tuple(t.shape[at] for t in tensors))
-        found.append(replace(_same_cut_strategy(joined, Shard(at), len(tensors)), local_if_empty=_cat_empty))
+    cuts = {p for t in tensors for p in t.placements if isinstance(p, Shard) and p.dim == at}
+    if cuts and all(p.is_even for p in cuts):
+        cut, lengths = max(cuts, key=lambda p: p.unit or 1), tuple(t.shape[at] for t in tensors)
+        if any(n % (cut.unit or 1) for n in lengths):
+            cut = Shard(at)
+        same = cuts == {cut}  # else each is cut so, and a plain cut does not mean: as it is cut now
+        given = tuple(cut if same else replace(cut, groups=(n,)) for n in lengths)
+        found.append(Strategy((replace(cut, groups=lengths),), given, local_if_empty=_cat_empty))
     return found
 
 
