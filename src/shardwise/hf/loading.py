@@ -23,7 +23,8 @@ from shardwise.comm import Comm
 from shardwise.comm.current import resolve_comm
 from shardwise.geometry import Mesh
 from shardwise.hf.plans import plan as make_plan
-from shardwise.nn.plan import ModelPlan, load_plan
+from shardwise.nn.plan import ModelPlan
+from shardwise.nn.plan_files import load_plan
 from shardwise.nn.shard_module import shard_module
 from shardwise.tensor.creation import shard
 from shardwise.tensor.sharded_tensor import ShardedTensor

@@ -10,12 +10,9 @@ from shardwise.nn.plan import (
     Sharder,
     ShardingPlan,
     ShardingPlanner,
-    load_plan,
-    plan_from_data,
-    plan_to_data,
-    save_plan,
 )
 from shardwise.nn.plan_costs import Balance, BalancedPlanner, PlanTable, describe_plan
+from shardwise.nn.plan_files import load_plan, plan_from_data, plan_to_data, save_plan
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
 
 __all__ = [

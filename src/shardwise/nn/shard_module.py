@@ -68,9 +68,9 @@ from shardwise.nn.plan import (
     check_source,
     lay_out_specs,
     layout_texts,
-    load_plan,
 )
 from shardwise.nn.plan_costs import find_cut_heads
+from shardwise.nn.plan_files import load_plan
 from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, register_prefetch
 from shardwise.tensor.creation import empty, shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
