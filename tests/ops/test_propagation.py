@@ -203,6 +203,18 @@ def test_an_axis_is_weighed_by_what_the_axes_before_it_do() -> None:
         assert moves == [f"dp=2,tp=2: {text}" for text in wanted]
 
 
+@pytest.mark.parametrize(("rows", "heads", "wanted"), [(1, 4, Shard(1)), (2, 4, Shard(1)), (4, 4, Shard(0))])
+def test_attention_of_few_rows_leaves_no_rank_idle(rows: int, heads: int, wanted: Placement) -> None:
+    """The rows of a batch would be on as many ranks as there are rows."""
+
+    def body(comm: Comm) -> tuple[Placement, ...]:
+        mesh = Mesh.of(cp=4)
+        q, k, v = (shard(torch.randn(rows, heads, 8, 2), MeshSpec(mesh, [Shard(2)]), None) for _ in range(3))
+        return _placements(F.scaled_dot_product_attention(q, k, v))  # type: ignore[arg-type]  # of ShardedTensors
+
+    assert run_local(body, 4) == [(wanted,)] * 4
+
+
 def test_explain_names_the_axes_of_the_tensors_at_hand() -> None:
     """Plans are shared by equal layouts, which may be those of meshes with other names."""
 

@@ -724,6 +724,18 @@ def read_placements(
     >>> read_placements("S(1)", mesh, axis="tp"), read_placements("S(0), R", mesh)
     ((Replicate(), Shard(1)), (Shard(0), Replicate()))
     """
+    found = read_by_axis(text, mesh, axis, lengths)
+    return tuple(found.get(a, Replicate()) for a in mesh.axes)
+
+
+def read_by_axis(
+    text: str, mesh: Mesh, axis: str | None = None, lengths: Mapping[str, int] | None = None
+) -> dict[str, Placement]:
+    """What the axes do that a text is about, in any of the three forms.
+
+    >>> read_by_axis("tp: S(0)", Mesh.of(dp=2, tp=4)), read_by_axis("R, S(0)", Mesh.of(dp=2, tp=4))
+    ({'tp': Shard(0)}, {'dp': Replicate(), 'tp': Shard(0)})
+    """
     parts = _split_at_commas(_substitute_lengths(text, lengths or {}))
     named = [_NAMED.match(part) for part in parts]
     if any(named):
@@ -746,14 +758,14 @@ def read_placements(
             f"{text!r} has {count_of(len(parts), 'placement')}; the mesh {mesh} has "
             f"{count_of(mesh.ndim, 'axis', 'axes')}"
         )
-    return tuple(parse_placements(part)[0] for part in parts)
+    return {a: parse_placements(part)[0] for a, part in zip(mesh.axes, parts, strict=True)}
 
 
-def _parse_by_axis(texts: Mapping[str, str], mesh: Mesh, text: str) -> tuple[Placement, ...]:
+def _parse_by_axis(texts: Mapping[str, str], mesh: Mesh, text: str) -> dict[str, Placement]:
     unknown = sorted(set(texts) - set(mesh.axes))
     if unknown:
         raise LayoutError(f"{text!r} names the axis {unknown[0]!r}; the mesh has {', '.join(mesh.axes)}")
-    return tuple(parse_placements(texts[a])[0] if a in texts else Replicate() for a in mesh.axes)
+    return {a: parse_placements(texts[a])[0] for a in mesh.axes if a in texts}
 
 
 def _substitute_lengths(text: str, lengths: Mapping[str, int]) -> str:

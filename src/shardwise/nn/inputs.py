@@ -12,6 +12,8 @@ Outputs of a sharded model as plain tensors: what code outside of the model expe
 An output whose dim 0 is as long as the batch comes back as the rows that this rank passed in; all others, losses among
 them, come back whole on every rank. Both are differentiable: gradients flow back as for the sharded outputs.
 
+Outputs of modules that a plan's `activations` name are brought to the placements that it says, as they are returned.
+
 Methods that models of transformers and peft have besides `forward`, made to work on sharded parameters.
 
 - `generate`: all ranks generate for the whole batch in step, so that no rank stops while others wait for it. Where
@@ -34,8 +36,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, TypeAlias
+from functools import cache, lru_cache, partial
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -46,14 +48,16 @@ from shardwise._torch import count_running_calls, pytree
 from shardwise._tree import flatten_nest, map_nest, unflatten_nest
 from shardwise.comm import Comm, DisagreementError, agree, gather_values, name_ranks
 from shardwise.comm.stand_in import StandInComm, traced_comm
-from shardwise.geometry import Layout, Mesh, MeshSpec, Placement, Replicate, Shard
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Placement, Replicate, Shard, format_placement
 from shardwise.geometry.mesh import IntArray
 from shardwise.nn.plan import PLAIN, ModelPlan
 from shardwise.ops.implicit_replication import plain_as_replicated
-from shardwise.ops.views import NoViewError, express_shard
+from shardwise.ops.unshard import pin_parameter
+from shardwise.ops.views import NoViewError, express_shard, mesh_spec, redistribute_to, view_on_mesh
 from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.creation import shard
 from shardwise.tensor.functions import warn_compiled_callers
+from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.recorder import recorded_wait, recorders
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -151,6 +155,45 @@ def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
+
+
+def register_activation_hooks(module: nn.Module, plan: ModelPlan) -> None:
+    """Redistribute what the modules return that the plan's `activations` name."""
+    for name, text in plan.activation_modules(module).items():
+        hook = partial(_redistribute_output, name, plan.mesh, plan.activation_placements(text))
+        module.get_submodule(name).register_forward_hook(hook)
+
+
+def _redistribute_output(
+    name: str, mesh: Mesh, wanted: Mapping[str, Placement], _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    """The same nest with its first floating-point ShardedTensor in the placements wanted."""
+    leaves, structure = flatten_nest(output)
+    number = next(
+        (i for i, t in enumerate(leaves) if isinstance(t, ShardedTensor) and t.is_floating_point()), len(leaves)
+    )
+    if number == len(leaves):
+        return output
+    tensor, label = leaves[number], f"activations of {name}"
+    spec = view_on_mesh(tensor.sharding, mesh)
+    if spec is None:
+        raise LayoutError(
+            f"{label}: its output is {format_layout_text(tensor.sharding)}, which has no placements on the plan's mesh "
+            f"{mesh}; redistribute it in the module"
+        )
+    placements = list(spec.placements)
+    for axis, placement in wanted.items():
+        ranks, at = mesh.axis_size(axis), mesh.axes.index(axis)
+        if isinstance(placement, Shard) and placement.dim >= tensor.ndim:
+            raise LayoutError(
+                f"{label}: {axis}: {format_placement(placement)} splits dim {placement.dim}, and its output has the "
+                f"shape {tuple(tensor.shape)}; name another module or another dim in the plan's activations"
+            )
+        short = isinstance(placement, Shard) and tensor.shape[placement.dim] < ranks
+        placements[at] = Replicate() if short else placement
+    layout = mesh_spec(mesh, tuple(placements), spec.order).layout(tuple(tensor.shape))
+    leaves[number] = redistribute_to(tensor, layout, label)
+    return unflatten_nest(leaves, structure)
 
 
 def _drop_interrupted(entered: nn.Module) -> None:
@@ -505,6 +548,7 @@ def _resize_embeddings(original: Any) -> Any:
             if id(parameter) not in made:
                 sharded = shard(parameter.detach(), specs[name], by.comm.ranks[0], comm=by.comm)
                 made[id(parameter)] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+                pin_parameter(cast(ShardedTensor, made[id(parameter)]), by.plan.pinned_axes(specs[name]))
             path, _, last = name.rpartition(".")
             self.get_submodule(path).register_parameter(last, made[id(parameter)])
         return result

@@ -49,7 +49,7 @@ from shardwise.geometry import (
     parse_spec,
 )
 from shardwise.geometry.mesh import is_device_mesh
-from shardwise.geometry.notation import read_placements
+from shardwise.geometry.notation import read_by_axis, read_placements
 from shardwise.geometry.placements import to_placement
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -70,7 +70,7 @@ class PlanError(ValueError):
     """
 
 
-def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+def match_patterns(patterns: Iterable[str], names: Sequence[str], what: str = "parameter") -> dict[str, str]:
     """The pattern of each name that has one; patterns without a name and names with two are errors.
 
     >>> match_patterns(["blocks.*.up.weight"], ["blocks.0.up.weight", "blocks.1.up.weight", "head.weight"])
@@ -89,10 +89,10 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
             found.setdefault(name, []).append(pattern)
         if not hits:
             near = ", ".join(_find_similar_names(pattern, names)) or "nothing"
-            problems.append(f"the pattern {pattern!r} matches no parameter; near it: {near}")
+            problems.append(f"the pattern {pattern!r} matches no {what}; near it: {near}")
     for name, several in found.items():
         if len(several) > 1:
-            problems.append(f"{name} matches {' and '.join(map(repr, several))}; a parameter has one pattern")
+            problems.append(f"{name} matches {' and '.join(map(repr, several))}; a {what} has one pattern")
     if problems:
         raise PlanError("\n".join(problems))
     return {name: several[0] for name, several in found.items()}
@@ -244,6 +244,12 @@ class ModelPlan:
       such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
     - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
       tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
+    - `activations`: where tensors between modules are. A mapping of patterns of modules to placements: what such a
+      module returns (the first floating-point tensor of it) is redistributed to them along the axes that they name, and
+      stays as it is along the others. A text by itself, such as "tp: S(1)" for sequence parallelism, is for the tables
+      of embeddings, where the stream of activations begins. A dim that is shorter than its axis stays whole.
+      Parameters that are split along a named axis are never moved along it, except along axes that `input_plan` splits
+      inputs along: there they are gathered, as in fully sharded training. None: operators move what is fewer bytes.
     - `pad_inputs`: for keyword arguments of the model, the number that fills them up where the parts of the batch have
       other lengths in dims after dim 0, as in `{"input_ids": 0, "attention_mask": 0, "labels": -100}`. All parts get
       the longest length, and so do the outputs. None: such parts are an error.
@@ -272,6 +278,7 @@ class ModelPlan:
     prefetch_bytes: int | None = None
     gather_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None
     pad_inputs: Mapping[str, float] | None = None
+    activations: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if is_device_mesh(self.mesh):
@@ -300,6 +307,10 @@ class ModelPlan:
             self.mesh.axis_index(self.axis)
         if placements is not None:
             _check_inputs(placements, self.input_plan)
+        if isinstance(self.activations, Mapping):
+            written = {pattern: write_placements(value) for pattern, value in self.activations.items()}
+            object.__setattr__(self, "activations", written)
+        _check_activations(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_device_mesh"}
@@ -317,6 +328,46 @@ class ModelPlan:
         if self.input_plan == REPLICATED:
             return (Replicate(),) * self.mesh.ndim
         return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
+
+    def activation_placements(self, text: str) -> dict[str, Placement]:
+        """What a text of `activations` says of the axes that it names."""
+        return read_by_axis(text, self.mesh, self.axis, self.lengths)
+
+    def pinned_axes(self, spec: MeshSpec) -> frozenset[str]:
+        """The axes along which a parameter of such a spec is never moved.
+
+        >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {}, input_plan="dp: S(0)", activations="dp: S(0), tp: S(1)")
+        >>> plan.pinned_axes(MeshSpec(plan.mesh, (Shard(0), Shard(1))))
+        frozenset({'tp'})
+        """
+        texts = self.activations.values() if isinstance(self.activations, Mapping) else (self.activations,)
+        named = {axis for text in texts if text is not None for axis in self.activation_placements(text)}
+        split = {a for a, p in zip(self.mesh.axes, self.input_placements or (), strict=False) if isinstance(p, Shard)}
+        by_axis = zip(spec.mesh.axes, spec.placements, strict=True)
+        return frozenset(a for a, p in by_axis if a in named - split and isinstance(p, Shard))
+
+    def activation_modules(self, module: nn.Module) -> dict[str, str]:
+        """The modules whose outputs are redistributed, by name, and to which placements.
+
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+        >>> ModelPlan(Mesh.of(tp=2), {}, input_plan="replicated", activations="tp: S(1)").activation_modules(model)
+        {'0': 'tp: S(1)'}
+        """
+        if self.activations is None:
+            return {}
+        if isinstance(self.activations, Mapping):
+            names = [name for name, _ in module.named_modules() if name]
+            found = match_patterns(self.activations, names, "module")
+            return {name: self.activations[pattern] for name, pattern in found.items()}
+        specs = self.specs(module)
+        tables = [name for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
+        split = [name for name in tables if self.pinned_axes(specs[f"{name}.weight" if name else "weight"])]
+        if not tables:
+            raise PlanError(
+                f"activations {self.activations!r}: the model has no nn.Embedding, where the stream of them would "
+                f"begin; name the modules, as in {{'patches': {self.activations!r}}}"
+            )
+        return dict.fromkeys(split or tables, self.activations)
 
     def resharded(self, module: nn.Module) -> set[str]:
         """The names of the parameters of which the whole is freed after each operator and gathered again in backward.
@@ -358,6 +409,8 @@ class ModelPlan:
             data["gather_dtype"] = _write_dtypes(self.gather_dtype)
         data |= {"lengths": dict(self.lengths)} if self.lengths else {}
         data |= {"pad_inputs": dict(self.pad_inputs)} if self.pad_inputs else {}
+        if self.activations is not None:
+            data["activations"] = self.activations if isinstance(self.activations, str) else dict(self.activations)
         return data | {"parameters": dict(self.parameters)}
 
     def __str__(self) -> str:
@@ -497,6 +550,27 @@ def _check_output_plan(output_plan: object, input_plan: str | None) -> None:
             f"output_plan {PLAIN!r} needs an input_plan, such as {REPLICATED!r}: without one each layer reads and "
             "returns this rank's own batch, which is plain already"
         )
+
+
+def _check_activations(plan: ModelPlan) -> None:
+    given = plan.activations
+    if given is not None and plan.input_plan is None:
+        raise PlanError(
+            f"activations {given!r} needs an input_plan, such as {REPLICATED!r}: without one each layer reads and "
+            "returns this rank's own batch, which is a plain tensor"
+        )
+    for where, text in ({"": given} if isinstance(given, str) else given or {}).items():
+        if not isinstance(text, str):
+            raise PlanError(f"activations maps patterns of modules to placements such as 'tp: S(1)', got {text!r}")
+        try:
+            found = plan.activation_placements(text)
+        except LayoutError as error:
+            raise PlanError(f"activations {where + ': ' if where else ''}{text!r}: {error}") from error
+        if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim < 0) for p in found.values()):
+            raise PlanError(
+                f"activations {text!r}: activations are sharded or replicated, never pending, and dims are counted "
+                "from the front, as in 'tp: S(1)'"
+            )
 
 
 def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:

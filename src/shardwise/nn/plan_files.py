@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "gather_dtype": (str, dict),
     "lengths": (dict,),
     "pad_inputs": (dict,),
+    "activations": (str, dict),
     "parameters": (dict,),
 }
 

@@ -4,7 +4,8 @@
    wrong plan leaves the model whole.
 2. Each planned parameter becomes a ShardedTensor; each module with a `Sharder` is replaced by what it returns.
    Parameters on the meta device get their local parts only, and their values afterwards.
-3. Forward hooks say how plain inputs are read, redistribute outputs and return local tensors.
+3. Forward hooks say how plain inputs are read, redistribute outputs (the plan's `activations`) and return local
+   tensors.
 4. Values of what had none come from the user's `init(model)` (a checkpoint, say), from `reset_parameters` of the
    modules that own it, or from their constructors. What has none then is an error that names it.
 
@@ -52,7 +53,7 @@ from shardwise.comm import Comm, DisagreementError, agree, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.compiler.compiled import route_torch_compile
 from shardwise.geometry import Layout, LayoutError, ShardingSpec
-from shardwise.nn.inputs import adapt_functions, adapt_methods, register_input_hooks
+from shardwise.nn.inputs import adapt_functions, adapt_methods, register_activation_hooks, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
 from shardwise.nn.optimizer import hold_sharded_parameters, register_state_dict_functions
@@ -71,7 +72,7 @@ from shardwise.nn.plan import (
 )
 from shardwise.nn.plan_costs import find_cut_heads
 from shardwise.nn.plan_files import load_plan
-from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, register_prefetch
+from shardwise.ops.unshard import ALWAYS, AUTOMATIC, copy_mark, mark_for_resharding, pin_parameter, register_prefetch
 from shardwise.tensor.creation import empty, shard
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.transfer.transfer import format_bytes
@@ -581,7 +582,7 @@ def _check_all_meta_listed(module: nn.Module, plan: ShardingPlan) -> None:
 def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFields:
     """Check a plan by patterns against a model and ranks; return what ranks compare of it."""
     specs = plan.specs(module)
-    plan.resharded(module), plan.gather_dtypes(module)
+    plan.resharded(module), plan.gather_dtypes(module), plan.activation_modules(module)
     check_mesh(plan.mesh, comm, whole=plan.input_plan is not None)
     layouts = lay_out_specs(specs, dict(module.named_parameters(remove_duplicate=False)))
     return {
@@ -593,6 +594,7 @@ def _check_model_plan(module: nn.Module, plan: ModelPlan, comm: Comm) -> PlanFie
         "prefetch_bytes": plan.prefetch_bytes,
         "gather_dtype": str(plan.gather_dtype),
         "pad_inputs": dict(plan.pad_inputs or {}),
+        "activations": str(plan.activations),
     }
 
 
@@ -609,6 +611,8 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
         parameter = made[id(tensor)]
         if name in resharded and isinstance(parameter, ShardedTensor):
             mark_for_resharding(parameter, AUTOMATIC if plan.reshard_after_forward is None else ALWAYS)
+        if isinstance(parameter, ShardedTensor) and (axes := plan.pinned_axes(spec)):
+            pin_parameter(parameter, axes)
         parent = module.get_submodule(path)
         parent.register_parameter(last, parameter)
         if plan.input_plan is None:
@@ -616,6 +620,7 @@ def shard_by_patterns(module: nn.Module, plan: ModelPlan, src_rank: int, group: 
     if plan.input_plan is not None:
         _replicate_buffers(module, plan, src_rank, group)
         register_input_hooks(module, plan, group)
+        register_activation_hooks(module, plan)
     register_casts(module, plan.gather_dtypes(module))
     register_prefetch(module, plan.prefetch_bytes)
     adapt_methods(module, plan, group)

@@ -13,7 +13,8 @@ dtype, device), which arguments are the same tensor, which are differentiated, e
 Functions that draw random numbers, rewrite arguments, move data in their middle, or whose results' shapes depend on
 values have no shortcut.
 
-What a shortcut depends on of a tensor, as one object: layout, dtype, device, strides, and whether it is summed.
+What a shortcut depends on of a tensor, as one object: layout, dtype, device, strides, pinned axes, and whether it is
+summed.
 
 A key of a few objects that are compared by identity is made and found faster than one of all that they stand for. A
 tensor keeps its fingerprint from its first use on, and a result gets that of its shortcut. Whatever replaces the layout
@@ -38,7 +39,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,35 +82,42 @@ class _LocalShapes(dict[int, tuple[int, ...] | None]):
         return found
 
 
+Marks: TypeAlias = tuple[tuple[int, ...] | None, frozenset[str]]
+"""The strides of the whole of a tensor, None if it is contiguous, and the axes along which it is pinned."""
+_NO_MARKS: Marks = (None, frozenset())
+
+
 class Fingerprint:
-    """A layout, a dtype, a device, strides unless contiguous; `make_wrapper` makes the outside of such a tensor."""
+    """A layout, a dtype, a device, marks if there are any; `make_wrapper` makes the outside of such a tensor."""
 
-    __slots__ = ("dtype", "layout", "local_shapes", "make_wrapper", "strides")
+    __slots__ = ("dtype", "layout", "local_shapes", "make_wrapper", "marks")
 
-    def __init__(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None
-    ) -> None:
-        self.layout, self.dtype, self.strides = layout, dtype, strides
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, marks: Marks) -> None:
+        self.layout, self.dtype, self.marks = layout, dtype, None if marks == _NO_MARKS else marks
         self.local_shapes = _LocalShapes(layout)
         self.make_wrapper: Callable[[], ShardedTensor] = partial(
             make_wrapper_subclass, ShardedTensor, layout.shape, dtype=dtype, device=device
         )
 
 
-_fingerprints: Cache[tuple[int, torch.dtype, torch.device, tuple[int, ...] | None, bool], Fingerprint] = Cache(16384)
+_fingerprints: Cache[tuple[int, torch.dtype, torch.device, Marks, bool], Fingerprint] = Cache(16384)
 
 
 def get_fingerprint(
     layout: Layout,
     dtype: torch.dtype,
     device: torch.device,
-    strides: tuple[int, ...] | None = None,
+    marks: Marks,
     summed: bool = False,
 ) -> Fingerprint:
     """The fingerprint of such tensors, the same object each time: it keeps the layout, and so its identity, alive."""
-    key = (id(layout), dtype, device, strides, summed)
+    key = (id(layout), dtype, device, marks, summed)
     found = _fingerprints.get(key)
-    return _fingerprints.put(key, Fingerprint(layout, dtype, device, strides)) if found is None else found
+    return _fingerprints.put(key, Fingerprint(layout, dtype, device, marks)) if found is None else found
+
+
+def _marks_of(tensor: ShardedTensor) -> Marks:
+    return tensor._dense_strides, tensor._pinned_axes
 
 
 def find_fingerprint(tensor: ShardedTensor) -> Fingerprint | None:
@@ -118,7 +126,7 @@ def find_fingerprint(tensor: ShardedTensor) -> Fingerprint | None:
     parts = tensor.local_parts
     if len(parts) != 1 or tensor._copied_from is not None or tensor.sharding.depends_on_data:
         return None
-    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, tensor._dense_strides, is_summed(tensor))
+    found = get_fingerprint(tensor.sharding, parts[0].dtype, parts[0].device, _marks_of(tensor), is_summed(tensor))
     # Whether a kept sum counts depends on modes; the local tensors of subclasses may be replaced by assigning a shard.
     if type(tensor) is ShardedTensor and not has_kept_sum(tensor):
         tensor._fingerprint = found
@@ -168,7 +176,7 @@ class Shortcut:
     at once. `casts`: autocast, where it is on, may cast arguments of an operator. `shape`: makes a local result of the
     shape that the output's layout has here. `moves`: the layout in which a tensor is wanted, None where it has it.
     `writes`: the first argument is written to and returned. `compared`: of several operators; other tensors are saved
-    for the backward pass than by these. `strides`: those of the outputs as whole tensors, empty if all are contiguous.
+    for the backward pass than by these. `marks`: those of the outputs, empty if none has any.
     `plain`: none of these, so that the function is called with the local tensors.
     """
 
@@ -182,7 +190,7 @@ class Shortcut:
     label: str = ""
     writes: bool = False
     compared: bool = False
-    strides: tuple[tuple[int, ...] | None, ...] = ()
+    marks: tuple[Marks, ...] = ()
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -193,7 +201,7 @@ class Shortcut:
 def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function by its shortcut."""
     if shortcut.shape is not None:
-        return _note_strides(shortcut, [_shape_local(shortcut.shape, shortcut.outputs[0], args[0])])[0]
+        return _note_marks(shortcut, [_shape_local(shortcut.shape, shortcut.outputs[0], args[0])])[0]
     tensors = list_tensors(args, kwargs)
     if shortcut.writes:
         check_writable(tensors[0])
@@ -207,14 +215,14 @@ def run_shortcut(shortcut: Shortcut, func: Callable[..., Any], args: tuple[Any, 
         return tensors[0]
     comm = tensors[0].comm
     if shortcut.several is None:
-        return _note_strides(shortcut, [wrap_checked(func, shortcut.outputs[0], result, comm)])[0]
+        return _note_marks(shortcut, [wrap_checked(func, shortcut.outputs[0], result, comm)])[0]
     results = zip(shortcut.outputs, result, strict=True)
-    return shortcut.several(_note_strides(shortcut, [wrap_checked(func, *pair, comm) for pair in results]))
+    return shortcut.several(_note_marks(shortcut, [wrap_checked(func, *pair, comm) for pair in results]))
 
 
-def _note_strides(shortcut: Shortcut, outputs: list[ShardedTensor]) -> list[ShardedTensor]:
-    for output, strides in zip(outputs, shortcut.strides, strict=False):
-        output._dense_strides = strides
+def _note_marks(shortcut: Shortcut, outputs: list[ShardedTensor]) -> list[ShardedTensor]:
+    for output, marks in zip(outputs, shortcut.marks, strict=False):
+        output._dense_strides, output._pinned_axes = marks
     return outputs
 
 
@@ -283,9 +291,11 @@ def _align_all_inputs(
 ) -> list[ShardedTensor]:
     """The tensors in the layouts wanted; one that appears twice is wanted alike, see `_find_moves`, and moved once."""
     made: dict[int, ShardedTensor] = {}
+    pinned = any(t._pinned_axes for t in tensors)
     for tensor, layout in zip(tensors, wanted, strict=True):
         if id(tensor) not in made:
-            made[id(tensor)] = tensor if layout is None else move_input(tensor, layout, label)
+            beside = pinned and not tensor._pinned_axes
+            made[id(tensor)] = tensor if layout is None else move_input(tensor, layout, label, beside_pinned=beside)
     return [made[id(tensor)] for tensor in tensors]
 
 
@@ -382,9 +392,9 @@ def _find_shortcut(
     tensors = list_tensors(args, kwargs)
     shape = None if recording.moved else find_shape_function(func, args, kwargs, result, recording.operators)
     if shape is not None:
-        shaped = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
-        strides = _strides_of(outputs)
-        return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, shape=shape, strides=strides)
+        shaped = get_fingerprint(result.sharding, result.dtype, result.device, _marks_of(result))
+        marks = _marks_of_all(outputs)
+        return Shortcut((result.sharding,), None, (), shaped, casts=recording.casts, shape=shape, marks=marks)
     if not recording.plain or recording.operators == 0 or not all(isinstance(o, ShardedTensor) for o in outputs):
         return None
     if recording.operators > 1:
@@ -403,9 +413,9 @@ def _find_shortcut(
     layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
     direct = several is None and not moves and not (vary and writes)
-    made = get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides) if direct else None
-    casts, label, strides = recording.casts, recording.label, _strides_of(outputs)
-    return Shortcut(layouts, several, vary, made, casts, moves=moves, label=label, writes=writes, strides=strides)
+    made = get_fingerprint(result.sharding, result.dtype, result.device, _marks_of(result)) if direct else None
+    casts, label, marks = recording.casts, recording.label, _marks_of_all(outputs)
+    return Shortcut(layouts, several, vary, made, casts, moves=moves, label=label, writes=writes, marks=marks)
 
 
 def _split_result(result: Any) -> tuple[type | None, list[Any]]:
@@ -416,10 +426,10 @@ def _split_result(result: Any) -> tuple[type | None, list[Any]]:
     return None, [result]
 
 
-def _strides_of(outputs: Sequence[ShardedTensor]) -> tuple[tuple[int, ...] | None, ...]:
-    """The strides that each output would have as a whole; empty if all are contiguous."""
-    found = tuple(o._dense_strides for o in outputs)
-    return found if any(found) else ()
+def _marks_of_all(outputs: Sequence[ShardedTensor]) -> tuple[Marks, ...]:
+    """The marks of each output; empty if none has any."""
+    found = tuple(map(_marks_of, outputs))
+    return found if any(marks != _NO_MARKS for marks in found) else ()
 
 
 def _gives_back_what_it_writes(
@@ -460,9 +470,9 @@ def _find_shortcut_of_several(
         return None  # several operators reduce gradients in an order of their own, and all ranks must keep one order
     if any(t._dense_strides for t in tensors) and _shares_memory(tensors, outputs):
         return None  # whether it copies depends on the strides of the whole
-    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, result._dense_strides)
-    layouts, strides = tuple(o.sharding for o in outputs), _strides_of(outputs)
-    shortcut = Shortcut(layouts, several, (), made, casts=recording.casts, compared=True, strides=strides)
+    made = None if several else get_fingerprint(result.sharding, result.dtype, result.device, _marks_of(result))
+    layouts, marks = tuple(o.sharding for o in outputs), _marks_of_all(outputs)
+    shortcut = Shortcut(layouts, several, (), made, casts=recording.casts, compared=True, marks=marks)
     if has_saved_tensors_hooks():
         return UNKNOWN  # the comparison would be seen by the hooks
     verdict = _gives_the_same(shortcut, func, args, kwargs, outputs)
@@ -634,8 +644,8 @@ def call_fast_path(
     wrapped = made.make_wrapper()
     wrapped.sharding, wrapped.local_parts = made.layout, (result,)  # as `wrap` does, without a call
     wrapped.comm, wrapped._fingerprint = comm, made
-    if made.strides is not None:
-        wrapped._dense_strides = made.strides
+    if made.marks is not None:
+        wrapped._dense_strides, wrapped._pinned_axes = made.marks
     return wrapped
 
 

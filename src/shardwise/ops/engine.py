@@ -81,7 +81,7 @@ from shardwise.ops.rule import (
     split_call,
     written_slots,
 )
-from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, move_input, vary_along
+from shardwise.ops.unshard import copy_mark, free_after_forward, is_summed, keep_pins, move_input, vary_along
 from shardwise.ops.views import LocalView, allow_writes, mesh_spec, note_strides, redistribute_to
 from shardwise.tensor.autograd_mixin import allow_writes_to_copies
 from shardwise.tensor.dispatch import UnsupportedOpError, enter_operator, sharded_leaves
@@ -181,6 +181,8 @@ def _finish(call: OperatorCall, given: Sequence[ShardedTensor], result: Any) -> 
     if gives_views(op):
         note_copies(given, result)
         allow_writes(call, given, result)
+        if given[0]._pinned_axes:
+            keep_pins(given[0], result)
     note_strides(call, given, result)
     return result
 
@@ -254,7 +256,7 @@ def _run_strategies(call: OperatorCall) -> Any:
     recorded = tuple(map(is_differentiated, tensors))
     pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
     called = key_without_numbers(call) if pointwise else call.key
-    kinds = tuple((id(t.sharding), t.dtype, is_summed(t)) for t in tensors)
+    kinds = tuple((id(t.sharding), t.dtype, is_summed(t), t._pinned_axes) for t in tensors)
     key = (called, kinds, first_positions(tensors), recorded, tensors[0].device, is_any_autocast_enabled())
     known = _decisions.get(key)
     try:
@@ -325,19 +327,20 @@ _DATA_DEPENDENT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outp
 def _align_all(tensors: Sequence[ShardedTensor], wanted: Sequence[Layout], name: str) -> list[ShardedTensor]:
     """The tensors in the layouts wanted; one that appears twice and is needed alike is moved once."""
     made: dict[tuple[int, int], ShardedTensor] = {}
+    pinned = any(t._pinned_axes for t in tensors)
     for tensor, layout in zip(tensors, wanted, strict=True):
         key = (id(tensor), id(layout))
         if key not in made:
-            made[key] = _align_input(tensor, layout, name)
+            made[key] = _align_input(tensor, layout, name, pinned and not tensor._pinned_axes)
     return [made[id(tensor), id(layout)] for tensor, layout in zip(tensors, wanted, strict=True)]
 
 
-def _align_input(tensor: ShardedTensor, wanted: Layout, name: str) -> ShardedTensor:
+def _align_input(tensor: ShardedTensor, wanted: Layout, name: str, beside_pinned: bool) -> ShardedTensor:
     if tensor.sharding is wanted:
         return tensor
     if tensor.sharding == wanted:
         return wrap(wanted, tensor.local_parts, tensor.comm, dtype=tensor.dtype, anchor=tensor._anchor)
-    return move_input(tensor, wanted, name)
+    return move_input(tensor, wanted, name, beside_pinned=beside_pinned)
 
 
 def _record_call(name: str, decision: Decision, outputs: Any) -> None:

@@ -4,11 +4,15 @@
 2. Elsewhere a strategy's price is what a rank receives because of it in a training step, of which half is counted, the
    way there or the way back of the gradients: for each input that changes (`change_cost`), and for each result until it
    is where it belongs (`result_cost`). A result that is left pending has to be summed; one that is split otherwise than
-   the inputs were has to be split again.
+   the inputs were has to be split again. The rank with the largest part counts: a dim that is shorter than the axis
+   leaves ranks idle, and the others receive more.
 3. What a change along one axis moves depends on what the others do to the tensor. So the axes are decided one after
    the other until nothing changes any more: their order in the mesh does not count.
 4. Rows that are split stay split: a pending result for which an input was taken apart is brought to where the result
    of the strategy that keeps this input is, its target.
+5. What is pinned along an axis is not moved along it, whatever the bytes say: parameters of plans with `activations`.
+   By bytes alone a weight is gathered as soon as there are more tokens than rows. Where no strategy is left without
+   moving it, bytes decide, with a warning.
 
 All ranks decide from layouts alone, so they decide the same. Ties go to the strategy listed first.
 
@@ -25,9 +29,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -93,6 +98,18 @@ def change_cost(now: Placement, then: Placement, nbytes: float, ranks: int) -> f
     return 0.5 + (share if isinstance(then, Replicate) else share / ranks)
 
 
+def largest_share(placement: Placement | None, shape: Sequence[int], ranks: int) -> float:
+    """How much larger the largest part of a tensor is than an equal part for each of `ranks` ranks.
+
+    >>> largest_share(Shard(0), (1, 8), 4), largest_share(Shard(1), (1, 8), 4), largest_share(Replicate(), (1, 8), 4)
+    (4.0, 1.0, 1.0)
+    """
+    if not isinstance(placement, Shard) or not 0 <= placement.dim < len(shape) or shape[placement.dim] == 0:
+        return 1.0
+    length = shape[placement.dim]
+    return ranks * max(placement.sizes or (-(-length // ranks),)) / length
+
+
 def result_cost(
     result: Placement | None, kept: Sequence[Placement | None], split: bool, nbytes: float, ranks: int
 ) -> float:
@@ -114,7 +131,7 @@ def result_cost(
 class Operand:
     """A tensor of a call, seen on the call's mesh; `first` is where the call has the same tensor for the first time.
 
-    `summed`: it is pending, and its sum was made before.
+    `summed`: it is pending, and its sum was made before. `pinned`: the axes along which it is not moved.
     """
 
     spec: MeshSpec
@@ -123,13 +140,20 @@ class Operand:
     written: bool
     first: int
     summed: bool = False
+    pinned: frozenset[int] = frozenset()
 
     def price_change(self, axis: int, then: Placement, nbytes: float) -> float:
         """What it costs to have the tensor in another placement along an axis."""
         now = self.spec.placements[axis]
+        if axis in self.pinned and not same_kind(now, then):
+            return math.inf
         if self.summed and isinstance(now, Partial) and not isinstance(then, Partial):
             now = Replicate()
         return change_cost(now, then, nbytes, self.spec.mesh.shape[axis])
+
+
+ResultSize: TypeAlias = tuple[tuple[int, ...], int]
+"""The shape and the bytes of a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +162,28 @@ class Choice:
 
     `result_targets`: along an axis, the strategy to whose result the pending one is moved.
     `is_free`: nothing changes and nothing is pending, so the same would be chosen at all lengths.
+    `moves_pinned`: a tensor that is pinned has to be moved.
     """
 
     strategies: tuple[Strategy, ...]
     result_targets: tuple[Strategy | None, ...]
     is_free: bool = False
+    moves_pinned: bool = False
 
 
 def choose_strategies(
     strategies: Sequence[Strategy],
     operands: Sequence[Operand],
     mesh: Mesh,
-    find_result_sizes: Callable[[], Sequence[int]],
+    find_results: Callable[[], Sequence[ResultSize]],
 ) -> Choice | None:
     """One strategy for each axis, or None if an axis has no possible one; results are measured where that counts."""
     free = [_find_free_strategy(strategies, operands, axis) for axis in range(mesh.ndim)]
     taken = [s for s in free if s is not None]
     if len(taken) == mesh.ndim:
         return Choice(tuple(taken), (None,) * mesh.ndim, is_free=True)
-    sizes = () if any(o.written for o in operands) else find_result_sizes()  # what is written to stays where it is
-    prices = _AxisPrices(strategies, operands, mesh, sizes, list(free))
+    results = () if any(o.written for o in operands) else find_results()  # what is written to stays where it is
+    prices = _AxisPrices(strategies, operands, mesh, results, list(free))
     undecided = [axis for axis, strategy in enumerate(free) if strategy is None]
     for _ in range(len(undecided) + 1):
         before = list(prices.chosen)
@@ -165,6 +191,9 @@ def choose_strategies(
             prices.chosen[axis] = prices.find_cheapest(axis)
         if prices.chosen == before or len(undecided) == 1:
             break
+    if any(prices.moves_pinned(axis) for axis in undecided):
+        loose = choose_strategies(strategies, [replace(o, pinned=frozenset()) for o in operands], mesh, lambda: results)
+        return None if loose is None else replace(loose, moves_pinned=True)
     chosen = [s for s in prices.chosen if s is not None]
     if len(chosen) < mesh.ndim:
         return None
@@ -205,7 +234,7 @@ class _AxisPrices:
     strategies: Sequence[Strategy]
     operands: Sequence[Operand]
     mesh: Mesh
-    result_sizes: Sequence[int]
+    results: Sequence[ResultSize]
     chosen: list[Strategy | None]
 
     def find_cheapest(self, axis: int) -> Strategy | None:
@@ -213,10 +242,18 @@ class _AxisPrices:
         possible = [(price, i) for price, i in prices if price is not None]
         return self.strategies[min(possible)[1]] if possible else None
 
+    def moves_pinned(self, axis: int) -> bool:
+        """Whether the strategy that was chosen along an axis moves a tensor that is pinned along it."""
+        strategy = self.chosen[axis]
+        return strategy is not None and any(
+            then is not None and axis in o.pinned and not same_kind(o.spec.placements[axis], then)
+            for o, then in zip(self.operands, strategy.inputs, strict=True)
+        )
+
     def find_result_target(self, axis: int, strategy: Strategy) -> Strategy | None:
         """The strategy whose results are where this one's pending results are brought; None: they stay pending."""
         pending = any(isinstance(p, Partial) for p in strategy.outputs)
-        result_targets = self._result_targets(axis) if pending and strategy.finish is None and self.result_sizes else []
+        result_targets = self._result_targets(axis) if pending and strategy.finish is None and self.results else []
         return result_targets[0] if result_targets else None
 
     def _price(self, strategy: Strategy, axis: int) -> float | None:
@@ -229,13 +266,14 @@ class _AxisPrices:
                 return None
             if (operand.first, then) not in paid:
                 paid.add((operand.first, then))
-                total += operand.price_change(axis, then, self._input_bytes(index, axis))
+                nbytes = self._input_bytes(index, axis) * largest_share(then, operand.shape, ranks)
+                total += operand.price_change(axis, then, nbytes)
         result_targets = self._result_targets(axis)
         split = any(isinstance(o.spec.placements[axis], Shard) for o in self.operands)
-        for number, size in enumerate(self.result_sizes):
-            kept_splits = [_output(target, number) for target in result_targets]
-            along = size / self._result_parts(number, axis)
-            total += result_cost(_output(strategy, number), kept_splits, split, along, ranks)
+        for number, (shape, size) in enumerate(self.results):
+            kept_splits, made = [_output(target, number) for target in result_targets], _output(strategy, number)
+            along = size / self._result_parts(number, axis) * largest_share(made, shape, ranks)
+            total += result_cost(made, kept_splits, split, along, ranks)
         return total
 
     def _result_targets(self, axis: int) -> list[Strategy]:
@@ -301,7 +339,8 @@ def cut_lengths_differ(chosen: Sequence[Strategy], operands: Sequence[Operand]) 
 def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> list[tuple[Shard, int] | None]:
     """For each axis how its dim is cut and the length of that dim.
 
-    It is cut as in the largest tensor that is cut there already; where none is, as `torch.chunk` cuts.
+    It is cut as in the largest tensor that is cut there already, one that is pinned before others; where none is, as
+    `torch.chunk` cuts.
     """
     found: list[tuple[Shard, int] | None] = []
     for axis, strategy in enumerate(chosen):
@@ -311,7 +350,8 @@ def leading_cuts(chosen: Sequence[Strategy], operands: Sequence[Operand]) -> lis
             if not isinstance(then, Shard):
                 continue
             cut_already = isinstance(now, Shard) and now.dim == then.dim
-            weight = operand.nbytes + (1 << 61 if cut_already else 0) + (1 << 62 if operand.written else 0)
+            weight = operand.nbytes + (1 << 60 if cut_already else 0) + (1 << 62 if operand.written else 0)
+            weight += 1 << 61 if cut_already and axis in operand.pinned else 0
             if best is None or weight > best[0]:
                 best = (weight, now if isinstance(now, Shard) and cut_already else then, operand.shape[then.dim])
         found.append(None if best is None else (best[1], best[2]))
@@ -396,6 +436,13 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Seque
     if isinstance(choice, Steps):
         return choice
     chosen = choice.strategies
+    if choice.moves_pinned:
+        warnings.warn(
+            f"{_describe_call(call, tensors)}: the plan's `activations` keep a parameter where it is, and no strategy "
+            "of this operator does, so it is moved at each call; leave the axis out of the parameter's pattern, or "
+            "out of `activations`",
+            stacklevel=2,
+        )
     if cut_lengths_differ(chosen, operands):
         _check_shapes(call, tensors)
     cuts, order = leading_cuts(chosen, operands), split_order(operands, mesh)
@@ -449,7 +496,7 @@ def _choose(
     strategies = _ask_for_strategies(call, tensors, recorded, specs)
     if isinstance(strategies, Steps):
         return strategies
-    chosen = choose_strategies(strategies, operands, mesh, lambda: _find_result_sizes(call, tensors))
+    chosen = choose_strategies(strategies, operands, mesh, lambda: _find_results(call, tensors))
     if chosen is None:
         raise WrittenMoveError(
             f"{_describe_call(call, tensors)}: no strategy of its rule fits. {_describe_accepted(strategies, operands)}"
@@ -511,14 +558,14 @@ def _check_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> None:
         _compute_shapes(call, tensors)
 
 
-def _find_result_sizes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> list[int]:
-    """The bytes of each result; those of the largest tensor where the operator does not compute shapes alone."""
+def _find_results(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> list[ResultSize]:
+    """The size of each result; that of the largest tensor where the operator does not compute shapes alone."""
     try:
         made = _compute_shapes(call, tensors)
     except Exception:  # an estimate: what is wrong with a call is found where it is made
-        return [max(t.numel() * t.dtype.itemsize for t in tensors)]
+        return [max(((tuple(t.shape), t.nbytes) for t in tensors), key=lambda size: size[1])]
     results = made if isinstance(made, list | tuple) else [made]
-    return [t.numel() * t.dtype.itemsize if isinstance(t, torch.Tensor) else 0 for t in results]
+    return [(tuple(t.shape), t.nbytes) if isinstance(t, torch.Tensor) else ((), 0) for t in results]
 
 
 def _compute_shapes(call: OperatorCall, tensors: Sequence[ShardedTensor]) -> Any:
@@ -544,7 +591,15 @@ def _make_operands(call: OperatorCall, tensors: Sequence[ShardedTensor], specs: 
     first = first_positions(tensors) or range(len(tensors))
     sums = not gives_views(call.op)  # a view is one of the tensor itself, not of its sum
     return [
-        Operand(s, t.sharding.shape, t.sharding.numel * t.dtype.itemsize, i in written, first[i], sums and is_summed(t))
+        Operand(
+            s,
+            t.sharding.shape,
+            t.sharding.numel * t.dtype.itemsize,
+            i in written,
+            first[i],
+            sums and is_summed(t),
+            frozenset(s.mesh.axes.index(a) for a in t._pinned_axes if a in s.mesh.axes),
+        )
         for i, (t, s) in enumerate(zip(tensors, specs, strict=True))
     ]
 

@@ -42,15 +42,19 @@ that works on local tensors does, or was given other memory.
 A tensor that was moved to be replicated, as a sharded parameter is gathered, and then varies, is one node on the tape:
 its gradients are summed and cut by one move, which takes half the bytes of a sum everywhere that is cut afterwards.
 
-A pending sum that several operators use is summed once.
+A pending sum that several operators use is summed once, and what several pinned parameters multiply is gathered once.
 
 A norm written as operators squares its input and scales it: both need the sum. The first operator that has a tensor
 summed leaves the sum with the tensor; for those that come later it is there, and taking it costs nothing. Once more
 after the local tensor was changed in place or got other memory, and in another mode: what was made without a tape is
 no part of one. Tensors of inference mode do not count their changes, so nothing is left with them.
 
-Checkpointed code that is computed again must do what it did before, so it finds no sum that was not made in the same
-run of it: neither one from before nor its own of the first time.
+So it is with a tensor that is gathered for parameters that are pinned (q, k and v of a block whose activations are
+split along the sequence): it is one node on the tape, so its gradients are added up before they are summed over ranks.
+What was gathered is freed with the tensor, or when another one is gathered for pinned parameters.
+
+Checkpointed code that is computed again must do what it did before, so it finds nothing that was not made in the same
+run of it: neither what is from before nor its own of the first time.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -423,10 +427,25 @@ def is_resharded(tensor: ShardedTensor) -> bool:
     return _MARK in tensor.__dict__
 
 
+def pin_parameter(tensor: ShardedTensor, axes: Iterable[str]) -> None:
+    """Keep a parameter where it is along some axes: operators move the other tensors to it."""
+    tensor._pinned_axes = frozenset(axes)
+    tensor._fingerprint = None
+
+
+def keep_pins(source: ShardedTensor, results: Any) -> None:
+    """Pin views and casts of a tensor that is pinned."""
+    for made in results if isinstance(results, list | tuple) else (results,):
+        if isinstance(made, ShardedTensor):
+            pin_parameter(made, source._pinned_axes)
+
+
 def copy_mark(source: ShardedTensor, target: Any) -> None:
     """Mark what was cast from a parameter as the parameter is marked."""
     if isinstance(target, ShardedTensor):
         note_cast(source, target)
+        if source._pinned_axes:
+            keep_pins(source, target)
         if _MARK in source.__dict__:
             target.__dict__[_MARK] = source.__dict__[_MARK]
 
@@ -520,17 +539,17 @@ def _unpack(saved: Any) -> Tensor:
     return saved.note.gather_again().as_strided(saved.size, saved.stride, saved.offset)
 
 
-_SUMMED = "_summed"
+_SUMMED, _GATHERED = "_summed", "_gathered"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sum:
-    """The summed local tensors, from which addends and in which mode; `varied` is what `vary` keeps of them.
+class _Moved:
+    """The local tensors after a move, from which ones and in which mode; `varied` is what `vary` keeps of them.
 
-    Not a ShardedTensor, which would keep the pending one alive, and be kept by it.
+    Not a ShardedTensor, which would keep the one that was moved alive, and be kept by it.
     """
 
-    addends: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
     modes: tuple[Any, ...]
     hook: weakref.ref[Any] | None
     state: tuple[Any, ...]
@@ -539,11 +558,33 @@ class _Sum:
     anchor: Tensor | None
     varied: dict[Any, Any] = field(default_factory=dict)
 
+    @staticmethod
+    def keep(tensor: ShardedTensor, moved: ShardedTensor, name: str) -> None:
+        """Leave the result of a move with a tensor."""
+        hook = None if (found := saved_tensors_hook()) is None else weakref.ref(found)
+        modes, state = _modes(tensor), _state(tensor)
+        kept = _Moved(tensor.local_parts, modes, hook, state, moved.sharding, moved.local_parts, moved._anchor)
+        moved.__dict__["_varied"] = kept.varied
+        tensor.__dict__[name] = kept
+
+    def is_in_mode(self, tensor: ShardedTensor) -> bool:
+        """Whether it was made in these modes: alike on all ranks, which make the same calls."""
+        return self.modes == _modes(tensor) and _dereference(self.hook) is saved_tensors_hook()
+
+    def take(self, tensor: ShardedTensor) -> ShardedTensor | None:
+        """The result as a tensor, unless what it was moved from has changed."""
+        same = all(a is b for a, b in zip(self.sources, tensor.local_parts, strict=True))
+        if not same or self.state != _state(tensor):
+            return None
+        found = wrap(self.layout, self.parts, tensor.comm, dtype=tensor.dtype, anchor=self.anchor)
+        found.__dict__["_varied"] = self.varied
+        return found
+
 
 def is_summed(tensor: ShardedTensor) -> bool:
-    """Whether a pending tensor's sum was left with it in these modes: alike on all ranks, which make the same calls."""
-    known: _Sum | None = tensor.__dict__.get(_SUMMED)
-    return known is not None and known.modes == _modes(tensor) and _dereference(known.hook) is saved_tensors_hook()
+    """Whether a pending tensor's sum was left with it in these modes."""
+    known: _Moved | None = tensor.__dict__.get(_SUMMED)
+    return known is not None and known.is_in_mode(tensor)
 
 
 def has_kept_sum(tensor: ShardedTensor) -> bool:
@@ -555,32 +596,50 @@ def find_sum(tensor: ShardedTensor, wanted: Layout) -> ShardedTensor | None:
     """The sum of a pending tensor that an earlier operator made, if this one wants nothing pending; or None."""
     if wanted.pending is not None or is_dual_level() or not is_summed(tensor):
         return None
-    known: _Sum = tensor.__dict__[_SUMMED]
-    if known.state != _state(tensor) or any(a is not b for a, b in zip(known.addends, tensor.local_parts, strict=True)):
-        return None
-    found = wrap(known.layout, known.parts, tensor.comm, dtype=tensor.dtype, anchor=known.anchor)
-    found.__dict__["_varied"] = known.varied
-    return found
+    known: _Moved = tensor.__dict__[_SUMMED]
+    return known.take(tensor)
 
 
 def keep_sum(tensor: ShardedTensor, summed: ShardedTensor) -> None:
     """Leave the sum of a pending tensor with it, if it is otherwise where the tensor is."""
-    uncounted = any(t.is_inference() for t in tensor.local_parts)
-    if uncounted or is_dual_level() or summed.sharding != _sum_layout(tensor.sharding):
+    if is_dual_level() or _has_uncounted(tensor) or summed.sharding != _sum_layout(tensor.sharding):
         return
-    hook = saved_tensors_hook()
-    kept = _Sum(
-        tensor.local_parts,
-        _modes(tensor),
-        None if hook is None else weakref.ref(hook),
-        _state(tensor),
-        summed.sharding,
-        summed.local_parts,
-        summed._anchor,
-    )
-    summed.__dict__["_varied"] = kept.varied
-    tensor.__dict__[_SUMMED] = kept
+    _Moved.keep(tensor, summed, _SUMMED)
     tensor._fingerprint = None  # another one says that it is summed
+
+
+class _LastGathered(threading.local):
+    """The tensor with which this thread has left a gathered one."""
+
+    source: Callable[[], ShardedTensor | None] = staticmethod(lambda: None)
+
+
+_last_gathered = _LastGathered()
+
+
+def _find_gathered(tensor: ShardedTensor, wanted: Layout) -> ShardedTensor | None:
+    """What an earlier operator gathered of a tensor for pinned parameters, in the layout wanted; or None."""
+    known: _Moved | None = tensor.__dict__.get(_GATHERED)
+    if known is None or is_dual_level() or known.layout != wanted or not known.is_in_mode(tensor):
+        return None
+    found = known.take(tensor)
+    if found is not None:
+        found.__dict__[_SOURCE] = tensor
+    return found
+
+
+def _keep_gathered(tensor: ShardedTensor, gathered: ShardedTensor) -> None:
+    """Leave with a tensor what was gathered of it, in place of what was left with another one before."""
+    before = _last_gathered.source()
+    if before is not None:
+        before.__dict__.pop(_GATHERED, None)
+    if not is_dual_level() and not _has_uncounted(tensor):
+        _Moved.keep(tensor, gathered, _GATHERED)
+        _last_gathered.source = weakref.ref(tensor)
+
+
+def _has_uncounted(tensor: ShardedTensor) -> bool:
+    return any(t.is_inference() for t in tensor.local_parts)
 
 
 def _modes(tensor: ShardedTensor) -> tuple[bool, bool, bool]:
@@ -628,11 +687,16 @@ class _MoveAndVary(torch.autograd.Function):
         return None, None, *ctx.back.run_gradients((grad,))
 
 
-def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTensor:
-    """A tensor in the layout in which an operator wants it; from which one it was moved is noted."""
+def move_input(tensor: ShardedTensor, layout: Layout, label: str, *, beside_pinned: bool = False) -> ShardedTensor:
+    """A tensor in the layout in which an operator wants it; from which one it was moved is noted.
+
+    `beside_pinned`: another tensor of the operator is pinned, so others that are pinned will want it so, too.
+    """
     pending = tensor.sharding.pending is not None
     if pending and (summed := find_sum(tensor, layout)) is not None:
         return summed if summed.sharding == layout else move_input(summed, layout, label)
+    if beside_pinned and (gathered := _find_gathered(tensor, layout)) is not None:
+        return gathered
     traced = is_tracing()
     gather = None if traced else find_gather(tensor, layout, label)
     prefetcher = None if gather is None else current_prefetcher()
@@ -645,6 +709,8 @@ def move_input(tensor: ShardedTensor, layout: Layout, label: str) -> ShardedTens
         note_gather(moved, tensor, gather)
     if pending:
         keep_sum(tensor, moved)
+    elif beside_pinned and gather is None:
+        _keep_gathered(tensor, moved)
     return moved
 
 

@@ -204,6 +204,7 @@ class AttributesMixin(Tensor):
     sharding: Layout
     local_parts: tuple[Tensor, ...]
     _dense_strides: Strides | None
+    _pinned_axes: frozenset[str]
     _copied_from: CopiedView | None
 
     if TYPE_CHECKING:  # what ShardedTensor, the only class that mixes these in, has
@@ -511,6 +512,8 @@ class AutogradMixin(AttributesMixin):
         made = self._like(self.sharding, tuple(t.detach() for t in self.local_parts))
         if self._dense_strides is not None or self._copied_from is not None:
             made._dense_strides, made._copied_from = self._dense_strides, self._copied_from
+        if self._pinned_axes:
+            made._pinned_axes = self._pinned_axes
         if is_dual_level():
             made.__dict__[NO_TANGENT] = True
         return made

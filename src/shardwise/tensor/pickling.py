@@ -131,6 +131,8 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
 
 def _wrap_like(tensor: ShardedTensor, locals_: tuple[Tensor, ...], anchor: Tensor | None) -> ShardedTensor:
     made = tensor._like(tensor.sharding, locals_, anchor)
+    if tensor._pinned_axes:
+        made._pinned_axes = tensor._pinned_axes
     return _finish_rebuild(made, tensor._extra_state(), getattr(tensor, "_is_param", False))
 
 

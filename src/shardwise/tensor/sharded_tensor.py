@@ -183,6 +183,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     _anchor: Tensor | None = None
     _copied_from: CopiedView | None = None
     _dense_strides: tuple[int, ...] | None = None  # of the whole, unless it is contiguous: see dense_strides.py
+    _pinned_axes: frozenset[str] = frozenset()  # axes along which operators do not move it: see ops/propagation.py
     _reads_notation: ClassVar[bool] = True
 
     @staticmethod
@@ -448,8 +449,11 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         anchor = None if self._anchor is None else self._anchor.to(*args, **kwargs)
         comm = self.comm if group is None else self._resolve_comm(group)
         where = spec_on_device(self.sharding.spec, moved_probe.device).layout(self.sharding.shape)
-        made = (where, locals_, comm)
-        return wrap(*made, dtype=moved_probe.dtype, device=moved_probe.device, anchor=anchor, cls=type(self))
+        device = moved_probe.device
+        made = wrap(where, locals_, comm, dtype=moved_probe.dtype, device=device, anchor=anchor, cls=type(self))
+        if self._pinned_axes:
+            made._pinned_axes = self._pinned_axes
+        return made
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
