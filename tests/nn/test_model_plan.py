@@ -28,7 +28,7 @@ from shardwise.nn import (
     save_plan,
     shard_module,
 )
-from shardwise.nn import plan as plan_files
+from shardwise.nn import plan_files
 from shardwise.nn.plan import match_patterns
 from shardwise.tensor import ShardedTensor
 from tests.nn.tiny_transformer import Sizes, Transformer, make_model, train
