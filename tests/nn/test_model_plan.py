@@ -24,11 +24,11 @@ from shardwise.nn import (
     describe_plan,
     load_plan,
     named_params_with_sharded_tensor,
+    plan_files,
     plan_from_data,
     save_plan,
     shard_module,
 )
-from shardwise.nn import plan_files
 from shardwise.nn.plan import match_patterns
 from shardwise.tensor import ShardedTensor
 from tests.nn.tiny_transformer import Sizes, Transformer, make_model, train
