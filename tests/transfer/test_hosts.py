@@ -9,10 +9,12 @@ import pytest
 
 from shardwise.geometry import GridSpec, Layout, parse_spec
 from shardwise.testing.oracle import assemble, global_values, scatter, simulate
-from shardwise.transfer import Topology, Transfer, plan_transfer
+from shardwise.transfer import Link, Topology, Transfer, plan_transfer
 
 SHAPE = (8, 6)
-TWO_BY_TWO = Topology(ranks_per_host=2)
+# Links where bytes alone count: of few bytes, fewer messages are worth more than the bounds that are tested here.
+LINKS = Link(0.0, 300e9, overhead=0.0, call=0.0), Link(0.0, 25e9, overhead=0.0, call=0.0)
+TWO_BY_TWO = Topology(2, None, *LINKS)
 SPECS = [
     "on x=4: S(0)",
     "on x=4: S(1)",
@@ -42,7 +44,7 @@ def plan(src: str, dst: str, topology: Topology = TWO_BY_TWO) -> Transfer:
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 0, 1)], ids=str)
 def test_every_pair_is_moved_right_with_the_fewest_bytes(hosts: tuple[int, ...]) -> None:
-    topology, even = Topology(hosts=hosts), hosts.count(1) == 2
+    topology, even = Topology(None, hosts, *LINKS), hosts.count(1) == 2
     values = global_values(SHAPE)
     for src, dst in PAIRS:
         made = plan(src, dst, topology)
@@ -86,8 +88,20 @@ def test_bytes_between_two_hosts(src: str, dst: str, share: float, per_host: int
 
 def test_a_sum_within_each_host_passes_nothing_between_hosts() -> None:
     assert plan("on a=2,b=2: R, P(sum)", "on x=4: R").bytes_between_hosts == 0
-    flat = plan_transfer(LAYOUTS["on a=2,b=2: R, P(sum)"], LAYOUTS["on x=4: R"], itemsize=4)
-    assert sum(n for (s, d), n in flat.bytes_by_edge.items() if s // 2 != d // 2) > 0
+    apart = plan("on a=2,b=2: P(sum), R", "on x=4: R")
+    assert apart.bytes_between_hosts == apart.lower_bound_between_hosts == 2 * 8 * 6 * 4
+
+
+@pytest.mark.parametrize("dst", ["R, R", "S(0), R", "R, S(1)"])
+def test_replicas_of_addends_share_the_sum_of_their_host(dst: str) -> None:
+    """Two of four addends are on each host, with two replicas each: one sum of each host goes on."""
+    topology = Topology(4, None, *LINKS)
+    made = plan_transfer("f32[8,6] on a=4,b=2: P(sum), R", f"on a=4,b=2: {dst}", topology=topology)
+    values = global_values((8, 6))
+    assert np.array_equal(assemble(made.dst, simulate(made, scatter(made.src, values))), values)
+    assert made.moved_bytes == made.lower_bound_bytes
+    assert made.bytes_between_hosts == made.lower_bound_between_hosts
+    assert dst != "R, R" or {d for s, d in made.bytes_by_edge if s // 4 != d // 4} == set(range(8))
 
 
 def test_one_box_for_many_ranks_of_a_host_is_cut_for_them() -> None:

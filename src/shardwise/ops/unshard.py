@@ -396,7 +396,7 @@ class ParameterPrefetcher:
             return False  # nothing is sent: what counts is that the move is seen, as in a rehearsal of the planner
         if not only_accumulates(nodes[0], leaf):
             return False
-        if move.collective == "all_reduce":
+        if move.collective is not None and move.collective.kind == "all_reduce":
             return False  # it may use a collective of the group, beside those that the program itself makes
         self._enter_backward()
         pending = self._sums[backward_pass_number()]

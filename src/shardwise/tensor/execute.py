@@ -7,8 +7,8 @@
 3. While messages travel, local copies are made. Then what arrived in buffers is unpacked, or combined by the
    reduction in order of its terms.
 4. Several moves share the exchanges: their messages to a rank follow each other.
-5. A reduction of whole tensors by all ranks of the comm, in equal runs, is left to the comm's own collective: it
-   combines as it reads and needs no buffers.
+5. A reduction of whole tensors by all ranks of the comm, or by groups of them side by side, in equal runs, is left to
+   a comm's own collective: it combines as it reads and needs no buffers. Small all-reduces of a group are joined.
 6. Where ranks can read each other's memory, nothing is packed: boxes are copied, or added, from where they are.
 
 Sources are only read. If an exchange fails they are whole, and the destinations are dropped. A buffer in CPU memory
@@ -21,6 +21,7 @@ local tensors is in this file too.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,7 +38,13 @@ from shardwise.comm.protocol import Combine, Request
 from shardwise.comm.transports.kernels import add_together, copy_boxes
 from shardwise.geometry import Box, Reduction
 from shardwise.geometry.mesh import IntArray
-from shardwise.tensor.parts import Message, RowPart, work_out_rank_part
+from shardwise.tensor.parts import (
+    LOW_PRECISION_BYTES,
+    Message,
+    RowPart,
+    accumulation_dtype,
+    work_out_rank_part,
+)
 from shardwise.tensor.recorder import (
     find_recorder,
     observed_exchange,
@@ -101,17 +108,7 @@ class StagingPool:
 staging_pool = StagingPool()
 
 
-LOW_PRECISION_BYTES = 2
 _LARGEST_WHOLE = 2**63 - 1024  # the largest float64 that is an int64
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms are combined: float32 for floats of 2 bytes and less.
-
-    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.int64)
-    (torch.float32, torch.int64)
-    """
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= LOW_PRECISION_BYTES else dtype
 
 
 def reduction_identity(op: str, dtype: torch.dtype) -> float | int | bool:
@@ -345,10 +342,10 @@ def exchange_rounds(
     for first, end in _split_by_limit(moves, limit):
         batch, held = moves[first:end], [resolve_lazy(tensors) for tensors in sources[first:end]]
         memory = into[first:end] or [None] * len(batch)
-        if len(batch) == 1 and batch[0].collective is not None:
+        if _is_one_collective(batch):
             if request is not None:
                 agree_on_request(batch[0].comm, request, label=label)
-            results += yield from _reduce_whole(batch[0], held[0][0], memory[0], label)
+            results += yield from _reduce_whole(batch, [tensors[0] for tensors in held], memory[0], label)
         else:
             results += yield from _exchange_batch(batch, held, memory, label, request)
         request = None
@@ -444,16 +441,36 @@ def _start_beside(work: Work, runs: Sequence[_StepRun]) -> None:
         raise
 
 
-def _reduce_whole(move: Move, source: Tensor, into: Tensors | None, label: str) -> Rounds:
-    """A move that is one collective of the comm."""
-    comm, kind = move.comm, move.collective
-    op = cast(ReduceOp, move.transfer.steps[0].op)
-    target = _make_targets(into, move.out_shapes, move.dtype, source.device)[0]
-    reduce = comm.all_reduce_into if kind == "all_reduce" else comm.reduce_scatter_into
-    yield reduce(target, source.contiguous(), op, label=label)
-    for step in move.transfer.steps:
-        rescale(target, step.scale)
-    return [(target.to(move.out_dtype or move.dtype),)]
+def _is_one_collective(moves: Sequence[Move]) -> bool:
+    """Whether moves are one collective of the comm; all-reduces of one kind are, as their tensors can be joined."""
+    first = moves[0].collective
+    if first is None or len(moves) == 1 or first.kind != "all_reduce":
+        return first is not None and len(moves) == 1
+    kinds = {(move.collective, move.dtype, move.transfer.steps[0].op) for move in moves}
+    return len(kinds) == 1
+
+
+def _reduce_whole(moves: Sequence[Move], sources: Sequence[Tensor], into: Tensors | None, label: str) -> Rounds:
+    """Moves that are one collective of the comm, or of the part of it that reduces among itself."""
+    first, collective, comm = moves[0], moves[0].collective, moves[0].reducing_comm
+    assert collective is not None
+    op, wide = cast(ReduceOp, first.transfer.steps[0].op), accumulation_dtype(first.dtype)
+    if len(moves) == 1:
+        source = sources[0].to(wide).contiguous()
+        target = _make_targets(into, first.out_shapes, wide, source.device)[0]
+    else:
+        source = target = torch.cat([tensor.reshape(-1).to(wide) for tensor in sources])
+    reduce = comm.all_reduce_into if collective.kind == "all_reduce" else comm.reduce_scatter_into
+    yield reduce(target, source, op, label=label)
+    shapes = [move.out_shapes[0] for move in moves]
+    cut = [target] if len(moves) == 1 else torch.split(target, [math.prod(shape) for shape in shapes])
+    results: list[Tensors] = []
+    for move, part, shape in zip(moves, cut, shapes, strict=True):
+        for step in move.transfer.steps:
+            rescale(part, step.scale)
+        own = part.to(move.out_dtype or move.dtype).view(shape)
+        results.append((own.clone() if len(moves) > 1 and own.dtype == wide else own,))
+    return results
 
 
 def finish_locally(move: Move, source: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ from shardwise.tensor.execute import (
 from shardwise.tensor.parts import (
     RowPart,
     TensorBox,
+    accumulation_dtype,
     find_local_kind,
     find_whole_collective,
     list_copies_of_all,
@@ -90,7 +91,7 @@ from shardwise.tensor.recorder import (
     remember_debug_modes,
     user_line,
 )
-from shardwise.transfer import Transfer, plan_transfer
+from shardwise.transfer import Collective, Transfer, plan_transfer
 
 if TYPE_CHECKING:
     from shardwise.tensor.autograd_mixin import CopiedView
@@ -307,9 +308,16 @@ class Move:
         return plan_rows(self.src, self.dst, self.comm.rank)
 
     @cached_property
-    def collective(self) -> str | None:
-        """The collective of the comm that makes all of it: all_reduce or reduce_scatter."""
+    def collective(self) -> Collective | None:
+        """The collective of the comm that makes all of it, all_reduce or reduce_scatter, in groups of ranks."""
         return find_whole_collective(self.transfer, self.comm.ranks, self.dtype)
+
+    @property
+    def reducing_comm(self) -> Comm:
+        """The comm of the ranks with which this one reduces, where the move is a collective."""
+        assert self.collective is not None
+        group = next(ranks for ranks in self.collective.groups if self.comm.rank in ranks)
+        return self.comm if len(self.collective.groups) == 1 else self.comm.subset(group)
 
     @cached_property
     def local_kind(self) -> Literal["copy", "fill"] | None:
@@ -438,9 +446,11 @@ class Move:
         """Agree on the move, have it made by one rank, and return this rank's results; None if a rank has no offer."""
         with profiled_move(self.label, self.src, self.dst):
             sources, device = resolve_lazy(locals_), self.device_of(locals_)
+            dtype = self.dtype
             if self.collective is not None:
-                sources = tuple(t.contiguous() for t in sources)
-            targets = tuple(torch.empty(shape, dtype=self.dtype, device=device) for shape in self.out_shapes)
+                dtype = accumulation_dtype(dtype)
+                sources = tuple(t.to(dtype).contiguous() for t in sources)
+            targets = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in self.out_shapes)
             request, offer = self._write_request(fields), (sources, targets)
             if not agree_and_run(self.comm, request, offer, self._plan_jobs, self.nbytes, label=self.label):
                 return None
@@ -448,14 +458,18 @@ class Move:
             for step in self.transfer.steps:
                 for target in targets:
                     rescale(target, step.scale)
-            return targets
+            return tuple(target.to(self.dtype) for target in targets)
 
     def _plan_jobs(self, offers: Sequence[Offer]) -> list[RendezvousJob]:
         """What is to be done with the offers of all ranks."""
         if self.collective is not None:
-            wholes, outs = ([offer[side][0].view(-1) for offer in offers] for side in (0, 1))
-            runs = [outs] if self.collective == "all_reduce" else [[out] for out in outs]
-            return plan_reduction(runs, wholes, cast(ReduceOp, self.transfer.steps[0].op))
+            made_by, jobs = dict(zip(self.comm.ranks, offers, strict=True)), []
+            single = len(self.collective.groups) == 1
+            for group in [self.comm.ranks] if single else self.collective.groups:
+                wholes, outs = ([made_by[rank][side][0].view(-1) for rank in group] for side in (0, 1))
+                runs = [outs] if self.collective.kind == "all_reduce" else [[out] for out in outs]
+                jobs += plan_reduction(runs, wholes, cast(ReduceOp, self.transfer.steps[0].op))
+            return jobs
         assert self._copies_of_all is not None
         if any(t.device.type != "cpu" for _, targets in offers for t in targets[:1]):
             return [partial(_copy_between, list(chain.from_iterable(self._copies_of_all)), offers, on_host=False)]

@@ -3,7 +3,7 @@
 - `RankPart`: the boxes that a rank sends, receives, copies and fills in one step of a transfer, by round and peer.
 - `list_copies_of_all`: the same for all ranks at once, where they are threads and the last one that asks for a move
   makes it for all of them.
-- `find_whole_collective`: a reduction of whole tensors in equal runs, which a comm does by itself.
+- `find_whole_collective`: a reduction of whole tensors in equal runs, which a comm does by itself, in groups of ranks.
 - `RowPart`: rows that have owners. Values decided who has which row (tokens that go to experts, say), so that a plan
   box by box would be as long as the tensor and of use only once. Here every rank works out with arrays:
 
@@ -29,10 +29,10 @@ from shardwise._cache import cache_by_identity, cache_plans
 from shardwise.comm import Comm
 from shardwise.geometry import Box, Layout, MeshSpec, Replicate, Shard
 from shardwise.geometry.mesh import IntArray
-from shardwise.transfer import BoxMessage, Copy, Step, Topology, Transfer, plan_transfer
+from shardwise.transfer import BoxMessage, Collective, Copy, Step, Topology, Transfer, plan_transfer
 
 REDUCED_BY_COMM = (torch.float32, torch.float64, torch.int32, torch.int64)
-COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
+LOW_PRECISION_BYTES = 2
 SMALL_MESSAGE_BYTES = 64 * 1024
 WHOLE_PLAN_RANKS = 256
 _MOST_COMPARED = 64
@@ -85,6 +85,15 @@ def _list_slices(messages: MessagesByRound) -> Mapping[int, Mapping[int, Sequenc
         }
         for number, edges in messages.items()
     }
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms are combined: float32 for floats of 2 bytes and less.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.int64)
+    (torch.float32, torch.int64)
+    """
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= LOW_PRECISION_BYTES else dtype
 
 
 def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, comm: Comm) -> Transfer:
@@ -163,47 +172,34 @@ def find_local_kind(transfer: Transfer, rank: int, itemsize: int) -> Literal["co
     return "fill" if not part.copies and [box for _, box in part.fills] == [whole] else None
 
 
-def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """The collective by which all of these ranks can run the transfer at once: all_reduce or reduce_scatter.
+def comm_width(dtype: torch.dtype) -> int:
+    """How many times wider than a dtype the elements are in which a comm reduces it by itself; 0 where it does not.
 
-    None where it is another transfer, where low precision asks for wider sums, or where a buffer limit is too tight.
+    >>> comm_width(torch.float32), comm_width(torch.bfloat16), comm_width(torch.bool)
+    (1, 2, 0)
+    """
+    if dtype in REDUCED_BY_COMM:
+        return 1
+    return accumulation_dtype(dtype).itemsize // dtype.itemsize if accumulation_dtype(dtype) != dtype else 0
+
+
+def find_whole_collective(transfer: Transfer, ranks: tuple[int, ...], dtype: torch.dtype) -> Collective | None:
+    """The collective by which a comm of these ranks runs the transfer, in one group or several: see the transfer's own.
+
+    None where it is another transfer, where wider sums of low precision take longer, or where a buffer limit is tight.
 
     >>> from shardwise.geometry import Mesh, MeshSpec, Partial, Shard
     >>> kinds = (Partial("sum"), Shard(0), Shard(1))
     >>> terms, rows, columns = (MeshSpec(Mesh.of(x=2), (kind,)).layout((8, 8)) for kind in kinds)
-    >>> find_whole_collective(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32)
-    'reduce_scatter'
+    >>> str(find_whole_collective(plan_transfer(terms, rows, itemsize=4), (0, 1), torch.float32))
+    'reduce_scatter of 2 ranks'
     >>> find_whole_collective(plan_transfer(terms, columns, itemsize=4), (0, 1), torch.float32) is None
     True
     """
-    limit = transfer.max_buffer_bytes
-    if dtype not in REDUCED_BY_COMM or transfer.src.pending is None or transfer.dst.pending is not None:
+    width = comm_width(dtype)
+    if not width or transfer.src.pending is None or transfer.dst.pending is not None:
         return None
-    if limit is not None and limit < len(ranks) * COMM_WORKSPACE_BYTES:
-        return None
-    found = transfer.collective
-    if found is None or found.groups != (tuple(sorted(ranks)),):
-        return None
-    if found.kind == "all_reduce":
-        return found.kind
-    return found.kind if found.kind == "reduce_scatter" and _ends_in_equal_runs(transfer, ranks) else None
-
-
-def _ends_in_equal_runs(transfer: Transfer, ranks: tuple[int, ...]) -> bool:
-    """Whether the i-th rank ends with the i-th of equally many rows of the box that all of them start from."""
-    starts = {transfer.src.pieces_of(rank)[0].box for rank in ranks if len(transfer.src.pieces_of(rank)) == 1}
-    ends = [transfer.dst.pieces_of(rank) for rank in ranks]
-    if len(starts) != 1 or any(len(pieces) != 1 for pieces in ends):
-        return False
-    whole = starts.pop()
-    if whole.ndim == 0 or whole.sizes[0] % len(ranks):
-        return False
-    rows = whole.sizes[0] // len(ranks)
-    return all(
-        pieces[0].box.offsets == (whole.offsets[0] + i * rows, *whole.offsets[1:])
-        and pieces[0].box.sizes == (rows, *whole.sizes[1:])
-        for i, pieces in enumerate(ends)
-    )
+    return transfer.collective_of_comm(ranks, wider=width)
 
 
 @cache_plans

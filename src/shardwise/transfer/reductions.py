@@ -114,6 +114,54 @@ def reduction_layout(src: Layout, dst: Layout) -> Layout:
     ).layout(src.shape)
 
 
+def number_columns(src: Layout, dst: Layout) -> IntArray | None:
+    """The column of each rank, -1 for others: the number of its replica of an addend, of which each rank has one.
+
+    None where columns cannot make the reduction by themselves: a rank needs what its own column does not have, or the
+    columns do not need the same.
+    """
+    if src.cells is None or dst.cells is None or src.cells.replicas == 1 or src.cells.addends == 1:
+        return None
+    a, b, replicas = src.table, dst.table, src.cells.replicas
+    own = np.full(1 + max(int(a.ranks.max()), int(b.ranks.max(initial=0))), -1, np.int64)
+    own[a.ranks] = np.arange(len(a))
+    rows = own[b.ranks]
+    if len(np.unique(a.ranks)) < len(a) or (rows < 0).any() or dst.cells.replicas % replicas:
+        return None
+    ends = b.offsets + b.sizes <= a.offsets[rows] + a.sizes[rows]
+    if not ((b.offsets >= a.offsets[rows]) & ends).all():
+        return None
+    columns = np.where(own < 0, -1, own % replicas)
+    needing = np.sort(columns[dst.cells.owners.reshape(-1, dst.cells.replicas)], axis=1)
+    each = np.repeat(np.arange(replicas), dst.cells.replicas // replicas)
+    return columns if (needing == each).all() else None
+
+
+def column_layout(src: Layout) -> Layout | None:
+    """Where each column reduces the boxes of a layout: cut for its ranks, the same part on each column."""
+    assert src.cells is not None
+    splits = [cut.lengths.tolist() for cut in src.cells.dims]
+    if any(not split or min(split) == 0 for split in splits):
+        return None
+    owners = src.cells.owners.reshape(*map(len, splits), src.cells.addends, src.cells.replicas)
+    if not src.ndim:
+        return HostSumsSpec(splits, owners[:1], "sum").layout(src.shape)
+    dim, parts = _choose_parts(splits, src.cells.addends)
+    splits[dim] = [length for whole in splits[dim] for length in _cut_evenly(whole, parts)]
+    owners = np.moveaxis(owners[..., :parts, :], src.ndim, dim + 1)
+    owners = owners.reshape(*map(len, splits), 1, src.cells.replicas)
+    return HostSumsSpec(splits, owners, "sum").layout(src.shape)
+
+
+def _cut_evenly(length: int, parts: int) -> list[int]:
+    """Lengths of parts that differ by one at most.
+
+    >>> _cut_evenly(10, 4)
+    [2, 3, 2, 3]
+    """
+    return [length * (i + 1) // parts - length * i // parts for i in range(parts)]
+
+
 def deal_regions(src: Layout, dst: Layout, found: Overlaps) -> GridSpec:
     """The regions of two regular layouts as a grid, each region, or the same number of parts of each, on one rank."""
     assert src.cells is not None
@@ -329,7 +377,7 @@ def sum_within_hosts(src: Layout, dst: Layout, topology: Topology) -> HostSums |
     dim, parts = _choose_parts(splits, -(-most // len(combining)))
     owners = np.array(_take_turns(combining, parts))
     owners = owners[np.lexsort(found.starts.T[::-1])].reshape(*map(len, splits), parts, owners.shape[-1])
-    splits[dim] = [n * (i + 1) // parts - n * i // parts for n in splits[dim] for i in range(parts)]
+    splits[dim] = [length for whole in splits[dim] for length in _cut_evenly(whole, parts)]
     owners = np.moveaxis(owners, src.ndim, dim + 1).reshape(*map(len, splits), owners.shape[-1])
     owners = owners[..., None, :] if len(terms) == 1 else owners[..., None]
     return HostSums(HostSumsSpec(splits, owners, src.pending.op).layout(src.shape), terms)
@@ -375,18 +423,20 @@ def _sum_where_complete(regions: Sequence[_Region], topology: Topology) -> tuple
 
 
 def _sum_by_host(src: Layout, regions: Sequence[_Region], topology: Topology) -> tuple[Terms, CombiningRanks] | None:
-    """Each host sums the addends that it has; None unless every region has the same addends together on a host."""
+    """Each host sums the addends that it has, all ranks with one of them take part.
+
+    None unless every region has the same addends together on a host, each with all of its replicas.
+    """
     assert src.cells is not None
-    if src.cells.replicas > 1:
-        return None
-    hosts = topology.host_of(src.cells.owners.reshape(-1)).reshape(-1, src.cells.addends)
+    holding = topology.host_of(src.cells.owners.reshape(-1)).reshape(-1, src.cells.addends, src.cells.replicas)
+    hosts = holding[:, :, 0]
     first = (hosts[:, :, None] == hosts[:, None, :]).argmax(axis=2)  # the first addend on the same host
     leads = np.unique(first[0])
-    if (first != first[0]).any() or len(leads) in (1, src.cells.addends):
+    if (holding != hosts[:, :, None]).any() or (first != first[0]).any() or len(leads) in (1, src.cells.addends):
         return None
     terms = tuple(tuple(np.flatnonzero(first[0] == lead).tolist()) for lead in leads)
     return terms, [
-        [_prefer(sorted(region.addends[addend][0] for addend in listed), region.needing) for listed in terms]
+        [_prefer(sorted({rank for a in listed for rank in region.addends[a]}), region.needing) for listed in terms]
         for region in regions
     ]
 
@@ -431,7 +481,9 @@ class RelayedMoves(NamedTuple):
 
 def may_relay(outline: StepOutline, topology: Topology | None) -> bool:
     """Whether several ranks of a host may need the same box from another host."""
-    if topology is None or not outline.is_listed or int(outline.term_counts.max(initial=0)) > 1 or not outline.src.ndim:
+    if topology is None or not outline.is_listed or outline.columns is not None:
+        return False
+    if int(outline.term_counts.max(initial=0)) > 1 or not outline.src.ndim:
         return False  # a single element is not worth a second exchange
     hosts = topology.host_of(np.union1d(outline.src.table.ranks, outline.dst.table.ranks))
     return len(np.unique(hosts)) > 1 and _has_copies_on_a_host(outline.dst, topology)

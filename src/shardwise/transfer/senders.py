@@ -15,6 +15,7 @@ that it needs, is decided alone:
 
 1. The rank that needs it, if it holds it: a local copy.
 2. Else a replica on its host, if the topology names hosts: they take turns by the number of the receiving rank.
+   Or the replica in the receiver's own column, where a reduction is made in columns (`reductions.py`).
 3. Else any: the demands of a source are numbered, in row-major order of the destination cells that it meets, then of
    their replicas. The first replica takes the first share of them, and so on, in shares of equal length.
 
@@ -38,7 +39,7 @@ Counts of boxes are found in the same way, from the runs of cells that a piece m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -256,12 +257,13 @@ class DemandNumbers:
 class SpreadSenders:
     """The table row of a regular source from which each demand of a regular destination is served."""
 
-    def __init__(self, src: Layout, dst: Layout, topology: Topology | None) -> None:
+    def __init__(self, outline: StepOutline, topology: Topology | None) -> None:
+        src, dst = outline.src, outline.dst
         assert src.cells is not None and dst.cells is not None
-        self.src, self.dst = src, dst
+        self.src, self.dst, self.columns = src, dst, outline.columns
         self.replicas, self.addends = src.cells.replicas, src.cells.addends
         self.numbering = DemandNumbers(src.cells, dst.cells)
-        self.topology = topology if self.replicas > 1 else None
+        self.topology = topology if self.replicas > 1 and self.columns is None else None
 
     @cached_property
     def _owners(self) -> Owners:
@@ -270,7 +272,7 @@ class SpreadSenders:
     def choose(self, src_cells: IntArray, terms: IntArray, dst_rows: IntArray) -> IntArray:
         """The rows that send: a cell and an addend of the source for each destination row."""
         rows = self.choose_by_share(src_cells, terms, dst_rows)
-        if self.replicas == 1 or len(rows) == 0:
+        if self.replicas == 1 or len(rows) == 0 or self.columns is not None:
             return rows
         sources, ranks = src_cells * self.addends + terms, self.dst.table.ranks[dst_rows]
         if self.topology is not None:
@@ -283,6 +285,8 @@ class SpreadSenders:
         first = (src_cells * self.addends + terms) * self.replicas
         if self.replicas == 1:
             return first
+        if self.columns is not None:
+            return first + self.columns[self.dst.table.ranks[dst_rows]]
         number = self.numbering.numbers(src_cells, dst_rows)
         return first + number * self.replicas // np.maximum(self.numbering.counts(src_cells), 1)
 
@@ -301,6 +305,9 @@ class SpreadSenders:
         rows = np.arange(len(self.src.table))
         cells, place = rows // (self.addends * self.replicas), rows % self.replicas
         counts = self.numbering.counts(cells)
+        if self.columns is not None:  # each has as many receivers of a cell as any other
+            volumes = self.numbering.volume_before(cells, counts) // self.replicas
+            return np.where(used, counts // self.replicas, 0), np.where(used, volumes, 0)
         low, high = (-(-(place + i) * counts // self.replicas) for i in (0, 1))
         volumes = self.numbering.volume_before(cells, high) - self.numbering.volume_before(cells, low)
         return np.where(used, high - low, 0), np.where(used, volumes, 0)
@@ -474,6 +481,8 @@ class StepOutline:
     """What a step does, before it is planned: `terms[j]` lists the source addends of the destination's addend j.
 
     Moves that are too many to be listed (`is_listed`) have senders that are chosen one by one, as `spread` says.
+    `columns` numbers ranks by the replica of the source that serves them, -1 for none: each replica is a column of
+    ranks that exchange among themselves.
     """
 
     src: Layout
@@ -482,6 +491,13 @@ class StepOutline:
     op: str | None
     scale: tuple[int, int]
     is_listed: bool = True
+    columns: IntArray | None = field(default=None, compare=False)
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether the sender of each demand follows from the demand alone."""
+        cells = self.src.cells
+        return cells is not None and (cells.replicas == 1 or not self.is_listed or self.columns is not None)
 
     @cached_property
     def target_addends(self) -> IntArray:
@@ -535,7 +551,7 @@ def can_be_listed(outline: StepOutline) -> bool:
 def total_step(outline: StepOutline, topology: Topology | None) -> StepTotals:
     """The totals of a step between regular layouts that is not listed; with the topology that it is planned for."""
     src, dst = outline.src.table, outline.dst.table
-    senders = SpreadSenders(outline.src, outline.dst, topology)
+    senders = SpreadSenders(outline, topology)
     width = 1 + max(int(src.ranks.max(initial=0)), int(dst.ranks.max(initial=0)))
     boxes, elements = senders.shares(outline.target_addends[src.addends] >= 0)
     into = _weights_in(outline)
@@ -561,7 +577,7 @@ def total_within_hosts(
     """The part of the totals that stays within a host, without what stays within a rank."""
     src, dst, width = outline.src.table, outline.dst.table, len(totals.sent)
     sent, received, out, into = (np.zeros(width, np.int64) for _ in range(4))
-    senders = SpreadSenders(outline.src, outline.dst, planned_for)
+    senders = SpreadSenders(outline, planned_for)
     for demands in _near_demands(outline, senders, topology):
         a, b = src.ranks[demands.senders], dst.ranks[demands.rows]
         near = (a != b) & (topology.host_of(a) == topology.host_of(b))

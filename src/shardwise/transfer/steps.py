@@ -49,7 +49,15 @@ from shardwise.transfer.overlap import (
     overlaps_with_cells,
     overlaps_with_layout,
 )
-from shardwise.transfer.reductions import has_replicas, may_relay, reduction_layout, relay_moves, sum_within_hosts
+from shardwise.transfer.reductions import (
+    column_layout,
+    has_replicas,
+    may_relay,
+    number_columns,
+    reduction_layout,
+    relay_moves,
+    sum_within_hosts,
+)
 from shardwise.transfer.senders import (
     Routes,
     SpreadSenders,
@@ -274,7 +282,7 @@ def _can_plan_alone(outline: StepOutline, options: PlanOptions) -> bool:
     src, dst = outline.src, outline.dst
     if src.cells is None or dst.cells is None or may_relay(outline, options.topology):
         return False
-    if src.cells.replicas == 1 or not outline.is_listed:
+    if outline.decides_alone:
         return True
     if options.topology is not None:
         return False
@@ -295,7 +303,7 @@ def _demands(outline: StepOutline, rank: int | None) -> Overlaps:
     rows = dst.rows_of(rank)
     taking = overlaps_with_cells(dst.table.offsets[rows], dst.table.sizes[rows], src.cells)
     held = src.table.cells[src.rows_of(rank)]
-    if src.cells.replicas == 1 or not outline.is_listed:
+    if outline.decides_alone:
         sending = _rows_of_cells(_source_overlaps(src, dst, np.unique(held)), dst)
         taking = Overlaps(rows[taking.boxes], taking.cells, taking.starts, taking.sizes)
         return _join_overlaps(sending, taking)
@@ -339,18 +347,17 @@ def _join_overlaps(a: Overlaps, b: Overlaps) -> Overlaps:
 def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions, only: int | None = None) -> Routes:
     """One move for each demand and term, local ones included, in order of destination rows; with `only`, a rank's."""
     src, dst = outline.src, outline.dst
-    alone = src.cells is not None and (src.cells.replicas == 1 or not outline.is_listed)
-    if only is not None and count_addends(src) > 1 and alone:
+    if only is not None and count_addends(src) > 1 and outline.decides_alone:
         overlaps, term = _expand_terms_of_rank(outline, overlaps, only)
     else:
         overlaps, term = _expand_terms(outline, overlaps)
     dst_ranks = np.take(dst.table.ranks, overlaps.boxes)
     weights = box_volumes(overlaps.sizes) * options.itemsize
     sources = overlaps.cells * count_addends(src) + term
-    if outline.is_listed:
+    if outline.is_listed and outline.columns is None:
         src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology)
     else:
-        src_rows = SpreadSenders(src, dst, options.topology).choose(overlaps.cells, term, overlaps.boxes)
+        src_rows = SpreadSenders(outline, options.topology).choose(overlaps.cells, term, overlaps.boxes)
     src_ranks = np.take(src.table.ranks, src_rows)
     round_zero = constant_column(0, len(src_rows))
     return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)
@@ -422,13 +429,47 @@ def unreached_rows(outline: StepOutline, rank: int | None) -> IntArray:
     return rows if rank is None else rows[table.ranks[rows] == rank]
 
 
-def outline_steps(src: Layout, dst: Layout, topology: Topology | None) -> tuple[StepOutline, ...]:
-    """What the steps from `src` to `dst` do, and whether their moves are listed."""
-    outlines = _outline_steps(src, dst)
-    if not all(map(can_be_listed, outlines)):
-        return tuple(replace(outline, is_listed=False) for outline in outlines)
+def outline_candidates(src: Layout, dst: Layout, topology: Topology | None) -> list[tuple[StepOutline, ...]]:
+    """What the steps from `src` to `dst` may do, and whether their moves are listed.
+
+    There is one candidate, or two where addends have replicas: each replica makes the reduction by itself, or all ranks
+    share it, first those of a host.
+    """
+    columns = outline_columns(src, dst)
+    shared = _outline_shared(src, dst, topology)
+    return [shared] if columns is None else [_mark_listed(columns), shared]
+
+
+def _mark_listed(outlines: tuple[StepOutline, ...]) -> tuple[StepOutline, ...]:
+    if all(map(can_be_listed, outlines)):
+        return outlines
+    return tuple(replace(outline, is_listed=False) for outline in outlines)
+
+
+def _outline_shared(src: Layout, dst: Layout, topology: Topology | None) -> tuple[StepOutline, ...]:
+    """The steps with the fewest bytes; between hosts too, if they are known."""
+    outlines = _mark_listed(_outline_steps(src, dst))
+    if not all(outline.is_listed for outline in outlines):
+        return outlines
     within = None if topology is None else _outline_within_hosts(src, dst, topology)
     return within if within is not None and all(map(can_be_listed, within)) else outlines
+
+
+def outline_columns(src: Layout, dst: Layout) -> tuple[StepOutline, ...] | None:
+    """The steps of a reduction that each replica of the addends makes by itself; None where there is no such one."""
+    if src.pending is None or dst.pending is not None:
+        return None
+    columns = number_columns(src, dst)
+    if columns is None:
+        return None
+    everything, scale = [range(count_addends(src))], (1, src.pending.divisor)
+    first = StepOutline(src, dst, everything, src.pending.op, scale, columns=columns)
+    if dst.cells is not None and src.cells is not None and dst.cells.replicas == src.cells.replicas:
+        return (first,)
+    middle = column_layout(src)
+    if middle is None or not _has_same_boxes(src, dst):
+        return None
+    return replace(first, dst=middle), StepOutline(middle, dst, [[0]], None, (1, 1), columns=columns)
 
 
 def _outline_within_hosts(src: Layout, dst: Layout, topology: Topology) -> tuple[StepOutline, ...] | None:
@@ -531,15 +572,17 @@ class Collective:
         return f"{times}{self.kind} of {few if few == many else f'{few} to {many}'} ranks"
 
 
-def recognise_collective(src: Layout, dst: Layout, steps: Sequence[Step]) -> Collective | None:
+def recognise_collective(
+    src: Layout, dst: Layout, outlines: Sequence[StepOutline], steps: Sequence[Step]
+) -> Collective | None:
     """The collective that these steps make up, or None."""
     if sum(len(step.routes) for step in steps) == 0:
         return None
     if len(steps) == 2:
-        return _recognise_all_reduce(src, dst)
+        return _recognise_all_reduce(src, dst, outlines)
     groups = _connected_groups(steps[0].routes)
     if steps[0].op is not None and src.pending is not None and dst.pending is None:
-        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
+        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, outlines, groups) else None
     if steps[0].op is not None:
         return None
     width = 1 + max(max(src.ranks, default=0), max(dst.ranks, default=0))
@@ -573,13 +616,13 @@ def recognise_from_totals(
     if not any(total.boxes_out.any() for total in totals) or src.cells is None:
         return None
     if len(outlines) == 2:
-        return _recognise_all_reduce(src, dst)
-    if src.cells.replicas > 1:
-        return None
+        return _recognise_all_reduce(src, dst, outlines)
     outline, total = outlines[0], totals[0]
-    groups = _groups_of_cells(outline)
+    if outline.columns is None and src.cells.replicas > 1:
+        return None
+    groups = _groups_of_cells(outline) if outline.columns is None else _list_groups(find_addend_groups(src, outlines))
     if outline.op is not None and src.pending is not None and dst.pending is None:
-        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, groups) else None
+        return Collective("reduce_scatter", groups) if _is_reduce_scatter(src, dst, outlines, groups) else None
     if outline.op is not None:
         return None
     held, wanted = (_held_by_rank(layout, len(total.sent)) for layout in (src, dst))
@@ -665,12 +708,25 @@ def _has_same_boxes(src: Layout, dst: Layout) -> bool:
     return all(np.array_equal(x[first], y[second]) for x, y in columns)
 
 
-def _recognise_all_reduce(src: Layout, dst: Layout) -> Collective | None:
-    """Reduce, then hand out: an all-reduce if all ranks keep their boxes and no source is replicated."""
-    if dst.pending is not None or src.cells is None or src.cells.replicas > 1 or not _has_same_boxes(src, dst):
+def find_addend_groups(src: Layout, outlines: Sequence[StepOutline]) -> IntArray | None:
+    """The ranks that have the addends of a box and reduce it among themselves, a row for each group; None: all do."""
+    if src.cells is None or (src.cells.replicas > 1 and outlines[0].columns is None):
         return None
-    owners = src.cells.owners.reshape(-1, src.cells.addends)
-    return Collective("all_reduce", tuple(sorted({tuple(sorted(row)) for row in owners.tolist()})))
+    owners = src.cells.owners.reshape(-1, src.cells.addends, src.cells.replicas)
+    groups: IntArray = np.sort(owners.transpose(0, 2, 1).reshape(-1, src.cells.addends), axis=1)
+    return groups
+
+
+def _list_groups(groups: IntArray | None) -> tuple[tuple[int, ...], ...]:
+    return () if groups is None else tuple(sorted(set(map(tuple, groups.tolist()))))
+
+
+def _recognise_all_reduce(src: Layout, dst: Layout, outlines: Sequence[StepOutline]) -> Collective | None:
+    """Reduce, then hand out: an all-reduce if all ranks keep their boxes, and addends have no replicas or columns."""
+    groups = find_addend_groups(src, outlines)
+    if dst.pending is not None or groups is None or not _has_same_boxes(src, dst):
+        return None
+    return Collective("all_reduce", _list_groups(groups))
 
 
 COMM_WORKSPACE_BYTES = 8 << 20  # what a comm's reduction may use for each rank
@@ -684,43 +740,42 @@ def find_comm_collective(
     Each rank is in one group, starts from one box, and ends with it, or the i-th rank of a group with its i-th part of
     equally many rows. None where it is not so, or a buffer limit leaves a comm too little room.
     """
-    if src.pending is None or dst.pending is not None or src.cells is None or src.cells.replicas > 1:
+    groups = find_addend_groups(src, outlines)
+    if src.pending is None or dst.pending is not None or groups is None or groups.shape[1] == 1:
         return None
-    groups = src.cells.owners.reshape(-1, src.cells.addends)
-    if not np.array_equal(np.sort(groups, axis=None), np.sort(np.asarray(ranks))) or groups.shape[1] == 1:
+    if not np.array_equal(np.sort(groups, axis=None), np.sort(np.asarray(ranks))):
         return None
     if limit is not None and limit < groups.shape[1] * COMM_WORKSPACE_BYTES:
         return None
-    listed = tuple(sorted(map(tuple, np.sort(groups, axis=1).tolist())))
     if _has_same_boxes(src, dst):
-        return Collective("all_reduce", listed)
-    return Collective("reduce_scatter", listed) if _ends_in_equal_runs(src, dst, groups.shape[1]) else None
+        return Collective("all_reduce", _list_groups(groups))
+    ordered = np.asarray([ranks]) if len(groups) == 1 else groups  # a comm of its own lists ranks in its own order
+    return Collective("reduce_scatter", _list_groups(groups)) if _ends_in_equal_runs(src, dst, ordered) else None
 
 
-def _ends_in_equal_runs(src: Layout, dst: Layout, count: int) -> bool:
+def _ends_in_equal_runs(src: Layout, dst: Layout, groups: IntArray) -> bool:
     """Whether the i-th rank of each group ends with the i-th of equally many rows of the box that it starts from."""
-    a, b = src.table, dst.table
+    a, b, count = src.table, dst.table, groups.shape[1]
     if len(a) != len(b) or src.ndim == 0 or (a.sizes[:, 0] % count).any():
         return False
     first, second = np.argsort(a.ranks, kind="stable"), np.argsort(b.ranks, kind="stable")
     if not np.array_equal(a.ranks[first], b.ranks[second]):
         return False
-    place = np.empty(len(a), np.int64)  # of a rank in its group, by rank number: collectives list ranks ascending
-    order = np.lexsort((a.ranks, a.cells))
-    place[order] = np.arange(len(a)) % count
+    place = np.zeros(int(groups.max()) + 1, np.int64)
+    place[groups] = np.arange(count)
     offsets, sizes = a.offsets[first].copy(), a.sizes[first].copy()
     sizes[:, 0] //= count
-    offsets[:, 0] += place[first] * sizes[:, 0]
-    filled = sizes[:, 0] > 0
-    return bool(filled.all()) and np.array_equal(b.offsets[second], offsets) and np.array_equal(b.sizes[second], sizes)
+    offsets[:, 0] += place[a.ranks[first]] * sizes[:, 0]
+    filled = bool((sizes[:, 0] > 0).all())
+    return filled and np.array_equal(b.offsets[second], offsets) and np.array_equal(b.sizes[second], sizes)
 
 
-def _is_reduce_scatter(src: Layout, dst: Layout, groups: tuple[tuple[int, ...], ...]) -> bool:
+def _is_reduce_scatter(
+    src: Layout, dst: Layout, outlines: Sequence[StepOutline], groups: tuple[tuple[int, ...], ...]
+) -> bool:
     """Whether the groups are the addends of a box each, and the results stay within the group."""
-    if src.cells is None or src.cells.replicas > 1:
-        return False
-    owners = {tuple(sorted(row)) for row in src.cells.owners.reshape(-1, src.cells.addends).tolist()}
-    return set(groups) <= owners and set(dst.ranks) <= set(src.ranks)
+    known = find_addend_groups(src, outlines)
+    return known is not None and set(groups) <= set(_list_groups(known)) and set(dst.ranks) <= set(src.ranks)
 
 
 def _collective_kind(group: IntArray, routes: Routes, held: IntArray, wanted: IntArray) -> str | None:

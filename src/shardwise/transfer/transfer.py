@@ -31,6 +31,7 @@ from shardwise.transfer.senders import (
     Step,
     StepOutline,
     StepTotals,
+    count_boxes,
     total_step,
     total_within_hosts,
 )
@@ -38,7 +39,7 @@ from shardwise.transfer.steps import (
     Collective,
     PlanOptions,
     find_comm_collective,
-    outline_steps,
+    outline_candidates,
     plan_rounds,
     plan_steps,
     recognise_collective,
@@ -48,6 +49,8 @@ from shardwise.transfer.steps import (
 from shardwise.transfer.topology import Topology
 
 SHOWN_EDGES = 16
+PRICED_BOXES = 1 << 14
+EACH_ON_ITS_OWN = Topology(ranks_per_host=1)
 
 
 def format_bytes(count: int | float) -> str:
@@ -179,8 +182,28 @@ class Transfer:
 
     @cached_property
     def outlines(self) -> tuple[StepOutline, ...]:
-        """What each step does."""
-        return outline_steps(self.src, self.dst, self.options.topology)
+        """What each step does: of several candidates that which takes least time, the same on every rank.
+
+        Where the hosts are not known, all ranks are taken to be far from each other.
+        """
+        candidates = outline_candidates(self.src, self.dst, self.options.topology)
+        if len(candidates) == 1:
+            return candidates[0]
+        links = self.options.topology or EACH_ON_ITS_OWN
+        seconds = [self._estimate_candidate(candidate, links) for candidate in candidates]
+        return candidates[seconds.index(min(seconds))]
+
+    def _estimate_candidate(self, outlines: tuple[StepOutline, ...], links: Topology) -> float:
+        """Seconds of the whole transfer with these steps; where moves are many, of totals that list none."""
+        if sum(map(count_boxes, outlines)) > PRICED_BOXES:
+            outlines = tuple(replace(outline, is_listed=False) for outline in outlines)
+        return self._with_outlines(outlines, self.options.topology).estimate(links)
+
+    def _with_outlines(self, outlines: tuple[StepOutline, ...], topology: Topology | None) -> Transfer:
+        """The whole transfer, made by these steps."""
+        made = Transfer(self.src, self.dst, PlanOptions(self.itemsize, topology), None)
+        made.__dict__["outlines"] = outlines
+        return made
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -204,6 +227,8 @@ class Transfer:
     @property
     def _has_steps_for_hosts(self) -> bool:
         """Whether there are steps within hosts, which make no other transfer of it."""
+        if self.outlines[0].columns is not None:
+            return False
         return self._passes_on or any(isinstance(outline.dst.spec, HostSumsSpec) for outline in self.outlines)
 
     @property
@@ -350,9 +375,9 @@ class Transfer:
         if self.rank is not None:
             return None
         if self.is_listed and self._has_steps_for_hosts:
-            return replace(self, options=PlanOptions(self.itemsize)).collective
+            return self._with_outlines(outline_candidates(self.src, self.dst, None)[-1], None).collective
         if self.is_listed:
-            return recognise_collective(self.src, self.dst, self.unsplit_steps)
+            return recognise_collective(self.src, self.dst, self.outlines, self.unsplit_steps)
         return recognise_from_totals(self.src, self.dst, self.outlines, self.totals)
 
     def collective_of_comm(
@@ -367,7 +392,7 @@ class Transfer:
         found = find_comm_collective(self.src, self.dst, self.outlines, members, self.max_buffer_bytes)
         if found is None or wider == 1:
             return found
-        links = topology or self.options.topology or Topology(ranks_per_host=1)
+        links = topology or self.options.topology or EACH_ON_ITS_OWN
         whole = wider * self.src.table.sizes.prod(axis=1).max() * self.itemsize
         made = collective_seconds(found.kind, float(whole), found.groups, links)
         return found if made < self._estimate_exchanges(links) else None

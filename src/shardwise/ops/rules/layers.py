@@ -40,7 +40,7 @@ from shardwise.ops.views import (
     replace_placements,
     resolve_partial,
 )
-from shardwise.tensor.execute import accumulation_dtype
+from shardwise.tensor.parts import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 

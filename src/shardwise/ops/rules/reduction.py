@@ -50,8 +50,9 @@ from shardwise.ops.views import (
     resolve_partial,
 )
 from shardwise.tensor.dispatch import UnsupportedOpError, register_function
-from shardwise.tensor.execute import accumulation_dtype, reduction_identity
+from shardwise.tensor.execute import reduction_identity
 from shardwise.tensor.move import is_differentiated, split_dual
+from shardwise.tensor.parts import accumulation_dtype
 from shardwise.tensor.sharded_tensor import ShardedTensor, wrap
 
 Dims = int | Sequence[int] | None
