@@ -6,11 +6,15 @@ Rows of `GRAPH` stay compiled; those of `PLAIN` read what cannot be compared, so
 
 from __future__ import annotations
 
+import gc
+import logging
+import signal
 import sys
 import textwrap
 import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -785,6 +789,87 @@ def test_a_profiler_of_ones_own_is_put_back() -> None:
             sys.setprofile(None)
 
     assert run_local(body, 1, timeout=60.0) == [True]
+
+
+class Left:
+    """Something that is left to the garbage collector, with a finalizer, weak references and a cycle."""
+
+    def __init__(self, found: list[str]) -> None:
+        self.me, self.found = self, found
+        weakref.finalize(self, note, found, "finalize")
+        self.reference = weakref.ref(self, lambda _: note(found, "callback"))
+
+    def __del__(self) -> None:
+        note(self.found, "del")
+
+
+def note(found: list[str], text: str) -> None:
+    found.append(text)
+
+
+@pytest.fixture
+def collected() -> Iterator[list[str]]:
+    """What callbacks of the garbage collector note, which runs after every ten allocations."""
+    found: list[str] = []
+
+    def callback(phase: str, _: Any) -> None:
+        note(found, phase)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(10, 2, 2)
+    yield found
+    gc.set_threshold(*before)
+    gc.callbacks.remove(callback)
+
+
+def test_garbage_is_collected_after_a_trace_and_what_its_callbacks_do_is_no_part_of_it(collected: list[str]) -> None:
+    x = shard(torch.ones(2), ChunkSpec(0, ranks=1))
+    for _ in range(3):
+        for _ in range(10):
+            Left(collected)
+        program = shardwise.compile(lambda x: (x * 2).sum(), backend="eager")
+        assert program(x).item() == 4.0 and "without a graph" not in program.explain(), program.explain()
+        assert gc.isenabled()
+    assert {"start", "stop", "finalize", "del"} <= {*collected}
+    gc.disable()
+    assert shardwise.compile(lambda x: x * 3, backend="eager")(x).full().tolist() == [3.0, 3.0] and not gc.isenabled()
+    gc.enable()
+
+
+def test_handlers_of_signals_and_of_logs_run_as_they_are() -> None:
+    found: list[str] = []
+    log = logging.getLogger("test_reads")
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(found, record.getMessage())
+
+    def handle(number: int, frame: Any) -> None:
+        note(found, "signal")
+
+    def step(x: Any) -> Any:
+        log.error("a step")
+        warnings.warn("of the step", stacklevel=1)
+        for _ in range(40):
+            x = x * 2 - x
+        return x
+
+    handler, before = Handler(), signal.signal(signal.SIGVTALRM, handle)
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        program = shardwise.compile(step, backend="eager")
+        x = shard(torch.ones(2), ChunkSpec(0, ranks=1))
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.005, 0.005)
+        with pytest.warns(UserWarning, match="^of the step$"):
+            assert program(x).full().tolist() == [1.0, 1.0]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        log.removeHandler(handler)
+    assert "without a graph" not in program.explain(), program.explain()
+    assert {*found} == {"signal", "a step"}
 
 
 def test_a_cache_that_a_trace_fills_is_filled_by_a_call_and_then_compiled() -> None:

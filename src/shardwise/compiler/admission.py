@@ -9,6 +9,9 @@
 4. Modules, optimizers and ShardedTensors are state. Where one appears that the trace does not know, the trace is given
    up and begins again with it. `predict_state` finds most of them beforehand: it admits what is mentioned, without
    running anything, and refuses nothing.
+5. Code that runs beside the program is no part of it. Garbage is not collected during a trace, so that callbacks of
+   `gc`, finalizers and weak references of what others left wait for its end; handlers of signals run as they are, as
+   does what writes logs and warnings, which returns nothing.
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ _ALLOWED_BASES = {
     Exception,
 }
 _C_CALLABLES = (BuiltinFunctionType, MethodWrapperType, MethodDescriptorType, WrapperDescriptorType)
+_WRITES_LOGS = words("debug info warning warn error exception critical fatal log warn_explicit _showwarnmsg")
 _TUPLE_FIELD: type = type(namedtuple("_Pair", "first").first)  # type: ignore[attr-defined]  # made in C
 _UNCHANGING = (
     _TUPLE_FIELD,
@@ -169,6 +173,7 @@ class Admission:
         self._entry_count = 0
         self._at: tuple[CodeType, int | None] | None = None
         self._calls: dict[Any, bool] = {}
+        self._beside: FrameType | None = None
         for module in modules:
             self._seen[id(module)] = module
             self._add_module(module)
@@ -183,12 +188,16 @@ class Admission:
             raise NotTraceableError(
                 f"what code reads is not known for Python {sys.version_info[0]}.{sys.version_info[1]}"
             )
-        before = sys.getprofile()
-        sys.setprofile(self._profile)
+        before, collects = sys.getprofile(), gc.isenabled()
+        profile = self._profile  # kept: CPython calls it once more where a callback of `gc` made it raise
+        gc.disable()
+        sys.setprofile(profile)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
         self.check()
 
     def check(self) -> None:
@@ -199,7 +208,10 @@ class Admission:
             raise NewState
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        if self._beside is not None:
+            if event == "return" and frame is self._beside:
+                self._beside = None
+        elif event == "call":
             code = frame.f_code
             seen = self._active.get(code)
             if seen is not None and (not seen or id(frame.f_globals) in seen):
@@ -209,8 +221,11 @@ class Admission:
             self._check_c_call(frame, argument)
 
     def _enter(self, frame: FrameType, code: CodeType) -> None:
-        origin = origin_of_code(code, str(frame.f_globals.get("__name__", "")))
-        if origin == "stdlib":
+        module = str(frame.f_globals.get("__name__", ""))
+        origin = origin_of_code(code, module)
+        if origin == "stdlib" and module in ("logging", "warnings") and code.co_name in _WRITES_LOGS:
+            self._beside = frame
+        elif origin == "stdlib":
             caller: FrameType | None = frame
             while caller is not None and origin_of(caller.f_code.co_filename) == "stdlib":
                 caller = caller.f_back
@@ -238,6 +253,9 @@ class Admission:
                 self.admit(kind, kind.__qualname__)
                 self._drain()
             if not self._is_known(code):
+                if _handles_signal(frame):
+                    self._beside = frame
+                    return
                 caller = frame.f_back
                 if code.co_filename.startswith("<") and caller is not None and not self._active.get(caller.f_code):
                     self._active[code] = set()  # code that torch has made
@@ -797,6 +815,12 @@ def _is_exception(kind: type) -> bool:
 
 def _is_user_object(value: Any) -> bool:
     return origin_of_module(type(value).__module__) == "user"
+
+
+def _handles_signal(frame: FrameType) -> bool:
+    """Whether a frame is a handler of a signal: it gets the frame that it interrupts."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in names)
 
 
 def _find_importer(frame: FrameType) -> FrameType | None:
