@@ -227,3 +227,13 @@ def test_values_that_hide_a_wrong_answer() -> None:
     for layout in (S0, S1, P, R):
         for program in (F.mse_loss, F.linear, torch.matmul, lambda x, y: F.layer_norm(x, (4,)) * y.mean()):
             check(program, [layout] * 2, (zeros, zeros), (ones, ones), (matrix(1), matrix(2)), rtol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Using torch.cross without")
+@pytest.mark.parametrize("layout", (S0, S1, P, R, UNEVEN))
+def test_a_dim_that_is_found_in_the_shape(layout: str) -> None:
+    """`torch.cross` takes the first dim of size 3, which of a local tensor may be another one."""
+    pairs_of = [(numbers(n, 3, seed=1), numbers(n, 3, seed=2)) for n in (4, 4, 4)]
+    check(torch.cross, [layout] * 2, *pairs_of)
+    if layout is not UNEVEN:
+        check(torch.cross, [layout] * 2, *[(numbers(5, 3, seed=s), numbers(5, 3, seed=s + 1)) for s in (1, 3)])

@@ -47,6 +47,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "requires_grad": lambda x: x.requires_grad,
     "requires_grad_": lambda x: x.clone().requires_grad_(True).requires_grad,
     "retain_grad": lambda x: (x.clone().requires_grad_() * 1).retain_grad(),
+    "set_": lambda x: [x.clone().set_(x), x.clone().set_(source=x)],
     "shape": lambda x: x.shape,
     "share_memory_": lambda x: x.clone().share_memory_().shape,
     "size": lambda x: [x.size(), x.size(0), x.size(dim=-1)],

@@ -43,6 +43,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._cache import Cache, cache_by_identity
 from shardwise._torch import (
@@ -53,6 +54,7 @@ from shardwise._torch import (
     is_any_autocast_enabled,
     is_forward_grad_enabled,
     make_wrapper_subclass,
+    no_dispatch_modes,
     storage_identity,
 )
 from shardwise.comm import Comm
@@ -305,7 +307,8 @@ UNKNOWN: Any = object()
 @dataclass
 class FunctionRecording:
     """What happened below a function: how many operators ran, whether one of them forbids a shortcut, in which layout
-    an operator took each tensor, under which name, what was written to, and whether autocast would cast anything."""
+    an operator took each tensor, under which name, what was written to, which numbers the operators were given, and
+    whether autocast would cast anything."""
 
     operators: int = 0
     plain: bool = True
@@ -313,6 +316,7 @@ class FunctionRecording:
     wanted: list[tuple[ShardedTensor, Layout]] = field(default_factory=list)
     written: list[ShardedTensor] = field(default_factory=list)
     label: str = ""
+    numbers: list[int] = field(default_factory=list)
 
     @property
     def moved(self) -> list[ShardedTensor]:
@@ -326,6 +330,7 @@ class FunctionRecording:
         self.casts |= other.casts
         self.wanted += other.wanted
         self.written += other.written
+        self.numbers += other.numbers
         self.label = other.label
 
 
@@ -346,11 +351,71 @@ def note_operator(
     wanted: Sequence[tuple[ShardedTensor, Layout]] = (),
     written: Sequence[ShardedTensor] = (),
     label: str = "",
+    arguments: Iterable[Any] = (),
 ) -> None:
     """Record that an operator ran: whether on local tensors with its own arguments, in which layouts it took its
-    tensors (and under which name they were moved), and what it wrote to."""
+    tensors (and under which name they were moved), what it wrote to, and what it was given."""
     if _recording_state.recording is not None:
-        _recording_state.recording.add(FunctionRecording(1, plain, False, list(wanted), list(written), label))
+        numbers = list_numbers(arguments)
+        _recording_state.recording.add(FunctionRecording(1, plain, False, list(wanted), list(written), label, numbers))
+
+
+def list_numbers(values: Iterable[Any]) -> list[int]:
+    """The whole numbers among arguments, and in those that are lists."""
+    found: list[int] = []
+    for value in values:
+        if type(value) is int:
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += list_numbers(value)
+    return found
+
+
+class _OperatorNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """The whole numbers that operators are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += list_numbers((*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+
+def _finds_numbers_in_shapes(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recording: FunctionRecording
+) -> bool:
+    """Whether a function would give its operator other numbers for the local tensors than for the whole ones.
+
+    `torch.cross` without a dim takes the first of size 3, and of local tensors that may be another one. Numbers that
+    the caller passed are the same for both; others are seen by a call of tensors without memory.
+    """
+    if set(recording.numbers) <= set(list_numbers((*args, *kwargs.values()))):
+        return False
+    layouts = [layout for _, layout in recording.wanted]
+    of_tensor = {id(tensor): layout for tensor, layout in recording.wanted}
+
+    def without_memory(value: Any, rank: int) -> Any:
+        if isinstance(value, ShardedTensor):
+            shape = of_tensor.get(id(value), value.sharding).local_shapes(rank)[0]
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return type(value)(without_memory(v, rank) for v in value) if type(value) in (list, tuple) else value
+
+    ranks = {tuple(layout.local_shapes(rank) for layout in layouts): rank for rank in layouts[0].ranks}
+    for rank in ranks.values():  # one of each kind: what is remembered is the same on all ranks
+        stand_ins = [without_memory(value, rank) for value in args]
+        seen = _OperatorNumbers()
+        try:
+            with torch.no_grad(), no_dispatch_modes(), seen:
+                func(*stand_ins, **{name: without_memory(value, rank) for name, value in kwargs.items()})
+        except Exception:  # whatever it is: the long way raises it, or does not
+            return True
+        if seen.found != recording.numbers:
+            return True
+    return False
 
 
 def note_entry(op: Any) -> None:
@@ -399,6 +464,8 @@ def _find_shortcut(
         return None
     if recording.operators > 1:
         return _find_shortcut_of_several(func, args, kwargs, result, recording)
+    if _finds_numbers_in_shapes(func, args, kwargs, recording):
+        return None
     fits = _gives_back_what_it_writes(args, result, tensors, recording)
     moves = _find_moves(tensors, recording) if fits else None
     if moves is None:

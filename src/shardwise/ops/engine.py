@@ -307,7 +307,8 @@ def _note_run(call: OperatorCall, tensors: Sequence[ShardedTensor], decision: De
     wanted = list(zip(tensors, decision.inputs, strict=True))
     copied = gives_views(call.op) and any(t.sharding is not w for t, w in wanted)  # then the results are marked
     written = [tensors[i] for i in call.written]
-    note_operator(given and own and not turned and not copied, wanted, written, name_of(call.op))
+    arguments = (*call.args, *call.kwargs.values())
+    note_operator(given and own and not turned and not copied, wanted, written, name_of(call.op), arguments)
 
 
 def _is_data_dependent(call: OperatorCall) -> bool:

@@ -268,6 +268,7 @@ def enter_function(
 
 _REDUCTION = re.compile(r"a and b must have same reduction dim, but got \[(.*)\] X \[(.*)\]\.")
 _OURS = str(Path(__file__).parents[1])
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _OF_ARGUMENTS = (IndexError, RuntimeError, TypeError, ValueError)  # exactly: their children are ours
 
 
@@ -276,13 +277,16 @@ def _error_of_whole(
 ) -> Exception | None:
     """What torch says of the whole tensors, where a kernel raised because of the shapes of local ones.
 
-    The function is called on tensors without memory. An error that has nothing to do with shapes is no answer.
+    The function is called on tensors without memory. An error that has nothing to do with shapes stays as it is, and is
+    no answer. Errors of a backward pass are of its graph, which the tensors without memory lack.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     if type(error) not in _OF_ARGUMENTS or last is None or last.tb_frame.f_code.co_filename.startswith(_OURS):
         return None  # not of a kernel: ours say what the whole tensors are
+    if func in _GRADIENTS or not any(c.isdigit() for c in str(error)):
+        return None
 
     def without_memory(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
