@@ -17,7 +17,7 @@ import torch
 import shardwise
 from shardwise.comm import Comm
 from shardwise.sync import RefusedError, SyncError, publish, session, subscribe
-from tests.sync.worlds import TOKEN, free_address, gathered, laid_out, parts_of, run_worlds, whole
+from tests.sync.worlds import TOKEN, alone, free_address, gathered, laid_out, parts_of, run_worlds, whole
 
 SOURCES = ("plain", "on x=4: S(0)", "on x=4: S(1)", "on a=2,b=2: S(0), S(1)", "on a=2,b=2: R, S(0)", "on x=4: R")
 TARGETS = ("plain", "on x=2: S(0)", "on x=2: S(1)", "on x=2: R")
@@ -132,12 +132,6 @@ def test_a_subscriber_may_come_first_and_another_late() -> None:
             comm.barrier(label="both have read")
 
     assert run_worlds((early, 2), (train, 2))[0] == [11, 11]
-
-
-def alone() -> Comm:
-    from shardwise.comm import LocalComm
-
-    return LocalComm.alone()
 
 
 def test_names_types_and_ties(tmp_path: Path) -> None:

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 import shardwise
-from shardwise.comm import Comm
+from shardwise.comm import Comm, LocalComm
 
 TOKEN = "a-token-of-the-tests"
 LIMIT = 120.0
+
+
+def alone() -> Comm:
+    """The comm of a world of one rank."""
+    return LocalComm.alone()
 
 
 def free_address() -> str:

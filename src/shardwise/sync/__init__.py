@@ -44,6 +44,7 @@ def publish(
     *,
     token: Token = None,
     name: str | None = None,
+    delta: bool = False,
     deadline: float = 30.0,
     comm: GroupOrComm | None = None,
 ) -> Publisher:
@@ -52,7 +53,8 @@ def publish(
     `state` is a module or a nested dict of ShardedTensors, DTensors and tensors, which count as equal on all ranks.
     `token` is the secret that subscribers need: a text, the path of a file, or the variable SHARDWISE_SYNC_TOKEN.
     Without one only this user's processes of this machine can subscribe, and the address is a loopback one.
-    `deadline` bounds every wait, in seconds. `name` is what errors call this world.
+    With `delta` every push is compared with the one before, and subscribers on other hosts get only what changed since
+    the version that they have. `deadline` bounds every wait, in seconds. `name` is what errors call this world.
 
     >>> import torch, shardwise
     >>> with shardwise.sync.publish({"w": torch.ones(2)}, "tcp://127.0.0.1:0") as link:
@@ -62,7 +64,13 @@ def publish(
     """
     place = parse_address(address)
     return Publisher(
-        state, place, find_token(token, place[0]), resolve_comm(comm), name=name, deadline=_check(deadline)
+        state,
+        place,
+        find_token(token, place[0]),
+        resolve_comm(comm),
+        name=name,
+        delta=bool(delta),
+        deadline=_check(deadline),
     )
 
 
@@ -73,7 +81,7 @@ def subscribe(
     token: Token = None,
     names: StateMap | Mapping[str, object] | str | os.PathLike[str] | None = None,
     apply: Apply = "stage",
-    verify: bool = False,
+    verify: bool | None = None,
     after: Callable[[int], None] | None = None,
     name: str | None = None,
     deadline: float = 30.0,
@@ -84,8 +92,8 @@ def subscribe(
     `names` says how they are made of the publisher's where the names differ: a TOML file or a dict as `shardwise
     reshard` takes them (old pattern to new name), or a `StateMap`. `apply` says how a version is taken over: "stage"
     copies it into the tensors once it is complete, "swap" exchanges their memory, "in_place" reads into them.
-    With `verify` digests of what was read are compared before a version is taken over. `after(step)` runs on each rank
-    after that.
+    With `verify` digests of what was read are compared before a version is taken over; by default this is done where
+    only changes were read. `after(step)` runs on each rank after that.
 
     >>> import torch, shardwise
     >>> fused = {"qk": torch.zeros(3)}
@@ -109,7 +117,7 @@ def subscribe(
         resolve_comm(comm),
         names=names,
         apply=apply,
-        verify=bool(verify),
+        verify=verify,
         after=after,
         name=name,
         deadline=_check(deadline),

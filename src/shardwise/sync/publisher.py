@@ -6,6 +6,8 @@
 3. A reader has a lease of its version. A slot with a lease is not written before the lease is `deadline` seconds old;
    then it is revoked, the reader finds another generation in the slot and discards what it has read.
 4. Subscribers that die, hang or are refused are dropped. Nothing that they do makes a rank of the trainer wait longer.
+5. With `delta` each rank compares its part with that of the version before, which is in the other slot. Readers on
+   other hosts say which version they have and get what changed since.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
+from shardwise.sync.changes import ChangeLog, Flags, Union, compare, encode_changes
 from shardwise.sync.digests import sum_box
 from shardwise.sync.plan import Published, RankPlace, parse_read, read_description
 from shardwise.sync.session import (
@@ -188,6 +191,7 @@ class Publisher:
     def __init__(self, state: object, place: tuple[str, int], token: bytes | None, comm: Comm, **options: Any) -> None:
         self.comm, self._state = comm, state
         self.deadline: float = options["deadline"]
+        self._delta: bool = options["delta"]
         self.name: str = options["name"] or f"{socket.gethostname()}:{os.getpid()}"
         self.members: list[Member] = []
         """Subscribers, as of the last push or drain."""
@@ -198,6 +202,9 @@ class Publisher:
         self._lead = comm.rank == comm.ranks[0]
         self._desk = _Desk(self.deadline)
         self._slots: dict[int, VersionSlot] = {}
+        self._last: tuple[int, int] | None = None  # slot and number of the version before
+        self._places: list[_Place] = []
+        self._changes: ChangeLog | None = None
         self._guard = threading.Lock()
         self._listener: SyncListener | None = None
         self._token_file: Any = None
@@ -216,7 +223,7 @@ class Publisher:
         said = json.dumps({"token": token.hex(), "epoch": epoch, "name": self.name}) if self._lead and token else ""
         received = agree(
             self.comm,
-            {"publish at": place, "deadline": self.deadline},
+            {"publish at": place, "deadline": self.deadline, "delta": self._delta},
             label="sync publish",
             problem=problem,
             payload=said.encode(),
@@ -253,6 +260,9 @@ class Publisher:
             raise LayoutError(f"the description of {len(kinds)} tensors has more than {MAX_DESCRIPTION} bytes")
         found = read_description(self._text)
         self._slot_bytes = int(found.slot_bytes[numbers[self.comm.rank]])
+        self._places = _own_places(found, self.comm.rank)
+        self._numbers = {place.offset: number for number, place in enumerate(self._places)}
+        self._changes = ChangeLog(max(1 << 20, self._slot_bytes // 4)) if self._delta else None
         self._ready.set()
         return found, f"tcp://{places[0].address[0]}:{places[0].address[1]}"
 
@@ -306,7 +316,7 @@ class Publisher:
                     lists[message["list"]] = [parse_read(row, self._slot_bytes) for row in message["rows"]]
                     channel.send({"ok": True}, until)
                 case "read":
-                    self._send_list(channel, lists[message["list"]], message["slot"], message["generation"], until)
+                    self._send_list(channel, lists[message["list"]], message, until)
                 case "digest":
                     self._send_sums(channel, lists[message["list"]], message["slot"], message["generation"], until)
                 case other:
@@ -325,19 +335,43 @@ class Publisher:
             for copy in copies:
                 os.close(copy)
 
-    def _send_list(self, channel: Channel, rows: Sequence[Any], number: int, generation: int, until: float) -> None:
-        """Send what a reader has listed out of a slot, then whether the slot was whole all the time."""
+    def _send_list(self, channel: Channel, rows: Sequence[Any], message: Message, until: float) -> None:
+        """Send what a reader has listed out of a slot, then whether the slot was whole all the time.
+
+        If the reader has an earlier version and it is known what changed since, only that is sent.
+        """
+        generation = message["generation"]
         with self._guard:
-            slot = self._slots.get(number)
+            slot = self._slots.get(message["slot"])
         whole = slot is not None and slot.generation == generation
-        channel.send({"whole": whole}, until)
+        changes = None
+        if self._changes is not None and message.get("since"):
+            changes = self._changes.since(int(message["since"]), generation // 2)
+        channel.send({"whole": whole, "delta": changes is not None}, until)
         if slot is None or not whole:
             return
         for row in rows:
-            data = _packed(slot, row).reshape(-1).view(torch.uint8).numpy().data
+            if changes is None:
+                data = _packed(slot.memory, row).reshape(-1).view(torch.uint8).numpy().data
+            else:
+                data = self._encode(slot.memory, row, changes)
             for start in range(0, len(data), _SEND_BYTES):
                 channel.send_raw(data[start : start + _SEND_BYTES], until)
         channel.send({"whole": slot.generation == generation}, until)
+
+    def _encode(self, memory: Tensor, row: Any, changes: Union) -> memoryview:
+        """What changed of what a reader has listed: the number of bytes, then these."""
+        offset, shape, dtype, index, order, _ = row
+        number = self._numbers.get(offset)
+        if number is None or self._places[number].shape != shape or self._places[number].dtype != torch_dtype(dtype):
+            raise ValueError("a reader asks for changes of what is not a piece of this rank")
+        flags = changes.flags(number, torch.Size(shape).numel())
+        data = b""
+        if flags is not None:
+            seen = torch.from_numpy(flags).view(shape)[index].permute(order).contiguous().view(-1)
+            if bool(seen.any()):
+                data = encode_changes(_packed(memory, row).reshape(-1), seen.numpy()).tobytes()
+        return memoryview(len(data).to_bytes(8, "little") + data)
 
     def _send_sums(self, channel: Channel, rows: Sequence[Any], number: int, generation: int, until: float) -> None:
         """Send the sums of what a reader has listed, for it to compare with what it has."""
@@ -346,7 +380,7 @@ class Publisher:
         sums: list[list[str]] = []
         if slot is not None and slot.generation == generation:
             for row in rows:
-                packed = _packed(slot, row)
+                packed = _packed(slot.memory, row)
                 sums.append([f"{lane:x}" for lane in sum_box(packed, (0,) * packed.ndim, packed.shape)])
         channel.send({"whole": slot is not None and slot.generation == generation, "sums": sums}, until)
 
@@ -450,7 +484,7 @@ class Publisher:
                 f"publisher {self.name!r}: step {step} was not published: "
                 + "; ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:4])
             )
-        self.version = step
+        self.version, self._last = step, (slot, seq)
         if self._lead:
             self._desk.publish(_Version(seq, step, slot))
         if wait:
@@ -481,29 +515,22 @@ class Publisher:
             with self._guard:
                 self._slots[number] = slot
         slot.generation = 2 * seq - 1
-        if not hasattr(self, "_places"):
-            self._places = self._own_places()
         by_name = {leaf.name: leaf for leaf in leaves}
-        for name, dtype, part, where, shape, offset in self._places:
-            count = torch.Size(shape).numel() * dtype.itemsize
-            held = by_name[name].locals[part]
-            slot.memory[offset : offset + count].view(dtype).view(shape).copy_(held[where].reshape(shape))
-        slot.generation = 2 * seq
-
-    def _own_places(self) -> list[tuple[str, torch.dtype, int, tuple[slice, ...], tuple[int, ...], int]]:
-        """What this rank keeps: of which tensor and local part, which box, and where in the slot."""
-        found = []
-        for number, (name, (dtype, layout)) in enumerate(self._published.tensors.items()):
-            if self._published.tied[number] != number:
+        before = None if self._last is None else self._slots[self._last[0]]
+        last, self._last = self._last, None  # until all ranks have written
+        changed: dict[int, Flags] = {}
+        for at, place in enumerate(self._places):
+            piece = place.view(slot.memory)
+            part = by_name[place.name].locals[place.part][place.where].reshape(place.shape)
+            if self._changes is None or before is None:
+                piece.copy_(part)
                 continue
-            kept, table = self._published.kept[number], layout.table
-            for row, offset in zip(kept.rows.tolist(), kept.offsets.tolist(), strict=True):
-                if int(table.ranks[row]) == self.comm.rank:
-                    shape = tuple(table.sizes[row].tolist())
-                    at = table.local_offsets[row].tolist()
-                    where = tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))
-                    found.append((name, torch_dtype(dtype), int(table.slots[row]), where, shape, offset))
-        return found
+            old = piece.clone() if before is slot else place.view(before.memory)
+            piece.copy_(part)
+            changed[at] = compare(piece, old)
+        if self._changes is not None and last is not None:
+            self._changes.add(seq, last[1], changed)
+        slot.generation = 2 * seq
 
     def _news(self) -> Mapping[str, Any]:
         with self._desk.changed:
@@ -547,6 +574,7 @@ class Publisher:
             f"a version takes {self._slot_bytes - HEADER_BYTES} bytes of host memory on rank {self.comm.rank}, and "
             f"up to {self._desk.slots} versions are kept",
         ]
+        lines += ["readers on other hosts get what changed since the version that they have"] if self._delta else []
         lines += [f"subscriber {m.world!r}: {m.ranks} ranks, step {m.step}" for m in self.members]
         return "\n".join(lines)
 
@@ -578,11 +606,43 @@ def _is_laid_out(leaf: Leaf, layout: Layout) -> bool:
     return leaf.layout.shape == layout.shape if leaf.plain else leaf.layout == layout
 
 
-def _packed(slot: VersionSlot, row: Any) -> Tensor:
+class _Place(NamedTuple):
+    """A piece that this rank keeps: of which tensor and local part, which box, and where it is in the slot."""
+
+    name: str
+    dtype: torch.dtype
+    part: int
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The piece in the memory of a slot."""
+        count = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return memory[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+
+
+def _own_places(published: Published, rank: int) -> list[_Place]:
+    """What a rank keeps, in the order of the tensors."""
+    found = []
+    for number, (name, (dtype, layout)) in enumerate(published.tensors.items()):
+        if published.tied[number] != number:
+            continue
+        kept, table = published.kept[number], layout.table
+        for row, offset in zip(kept.rows.tolist(), kept.offsets.tolist(), strict=True):
+            if int(table.ranks[row]) == rank:
+                shape = tuple(table.sizes[row].tolist())
+                at = table.local_offsets[row].tolist()
+                where = tuple(slice(o, o + n) for o, n in zip(at, shape, strict=True))
+                found.append(_Place(name, torch_dtype(dtype), int(table.slots[row]), where, shape, offset))
+    return found
+
+
+def _packed(memory: Tensor, row: Any) -> Tensor:
     """What a reader has listed, as it travels."""
     offset, shape, dtype, index, order, wire = row
     count = torch.Size(shape).numel() * dtype.itemsize
-    view = slot.memory[offset : offset + count].view(torch_dtype(dtype)).view(shape)[index].permute(order)
+    view = memory[offset : offset + count].view(torch_dtype(dtype)).view(shape)[index].permute(order)
     return view.to(torch_dtype(wire)).contiguous()
 
 

@@ -4,6 +4,7 @@
    All ranks hear of it in the agreement that each pull makes anyway.
 2. Every rank reads what it lacks, by a plan made once: out of the memory of ranks on its host, over sockets from
    others. Before and after, the slot says that the version in it is whole.
+   A staged copy of an earlier version needs what changed since only, where the publisher knows that.
 3. The ranks report to each other. Only if all have everything is it taken over: by default staged copies go into the
    tensors in place; "swap" exchanges their memory; "in_place" has read into them, with no memory and no way back.
 4. If the publisher dies or restarts, the last whole version stays, the state is "waiting", and every pull tries the
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -22,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +32,7 @@ from shardwise._text import package_logger
 from shardwise.checkpoint.state import make_leaf, torch_dtype
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
+from shardwise.sync.changes import compare, decode_changes, most_bytes, write_at
 from shardwise.sync.digests import Sums, sum_box
 from shardwise.sync.plan import (
     Filled,
@@ -121,6 +125,8 @@ class Subscriber:
         """"waiting" for a publisher or a version, "current", "broken" after a failed pull in place, or "closed"."""
         self.problem: str | None = None
         """What the last attempt to read met, with the names of the world and the rank."""
+        self.read_bytes = 0
+        """What this rank read for the last version: in shared memory, or as it travelled."""
         self._names, self._after, self._verify = options["names"], options["after"], options["verify"]
         self._lead = comm.rank == comm.ranks[0]
         self._host = identify_host() or f"alone-{comm.rank}"
@@ -133,6 +139,7 @@ class Subscriber:
         self._state_tensors: object = state
         self._wanted = self._find_wanted(state)
         self._staging: list[tuple[Tensor, ...]] = []
+        self._staged = 0  # the number of the version that the staged copies have; 0: unknown
         self._meet(time.monotonic() + self.deadline)
 
     @property
@@ -234,7 +241,7 @@ class Subscriber:
             raise RefusedError(f"subscriber {self.name!r} does not fit publisher {self._publisher_name()}: {refused}")
         self._text, self._epoch = said["description"], said["epoch"]
         if not same:
-            self._seq = 0
+            self._seq = self._staged = 0
         if self._lead:
             with suppress(OSError):
                 self._ask({"do": "planned"})
@@ -317,9 +324,11 @@ class Subscriber:
         if broken:
             self.state, self.version = "broken", None
         try:
-            self._read(slot, 2 * seq)
-            if self._verify and (wrong := self._compare(slot, 2 * seq, self._staging)):
-                problem = f"what was read is not what was pushed: {'; '.join(wrong[:4])}"
+            in_part = self._read(slot, 2 * seq)
+            if (in_part if self._verify is None else self._verify) and (
+                wrong := self._compare(slot, 2 * seq, self._staging)
+            ):
+                problem, self._staged = f"what was read is not what was pushed: {'; '.join(wrong[:4])}", 0
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             problem = str(error)
         found = gather_values(self.comm, problem, label="sync pull: read")
@@ -346,20 +355,27 @@ class Subscriber:
             self._after(step)
         return True
 
-    def _read(self, slot: int, generation: int) -> None:
+    def _read(self, slot: int, generation: int) -> bool:
+        """Read all that this rank needs; whether only changes of something were read."""
         until = time.monotonic() + self.deadline
+        since, self._staged, self.read_bytes, in_part = self._staged, 0, 0, False
         for fill in self._plan.fills:
             self._staging[fill.target][fill.part][fill.here].fill_(fill.value)
         for rank, reads in self._plan.reads.items():
             try:
-                self._read_from(rank, reads, slot, generation, until)
+                in_part |= self._read_from(rank, reads, slot, generation, since, until)
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 source = self._sources.pop(rank, None)
                 if source is not None:
                     source.channel.close()
                 raise SyncError(f"publisher {self._publisher_name()} rank {rank}: {error}") from error
+        if self.apply == "stage":  # other staged copies are, or were, tensors that the program writes to
+            self._staged = generation // 2
+        return in_part
 
-    def _read_from(self, rank: int, reads: Sequence[Read], slot: int, generation: int, until: float) -> None:
+    def _read_from(
+        self, rank: int, reads: Sequence[Read], slot: int, generation: int, since: int, until: float
+    ) -> bool:
         source = self._sources.get(rank)
         if source is None:
             source = self._sources[rank] = self._open(rank, until)
@@ -375,15 +391,20 @@ class Subscriber:
                 for target, view in pairs:
                     target.copy_(view)
             _check_whole(mapped.generation == generation)
-            return
+            self.read_bytes += sum(read.sent_bytes for read in reads)
+            return False
         if not source.listed:
             self._send_list(source, reads, until)
-        source.channel.send({"do": "read", "list": 0, "slot": slot, "generation": generation}, until)
-        _check_whole(source.channel.receive(until)["whole"])
+        wanted = {"do": "read", "list": 0, "slot": slot, "generation": generation, "since": since}
+        source.channel.send(wanted, until)
+        answer = source.channel.receive(until)
+        _check_whole(answer["whole"])
+        in_part = bool(answer["delta"])
         with torch.no_grad():
             for read in reads:
-                self._receive(source.channel, read, until)
+                (self._receive_changes if in_part else self._receive)(source.channel, read, until)
         _check_whole(source.channel.receive(until)["whole"])
+        return in_part
 
     def _place_of(self, read: Read) -> Tensor:
         return self._staging[read.target][read.part][read.here]
@@ -401,8 +422,23 @@ class Subscriber:
         arrived = target if straight else torch.empty(read.sent_shape, dtype=wire, device="cpu")
         flat = arrived.reshape(-1).view(torch.uint8)
         channel.receive_raw(flat.numpy().data, until)
+        self.read_bytes += len(flat)
         if not straight:
             target.copy_(arrived[read.widen])
+
+    def _receive_changes(self, channel: Channel, read: Read, until: float) -> None:
+        """Receive what changed since the version that is staged, and write it there."""
+        head = bytearray(8)
+        channel.receive_raw(memoryview(head), until)
+        length, count = int.from_bytes(head, "little"), math.prod(read.sent_shape)
+        if length > most_bytes(count, read.wire.itemsize):
+            raise ConnectionError(f"{length} bytes of changes are announced for {count} elements")
+        self.read_bytes += len(head) + length
+        if length:
+            data = np.empty(length, np.uint8)
+            channel.receive_raw(data.data, until)
+            positions, values = decode_changes(data, count, torch_dtype(read.wire))
+            write_at(self._place_of(read), positions, values, read.sent_shape, read.widen)
 
     def _open(self, rank: int, until: float) -> _Source:
         assert self._published is not None
@@ -550,16 +586,10 @@ class Subscriber:
 def _sums_of(held: Tensor, read: Read) -> Sums | None:
     """The sums of what a rank has of a read, as it travelled; None if parts that are repeated are not equal."""
     once = held[tuple(slice(None) if kept is not None else slice(0, 1) for kept in read.widen)]
-    if once.shape != held.shape and not torch.equal(_bits(once).expand(held.shape), _bits(held)):
+    if once.shape != held.shape and compare(once.expand(held.shape), held).any():
         return None
     wire = once.detach().to(torch_dtype(read.wire)).reshape(read.sent_shape)
     return sum_box(wire, (0,) * wire.ndim, wire.shape)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The elements as numbers that are equal if their bits are."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.detach().view(kinds[x.dtype.itemsize]) if x.dtype.itemsize in kinds else x.detach()
 
 
 def _check_whole(whole: object) -> None:
