@@ -375,7 +375,7 @@ class _OperatorNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # u
     """The whole numbers that operators are given."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.found: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
