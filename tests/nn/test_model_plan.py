@@ -105,7 +105,7 @@ def test_lengths_and_forms_of_placements() -> None:
     assert read_placements("R", MESH, "dp") == (Replicate(), Replicate())
 
 
-@pytest.mark.parametrize("text", ["dp: S(1)", "dp: S(0), tp: S(1)", "P, R", "dp: S(0) sizes(1,2)"])
+@pytest.mark.parametrize("text", ["dp: S(-1)", "dp: S(0), tp: S(1) sizes(1,2)", "P, R", "dp: S(0) sizes(1,2)"])
 def test_inputs_are_whole_or_parts_of_dim_0(text: str) -> None:
     with pytest.raises(PlanError, match="plain inputs are 'replicated', or each rank's part of dim 0"):
         plan(input_plan=text)

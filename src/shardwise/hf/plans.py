@@ -5,6 +5,7 @@ The names of the mesh's axes say what each is for:
 - `tp`: linear layers are split by columns and then by rows, embeddings by rows of the table;
 - `ep`: experts are divided, each rank has some of them whole;
 - `dp`: each rank has its own part of the batch;
+- `cp`: each rank computes its own part of the sequence; every rank passes the whole;
 - `fsdp`: as `dp`, and parameters of two dims and more are split as well, along the first dim that no other axis splits.
 
 Few patterns for many parameters: numbers become `*`, and names that differ in one part become alternatives.
@@ -44,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise._text import package_logger
 from shardwise._torch import pytree
 from shardwise.geometry import Mesh
-from shardwise.nn.plan import PLAIN, REPLICATED, ModelPlan, PlanError, is_linear, match_patterns
+from shardwise.nn.plan import OTHERS, PLAIN, REPLICATED, ModelPlan, PlanError, is_linear, match_patterns
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -327,14 +328,18 @@ def _follow_linear(name: str, found: LinearPairs) -> Callable[[nn.Module, Any, A
 
 _log = package_logger(__name__)
 TENSOR_AXIS, EXPERT_AXIS, DATA_AXES, FSDP_AXIS = "tp", "ep", ("dp", "fsdp"), "fsdp"
-_AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES)
+SEQUENCE_AXIS = "cp"
+_AXES = (TENSOR_AXIS, EXPERT_AXIS, *DATA_AXES, SEQUENCE_AXIS)
 
 
-def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None) -> ModelPlan:
-    """The plan of a model for a mesh with the axes tp, ep, dp and fsdp (some of them); print it to edit it.
+def plan(
+    model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None, *, sequence_parallel: bool = False
+) -> ModelPlan:
+    """The plan of a model for a mesh with the axes tp, ep, dp, fsdp and cp (some of them); print it to edit it.
 
     A model without a `tp_plan` of its own is followed through one forward pass without values; `example` has the
-    arguments of that pass, where they cannot be made from the model's config.
+    arguments of that pass, where they cannot be made from the model's config. With `sequence_parallel` what is between
+    the layers that `tp` splits is split along the sequence: as many bytes are sent, and 1/tp of it is held.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -356,6 +361,8 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     unknown = [axis for axis in mesh.axes if axis not in _AXES]
     if unknown:
         raise PlanError(f"the axis {unknown[0]!r} of {mesh} says nothing: name axes {', '.join(_AXES)}")
+    if sequence_parallel and TENSOR_AXIS not in mesh.axes:
+        raise PlanError(f"sequence_parallel=True splits activations along {TENSOR_AXIS!r}, and {mesh} has no such axis")
     placements: dict[str, dict[str, str]] = {}
     if TENSOR_AXIS in mesh.axes:
         _add(placements, TENSOR_AXIS, _split_linear_layers(model, mesh.shape[mesh.axes.index(TENSOR_AXIS)], example))
@@ -369,8 +376,15 @@ def plan(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None = None)
     source = "its own plan" if getattr(model, "_tp_plan", None) else "its structure"
     _log.info("a plan of %s for %s from %s: %d sharded parameters", type(model).__name__, mesh, source, len(texts))
     pads = _find_pads(model) if data else None
-    inputs = ", ".join(data) or REPLICATED
-    return ModelPlan(mesh, fold_patterns(texts, names), input_plan=inputs, output_plan=PLAIN, pad_inputs=pads)
+    inputs: Any = ", ".join(data) or REPLICATED
+    if SEQUENCE_AXIS in mesh.axes:
+        masks = {"attention_mask": inputs} if "attention_mask" in inspect.signature(model.forward).parameters else {}
+        others = ", ".join([*data, f"{SEQUENCE_AXIS}: S(1)"])
+        inputs = {**masks, OTHERS: others} if masks else others
+    stream = f"{TENSOR_AXIS}: S(1)" if sequence_parallel else None
+    return ModelPlan(
+        mesh, fold_patterns(texts, names), input_plan=inputs, output_plan=PLAIN, pad_inputs=pads, activations=stream
+    )
 
 
 def _find_pads(model: nn.Module) -> dict[str, float] | None:

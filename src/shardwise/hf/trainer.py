@@ -14,8 +14,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 
 from shardwise._torch import pytree
-from shardwise.geometry import Shard
-from shardwise.nn.inputs import ShardedBy, gather_state, place_inputs
+from shardwise.nn.inputs import ShardedBy, batch_placements, gather_state, place_inputs
 from shardwise.nn.optimizer import shard_state
 from shardwise.nn.plan import PlanError
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -47,7 +46,7 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
         placements = self.sharded_by.plan.input_placements or ()
         count, index, position = 1, 0, mesh.coordinates(comm.rank)
         for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
+            if placement.is_shard(0):
                 count, index = count * mesh.shape[axis], index * mesh.shape[axis] + position[mesh.axes[axis]]
         return count, index
 
@@ -75,7 +74,7 @@ class ShardedTrainer(transformers.Trainer):  # type: ignore[misc]  # no types wi
         plan, state = self.sharded_by.plan, self.accelerator.gradient_state
         whole = pytree.tree_map(
             lambda t: t.full() if isinstance(t, ShardedTensor) else t,
-            place_inputs(tree, plan.mesh, plan.input_placements or (), self.sharded_by.comm),
+            place_inputs(tree, plan.mesh, batch_placements(plan.input_placements or ()), self.sharded_by.comm),
         )
         if not state.end_of_dataloader or state.remainder <= 0:
             return whole

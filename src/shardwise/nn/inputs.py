@@ -1,9 +1,10 @@
-"""Plain inputs of a sharded model: replicated, or each rank's own part of dim 0.
+"""Plain inputs of a sharded model: replicated, each rank's own part of dim 0, or cut along another dim by the plan.
 
 Tensors among a model's arguments become ShardedTensors before its forward runs. Lengths of parts are exchanged, so that
-they may differ from rank to rank and from batch to batch. Plain tensors that the forward makes itself (positions,
-masks) are the same on every rank and are read as replicated. With an `output_plan` of "plain" the outputs of the
-outermost module come back as plain tensors.
+they may differ from rank to rank and from batch to batch. Along an axis that splits another dim (the sequence, in
+context parallelism) every rank passes the whole, and keeps its part: nothing is sent. Plain tensors that the forward
+makes itself (positions, masks) are the same on every rank and are read as replicated. With an `output_plan` of "plain"
+the outputs of the outermost module come back as plain tensors.
 
 Inputs that are the same on every rank are compared by shape and dtype, in a `with check_replicas():` block by value.
 
@@ -37,6 +38,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -67,10 +70,20 @@ BatchSplits: TypeAlias = Mapping[int, MeshSpec]
 
 def find_batch_splits(tensors: Sequence[Any], placements: Sequence[Placement]) -> BatchSplits:
     """How the inputs that are split over ranks are split, by their length."""
-    if not any(isinstance(p, Shard) for p in placements):
+    if not any(p.is_shard(0) for p in placements):
         return {}
     placed = [t for t in tensors if isinstance(t, ShardedTensor) and t.ndim > 0]
-    return {int(t.shape[0]): t.sharding.spec for t in placed if isinstance(t.sharding.spec, MeshSpec)}
+    specs = {int(t.shape[0]): t.sharding.spec for t in placed if isinstance(t.sharding.spec, MeshSpec)}
+    return {length: MeshSpec(s.mesh, batch_placements(s.placements), s.order) for length, s in specs.items()}
+
+
+def batch_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The same without cuts of other dims than 0, along which every rank passes the whole.
+
+    >>> batch_placements((Shard(0), Shard(1), Replicate()))
+    (Shard(0), Replicate(), Replicate())
+    """
+    return tuple(p if p.is_shard(0) else Replicate() for p in placements)
 
 
 def make_plain(tree: Any, mesh: Mesh, splits: BatchSplits) -> Any:
@@ -120,22 +133,26 @@ def whole_batch_inputs() -> Iterator[None]:
 
 def register_input_hooks(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
     """Make a model read its plain inputs, and return its outputs, as a plan says."""
-    given = plan.input_placements
+    given, by_name = plan.input_placements, plan.named_input_placements
     assert given is not None
     replicated = plan.replicated.placements
+    order = list(signature(module.forward).parameters) if by_name else []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         warn_compiled_callers()
         _drop_interrupted(module)
         placements = replicated if _whole_batch.get() else given
         taken: tuple[Any, Any]
-        if not kwargs and all(type(value) is Tensor for value in args):  # the usual case, without looking into nests
+        plain = not kwargs and all(type(value) is Tensor for value in args)
+        if plain and not by_name:  # the usual case, without looking into nests
             placed = _place_tensors(args, plan.mesh, placements, comm)
             taken = tuple(placed), kwargs
         else:
             leaves, structure = flatten_nest((args, kwargs))
             pads = _pads_of_leaves(args, kwargs, plan.pad_inputs) if plan.pad_inputs else ()
-            placed = _place_tensors(leaves, plan.mesh, placements, comm, pads)
+            own = by_name if by_name and placements is given else {}
+            named = [own.get(name or "") for name in _names_of_leaves(args, kwargs, order)] if own else ()
+            placed = _place_tensors(leaves, plan.mesh, placements, comm, pads, named)
             taken = unflatten_nest(placed, structure)
         splits = find_batch_splits(placed, placements)
         reading = plain_as_replicated()
@@ -181,7 +198,7 @@ def _redistribute_output(
             f"{label}: its output is {format_layout_text(tensor.sharding)}, which has no placements on the plan's mesh "
             f"{mesh}; redistribute it in the module"
         )
-    placements = list(spec.placements)
+    placements, order = list(spec.placements), spec.order
     for axis, placement in wanted.items():
         ranks, at = mesh.axis_size(axis), mesh.axes.index(axis)
         if isinstance(placement, Shard) and placement.dim >= tensor.ndim:
@@ -190,8 +207,10 @@ def _redistribute_output(
                 f"shape {tuple(tensor.shape)}; name another module or another dim in the plan's activations"
             )
         short = isinstance(placement, Shard) and tensor.shape[placement.dim] < ranks
+        if not short and placements[at] != placement:
+            order = (*(a for a in order if a != axis), axis)  # within what other axes split already
         placements[at] = Replicate() if short else placement
-    layout = mesh_spec(mesh, tuple(placements), spec.order).layout(tuple(tensor.shape))
+    layout = mesh_spec(mesh, tuple(placements), order).layout(tuple(tensor.shape))
     leaves[number] = redistribute_to(tensor, layout, label)
     return unflatten_nest(leaves, structure)
 
@@ -231,19 +250,33 @@ def _pads_of_leaves(args: Any, kwargs: Mapping[str, Any], pads: Mapping[str, flo
     return [None if name is None else pads.get(name) for name, count in counts for _ in range(count)]
 
 
+def _names_of_leaves(args: Any, kwargs: Mapping[str, Any], order: Sequence[str]) -> list[str | None]:
+    """The argument in which each leaf of a call's arguments is, by the names of parameters in their order.
+
+    >>> _names_of_leaves((1, [2, 3]), {"labels": 4}, ("ids", "both", "labels"))
+    ['ids', 'both', 'both', 'labels']
+    """
+    given = [*zip_longest(order[: len(args)], args), *kwargs.items()]
+    return [name for name, value in given for _ in flatten_nest(value)[0]]
+
+
 def _place_tensors(
     values: Sequence[Any],
     mesh: Mesh,
     placements: Sequence[Placement],
     comm: Comm,
     pads: Sequence[float | None] = (),
+    named: Sequence[Sequence[Placement] | None] = (),
 ) -> list[Any]:
+    """`named`: the placements of a value that has its own."""
     comm, found = traced_comm(comm), list(values)
     plain = [i for i, value in enumerate(found) if isinstance(value, Tensor) and not isinstance(value, ShardedTensor)]
     shapes = [tuple(found[i].shape) for i in plain]
-    if any(isinstance(p, Shard) for p in placements):
+    wanted = [tuple((named[i] if named else None) or placements) for i in plain]
+    batches = [batch_placements(each) for each in wanted]
+    if any(isinstance(p, Shard) for each in batches for p in each):
         given = [pads[i] if pads else None for i in plain]
-        layouts, lengths = _gather_part_layouts(shapes, mesh, placements, comm, given)
+        layouts, lengths = _gather_part_layouts(shapes, mesh, batches, comm, given)
         for index, pad, longest in zip(plain, given, lengths, strict=True):
             if pad is not None and (tail := tuple(found[index].shape[1:])) != longest:
                 sides = [n for have, want in zip(tail, longest, strict=True) for n in (want - have, 0)]
@@ -251,12 +284,36 @@ def _place_tensors(
     else:
         if plain:
             _agree_on_whole_inputs([found[i] for i in plain], comm)
-        layouts = [_replicated_input_layout(shape, mesh, tuple(placements)) for shape in shapes]
+        layouts = [_input_layout(shape, mesh, batch) for shape, batch in zip(shapes, batches, strict=True)]
     for index, layout in zip(plain, layouts, strict=True):
         found[index] = wrap(layout, (found[index].contiguous(),), comm)
     if _comparing.get() and not isinstance(comm, StandInComm):
         compare_replicas({f"tensor {n} of the inputs": found[i] for n, i in enumerate(plain)})
+    for index, each, batch in zip(plain, wanted, batches, strict=True):
+        if each != batch:
+            found[index] = _cut_input(found[index], each, is_named=bool(named) and named[index] is not None)
     return found
+
+
+def _cut_input(tensor: ShardedTensor, wanted: Sequence[Placement], *, is_named: bool) -> ShardedTensor:
+    """The part that a plan gives this rank of a tensor that every rank has whole along dims after dim 0.
+
+    Without a name, tensors of tokens, or of embeddings of them, are cut: those of masks and others have other dims.
+    """
+    spec, shape = tensor.sharding.spec, tuple(tensor.shape)
+    assert isinstance(spec, MeshSpec)
+    placements = list(spec.placements)
+    for axis, placement in enumerate(wanted):
+        if isinstance(placement, Shard) and placement.dim > 0:
+            dims = range(placement.dim + 1, len(shape) + 1 if is_named else placement.dim + 3)
+            if is_named and len(shape) not in dims:
+                raise LayoutError(
+                    f"inputs: {spec.mesh.axes[axis]}: {format_placement(placement)} splits dim {placement.dim}, and "
+                    f"the argument that the plan's input_plan names has the shape {shape}"
+                )
+            if len(shape) in dims and shape[placement.dim] >= spec.mesh.shape[axis]:
+                placements[axis] = placement
+    return redistribute_to(tensor, _input_layout(shape, spec.mesh, tuple(placements), spec.order), "inputs")
 
 
 def _agree_on_whole_inputs(tensors: Sequence[Tensor], comm: Comm) -> None:
@@ -267,14 +324,16 @@ def _agree_on_whole_inputs(tensors: Sequence[Tensor], comm: Comm) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _replicated_input_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
-    return MeshSpec(mesh, placements).layout(shape)
+def _input_layout(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], order: tuple[str, ...] | None = None
+) -> Layout:
+    return MeshSpec(mesh, placements, order).layout(shape)
 
 
 def _gather_part_layouts(
     shapes: Sequence[tuple[int, ...]],
     mesh: Mesh,
-    placements: Sequence[Placement],
+    placements: Sequence[Sequence[Placement]],
     comm: Comm,
     pads: Sequence[float | None],
 ) -> tuple[list[Layout], list[tuple[int, ...]]]:
@@ -295,7 +354,7 @@ def _gather_part_layouts(
         if pad is not None and len({len(s) for s in parts.values()}) == 1:
             longest = tuple(map(max, zip(*(s[1:] for s in parts.values()), strict=True)))
             parts = {r: (*s[:1], *longest) for r, s in parts.items()}
-        layouts.append(_infer_input_layout(parts, mesh, placements))
+        layouts.append(_infer_input_layout(parts, mesh, placements[i]))
     return layouts, [layout.shape[1:] for layout in layouts]
 
 
@@ -309,8 +368,9 @@ def _infer_input_layout(shapes: dict[int, tuple[int, ...]], mesh: Mesh, placemen
     if any(s[1:] != first[1:] or len(s) != len(first) for s in shapes.values()) or (found != lengths[..., None]).any():
         raise DisagreementError(
             f"inputs: the parts have the shapes {sorted(set(shapes.values()))}; parts differ in dim 0 only, and only "
-            f"along {_format_axes(mesh, cut)}; to fill shorter ones up, name the arguments and their numbers in the "
-            "plan's pad_inputs, as in {'input_ids': 0, 'attention_mask': 0, 'labels': -100}, and pass the mask"
+            f"along {_format_axes(mesh, cut) if cut else 'axes that split it'}; to fill shorter ones up, name the "
+            "arguments and their numbers in the plan's pad_inputs, as in {'input_ids': 0, 'attention_mask': 0, "
+            "'labels': -100}, and pass the mask"
         )
     if not first:
         return MeshSpec(mesh, (Replicate(),) * mesh.ndim).layout(())
@@ -468,10 +528,10 @@ def _generate(original: Any) -> Any:
         by: ShardedBy = self.__dict__["_sharded_by"]
         kwargs = {**_without_compiling(self, kwargs), **kwargs}
         placements = by.plan.input_placements or ()
-        if not any(isinstance(p, Shard) for p in placements):
+        if not any(p.is_shard(0) for p in placements):
             with whole_batch_inputs():
                 return pytree.tree_map(_to_plain, original(self, *args, **kwargs))
-        placed = place_inputs((args, kwargs), by.plan.mesh, placements, by.comm)
+        placed = place_inputs((args, kwargs), by.plan.mesh, batch_placements(placements), by.comm)
         batch = next(t for t in pytree.tree_leaves(placed) if isinstance(t, ShardedTensor) and t.ndim > 0)
         args, kwargs = pytree.tree_map(_to_plain, placed)
         with whole_batch_inputs():

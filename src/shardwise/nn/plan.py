@@ -226,6 +226,7 @@ def is_linear(part: nn.Module) -> bool:
 
 
 REPLICATED, PLAIN = "replicated", "plain"
+OTHERS = "**"  # the inputs that an input_plan does not name
 
 
 LARGE_BYTES, MODEL_BYTES = 1 << 20, 256 << 20  # of parameters for which memory matters
@@ -240,10 +241,14 @@ class ModelPlan:
       `[Replicate(), Shard(0)]`.
     - `axis`: the axis that a single placement without a name is for.
     - `lengths`: the numbers behind names in `groups(q,k,v)`.
-    - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements
-      such as "dp: S(0)" (every rank passes its own part of dim 0). None: each layer reads them as this rank's batch.
+    - `input_plan`: how plain inputs of the model are read: "replicated" (every rank passes the same), or placements.
+      Along an axis with S(0), as in "dp: S(0)", every rank passes its own part of dim 0; along one with S(1), as in
+      "dp: S(0), cp: S(1)" for context parallelism, every rank passes the whole and the plan cuts it: tensors of two or
+      three dims (tokens, embeddings of them) whose dim is as long as the axis at least; others stay whole. A mapping
+      says so for each argument by its name, and "**" for all others: `{"mask": "cp: S(2)", "**": "cp: S(1)"}`.
+      None: each layer reads inputs as this rank's batch.
     - `output_plan`: "plain" for a model that returns plain tensors: the rows that this rank passed in, and whole
-      tensors where dim 0 is not the batch. None: outputs are ShardedTensors.
+      tensors where dim 0 is not the batch; other dims are whole. None: outputs are ShardedTensors.
     - `activations`: where tensors between modules are. A mapping of patterns of modules to placements: what such a
       module returns (the first floating-point tensor of it) is redistributed to them along the axes that they name, and
       stays as it is along the others. A text by itself, such as "tp: S(1)" for sequence parallelism, is for the tables
@@ -272,7 +277,7 @@ class ModelPlan:
     parameters: Mapping[str, Any]
     axis: str | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
-    input_plan: str | None = None
+    input_plan: str | Mapping[str, Any] | None = None
     output_plan: str | None = None
     reshard_after_forward: bool | Sequence[str] | None = None
     prefetch_bytes: int | None = None
@@ -299,14 +304,16 @@ class ModelPlan:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise PlanError(f"pad_inputs maps names of arguments to numbers, got {name!r}: {number!r}")
         _check_output_plan(self.output_plan, self.input_plan)
-        try:
-            placements = self.input_placements
-        except LayoutError as error:
-            raise PlanError(f"input_plan {self.input_plan!r}: {error}") from error
+        if isinstance(self.input_plan, Mapping):
+            written = {name: write_placements(value) for name, value in self.input_plan.items()}
+            object.__setattr__(self, "input_plan", written)
         if self.axis is not None:
             self.mesh.axis_index(self.axis)
-        if placements is not None:
-            _check_inputs(placements, self.input_plan)
+        for name, text in self._input_texts().items():
+            try:
+                _check_inputs(self._read_inputs(text), text)
+            except LayoutError as error:
+                raise PlanError(f"input_plan {name + ': ' if name != OTHERS else ''}{text!r}: {error}") from error
         if isinstance(self.activations, Mapping):
             written = {pattern: write_placements(value) for pattern, value in self.activations.items()}
             object.__setattr__(self, "activations", written)
@@ -323,11 +330,28 @@ class ModelPlan:
     @property
     def input_placements(self) -> tuple[Placement, ...] | None:
         """What each axis does to plain inputs, or None if each layer reads them on its own."""
-        if self.input_plan is None:
-            return None
-        if self.input_plan == REPLICATED:
+        return None if self.input_plan is None else self._read_inputs(self._input_texts().get(OTHERS, REPLICATED))
+
+    @property
+    def named_input_placements(self) -> dict[str, tuple[Placement, ...]]:
+        """The same for the arguments of a model that the plan names.
+
+        >>> ModelPlan(Mesh.of(cp=2), {}, input_plan={"mask": "S(2)", "**": "S(1)"}).named_input_placements
+        {'mask': (Shard(2),)}
+        """
+        return {name: self._read_inputs(text) for name, text in self._input_texts().items() if name != OTHERS}
+
+    def _input_texts(self) -> dict[str, Any]:
+        if isinstance(self.input_plan, Mapping):
+            return dict(self.input_plan)
+        return {} if self.input_plan is None else {OTHERS: self.input_plan}
+
+    def _read_inputs(self, text: Any) -> tuple[Placement, ...]:
+        if text == REPLICATED:
             return (Replicate(),) * self.mesh.ndim
-        return read_placements(self.input_plan, self.mesh, self.axis, self.lengths)
+        if not isinstance(text, str):
+            raise LayoutError("an input_plan has placements such as 'dp: S(0)', or 'replicated'")
+        return read_placements(text, self.mesh, self.axis, self.lengths)
 
     def activation_placements(self, text: str) -> dict[str, Placement]:
         """What a text of `activations` says of the axes that it names."""
@@ -542,7 +566,7 @@ def _check_bytes(given: Any) -> None:
         raise PlanError(f"prefetch_bytes is a number of bytes, 0 for none, or None; got {given!r}")
 
 
-def _check_output_plan(output_plan: object, input_plan: str | None) -> None:
+def _check_output_plan(output_plan: object, input_plan: object) -> None:
     if output_plan not in (None, PLAIN):
         raise PlanError(f"output_plan is {PLAIN!r} or None, got {output_plan!r}")
     if output_plan is not None and input_plan is None:
@@ -573,13 +597,16 @@ def _check_activations(plan: ModelPlan) -> None:
             )
 
 
-def _check_inputs(placements: tuple[Placement, ...], text: str | None) -> None:
-    """Raise unless a rank's plain input is the whole or a part of dim 0."""
+def _check_inputs(placements: tuple[Placement, ...], text: str) -> None:
+    """Raise unless a rank's plain input is the whole, a part of dim 0, or cut along another dim by the plan."""
     cut = [p for p in placements if isinstance(p, Shard)]
-    if any(p != Shard(0) for p in cut) or any(isinstance(p, Partial) for p in placements):
+    if any(p.dim < 0 or not p.is_plain for p in cut) or len(cut) < sum(
+        not isinstance(p, Replicate) for p in placements
+    ):
         raise PlanError(
             f"input_plan {text!r}: plain inputs are 'replicated', or each rank's part of dim 0 along some axes, as in "
-            "'dp: S(0)'; the lengths of parts are those of each batch, so pass neither sizes nor other dims"
+            "'dp: S(0)', or cut along another dim, as in 'cp: S(1)'; the lengths of parts are those of each batch, so "
+            "pass no sizes, and count dims from the front"
         )
 
 

@@ -35,7 +35,7 @@ else:
 FIELDS: dict[str, tuple[type, ...]] = {
     "mesh": (str,),
     "axis": (str,),
-    "input_plan": (str,),
+    "input_plan": (str, dict),
     "output_plan": (str,),
     "reshard_after_forward": (bool, list),
     "prefetch_bytes": (int,),

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Shard, parse_layout, shorten_layout
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, parse_layout, shorten_layout
 from shardwise.geometry.notation import DType, find_dtype
 from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.plan_costs import gradient_bytes_by_axis
@@ -504,7 +504,7 @@ def _count_batches(plan: ModelPlan) -> int:
     if plan.input_placements is None:
         return math.prod(plan.mesh.shape)
     sizes = zip(plan.input_placements, plan.mesh.shape, strict=True)
-    return math.prod(size for placed, size in sizes if isinstance(placed, Shard))
+    return math.prod(size for placed, size in sizes if placed.is_shard(0))
 
 
 BAR, SHOWN_MOVES = 24, 8
