@@ -21,11 +21,6 @@ from shardwise.comm import (
     run_local as run_local,
     use_comm as use_comm,
 )
-from shardwise.compat.custom_ops import (
-    custom_sharded_op_impl as custom_sharded_op_impl,
-    custom_sharding_spec_op as custom_sharding_spec_op,
-)
-from shardwise.compat.from_shards import init_from_local_shards as init_from_local_shards
 from shardwise.compiler import compile as compile
 from shardwise.geometry import (
     Box as Box,
@@ -60,9 +55,6 @@ from shardwise.nn import (
     PlanError as PlanError,
     PlanTable as PlanTable,
     ShardedOptimizer as ShardedOptimizer,
-    Sharder as Sharder,
-    ShardingPlan as ShardingPlan,
-    ShardingPlanner as ShardingPlanner,
     check_plan as check_plan,
     check_replicas as check_replicas,
     describe_plan as describe_plan,

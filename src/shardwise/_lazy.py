@@ -33,7 +33,16 @@ MOVED = {
     "shardwise.nn.patterns": "shardwise.nn.plan",
     "shardwise.nn.plan_table": "shardwise.nn.plan_costs",
 }
-
+# Names of torch's old API, which live in `shardwise.compat`: `from shardwise import Sharder` finds them there.
+_OLD = (
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "init_from_local_shards",
+)
+OLD_NAMES = {name: "shardwise.compat" for name in _OLD}
 
 _PLAN = "shard_module(model, ModelPlan(Mesh.of(dp=2, tp=4), {pattern: placements}))"
 WORDS_OF_OTHERS = {
@@ -114,11 +123,12 @@ def attach_stub(
     The module `first` is imported before every name, except for names of the modules in `unless`.
     """
     origins = read_stub(Path(file).with_suffix(".pyi"), package)
+    aliases = {} if "." in package else OLD_NAMES
 
     def load(name: str) -> Any:
-        if name not in origins:
+        if name not in origins and name not in aliases:
             raise _missing_name(package, name, origins, sys._getframe(1))
-        module, own = origins[name]
+        module, own = origins.get(name) or (aliases[name], name)
         before = [first] if first and module not in unless else []
         value = _import_name([*before, module], own, f"{package}.{name}")
         setattr(sys.modules[package], name, value)

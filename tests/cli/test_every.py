@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 from shardwise.checkpoint.formats.huggingface import header_bytes
 from shardwise.cli.main import COMMANDS, _load_command, app
-from shardwise.cli.output import byte_progress, total_progress
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 
@@ -192,20 +190,6 @@ def test_shells_complete_commands_and_names_of_tensors(tmp_path: Path, monkeypat
     assert shell("shardwise diff a.safetensors b --name s") == ["step"]
     assert shell("shardwise inspect nothing --name s") == []
     assert shell("", "source_bash")[-4:] == ["default", "-F", "_shardwise_completion", "shardwise"]
-
-
-def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setenv("TERM", "xterm")
-        with byte_progress("reading", 100) as advance, total_progress("writing") as show:
-            advance(60)
-            show(60, 100)
-        assert ("reading" in stream.getvalue()) == ("writing" in stream.getvalue()) == shown
 
 
 WAITING = """

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise._progress import Meter, Progress, check_progress, show_progress
 from shardwise._text import draw_html, package_logger
 from shardwise.checkpoint.convert import NameMap, rename_index
 from shardwise.checkpoint.files import CheckpointError, run_or_describe_error
@@ -218,6 +219,7 @@ def load(
     verify: bool = True,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     comm: GroupOrComm | None = None,
+    progress: Progress = None,
 ) -> Any:
     """Fill the tensors of a state from a checkpoint of any layout and world size; return the state.
 
@@ -230,6 +232,8 @@ def load(
     - `cast`: convert dtypes; else a dtype that differs is an error.
     - `verify`: check all checksums before the first tensor is changed.
     - `max_buffer_bytes`: a limit on memory used besides the tensors themselves.
+    - `progress`: by default the first rank shows a bar on a terminal; True and False say so, and a function is called
+      with the bytes that this rank has checked and read and those it will.
 
     >>> import tempfile, torch
     >>> from shardwise import save
@@ -243,7 +247,7 @@ def load(
     before: list[Any] = []
     for _ in range(_MAX_TRIES):
         found, problem = run_or_describe_error(
-            lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes)
+            lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes, progress)
         )
         asked = None
         if found is not None:
@@ -253,14 +257,17 @@ def load(
         try:
             if _agree_on_load(comm, everyone, before):
                 loader = Loader(store, matched.tensors, comm, shared=len({one[3] for one in everyone}) == 1)
-                if loader.run_or_start_over(partial(loader.check, verify)) and loader.run_or_start_over(
-                    loader.copy, "; tensors may be half-loaded"
-                ):
+                first = comm.rank == comm.ranks[0]
+                with show_progress(progress, "loading", loader.bytes_to_read(), first=first) as meter:
+                    read = loader.run_or_start_over(partial(loader.check, verify, meter)) and loader.run_or_start_over(
+                        partial(loader.copy, meter), "; tensors may be half-loaded"
+                    )
+                if read:
                     loader.settle()
                     if any(one[4] for one in everyone):
                         _, problem = run_or_describe_error(partial(_finish_objects, objects, matched.values))
                         gather_or_raise(comm, None, problem, LOAD_LABEL)
-                    if comm.rank == comm.ranks[0]:
+                    if first:
                         _log.info("loaded %s: %d tensors", path, len(matched.tensors))
                     return fill_state(state, matched.values)
         finally:
@@ -277,7 +284,9 @@ def _open_and_match(
     names: StateNames,
     cast: bool,
     max_buffer_bytes: int,
+    progress: Progress,
 ) -> tuple[Store, MatchedState, list[ObjectLoad]]:
+    check_progress(progress)
     if max_buffer_bytes < 1 << 16:
         raise CheckpointError(f"max_buffer_bytes must be at least 65536, got {max_buffer_bytes}")
     store = open_store(path, max_buffer_bytes)
@@ -370,7 +379,11 @@ class Loader:
         raise_problems(self.comm, [one[0] for one in everyone])
         return True
 
-    def check(self, verify: bool) -> None:
+    def bytes_to_read(self) -> int:
+        """The bytes that this rank copies."""
+        return sum(read.there.numel * work.entry.dtype.itemsize for work in self.work for read in work.reads)
+
+    def check(self, verify: bool, meter: Meter) -> None:
         """See that all files are there in full length; with `verify`, check the blocks that are this rank's."""
         needed = {work.entry.files[read.cell] for work in self.work for read in work.reads}
         for number in sorted(needed):
@@ -387,12 +400,15 @@ class Loader:
             for block in range(first, last, _BLOCKS_PER_CHECK)
         ]
         sizes = [min((last - first) * step, entry.nbytes) for entry, _, first, last in blocks]
-        run_in_threads(self._check_blocks, blocks, sizes, len(self.comm.ranks))
-        self.store.release_pages()
+        meter.expect(sum(sizes))
 
-    def _check_blocks(self, blocks: Sequence[tuple[TensorEntry, int, int, int]]) -> None:
-        for entry, box, first, last in blocks:
-            self.store.verify(entry, box, first, last)
+        def check_blocks(some: Sequence[tuple[TensorEntry, int, int, int]]) -> None:
+            for entry, box, first, last in some:
+                self.store.verify(entry, box, first, last)
+                meter.advance(min((last - first) * step, entry.nbytes))
+
+        run_in_threads(check_blocks, blocks, sizes, len(self.comm.ranks))
+        self.store.release_pages()
 
     def _own_blocks(self, work: TensorLoad) -> list[BlockRange]:
         step = self.store.index.block_bytes
@@ -413,10 +429,10 @@ class Loader:
             self._shares[key] = [blocks for blocks in found if blocks[1] < blocks[2]]
         return self._shares[key]
 
-    def copy(self) -> None:
+    def copy(self, meter: Meter) -> None:
         """Fill the tensors."""
         jobs = ((w.entry, w.reads, [copy_target(t, w.entry.dtype) for t in w.targets]) for w in self.work)
-        copy_reads(self.store, jobs, len(self.comm.ranks))
+        copy_reads(self.store, jobs, len(self.comm.ranks), meter.advance if meter.active else None)
         torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
         self.store.release_pages()
 

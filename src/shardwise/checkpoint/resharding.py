@@ -36,7 +36,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from shardwise._progress import Progress, check_progress, show_progress
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import (
     LocalSave,
@@ -500,7 +501,7 @@ class ReshardRun:
     target: FilePlan
     workers: int | None
     max_buffer_bytes: int
-    progress: Callable[[int, int], None] | None
+    progress: Progress
 
     def run(self, resume: bool, token: str) -> tuple[int, int]:
         """Do it; return the bytes that were there, and the number of workers."""
@@ -550,8 +551,7 @@ class ReshardRun:
         files, left = self.target.all_files(), Counter(segment.file for segment in segments)
         found: list[dict[int, Sequence[RangeSums]]] = [{} for _ in files]
         written: dict[int, list[ItemSums]] = {}
-        kept = finished = 0
-        total = sum(s.nbytes for s in segments)
+        kept, total = 0, sum(s.nbytes for s in segments)
 
         def complete(number: int) -> None:
             written[number] = join_sums(self.target, files[number], segments, found[number])
@@ -562,7 +562,7 @@ class ReshardRun:
 
         work.make_files(files)
         copied, workers = self._start_copy(work, segments, known, total)
-        with closing(copied):
+        with closing(copied), show_progress(self.progress, "resharding", total) as meter:
             for number in (n for n in range(len(files)) if not left[n]):
                 complete(number)
             for one in copied:
@@ -575,9 +575,7 @@ class ReshardRun:
                 left[segment.file] -= 1
                 if not left[segment.file]:
                     complete(segment.file)
-                finished += segment.nbytes
-                if self.progress is not None:
-                    self.progress(finished, total)
+                meter.advance(segment.nbytes)
         return written, kept, workers
 
     def _start_copy(
@@ -671,7 +669,7 @@ def reshard(
     verify: bool = True,
     overwrite: bool = False,
     resume: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> ReshardReport:
     """Rewrite a checkpoint in another layout, for other ranks, names or another format. One process calls.
 
@@ -683,7 +681,7 @@ def reshard(
     - `workers`: processes to copy with; one copies in this process. `max_buffer_bytes` bounds the memory of all.
     - `verify`: check every block of the source before it is used.
     - `resume`: resume a run with the same arguments that was killed; otherwise start over.
-    - `progress` is called with the bytes done and the total bytes.
+    - `progress`: by default a bar on a terminal; or True, False, a function of the bytes done and the total bytes.
 
     >>> import tempfile, torch, shardwise
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -693,6 +691,7 @@ def reshard(
     (2, 24, ((1, 2),))
     """
     started = time.monotonic()
+    check_progress(progress)
     _check_reshard_arguments(workers, max_buffer_bytes, max_file_bytes, ranks)
     source, target, kind = find_place(src), find_place(dst), find_format(format)
     check_apart(source, target)

@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from shardwise._progress import Progress, check_progress, show_progress
 from shardwise._text import package_logger
 from shardwise.checkpoint import commit as folders
 from shardwise.checkpoint.commit import Place, find_place, new_save
@@ -96,7 +97,7 @@ class Saving:
         self,
         comm: Comm,
         folder: SaveFolder,
-        write: Callable[[Callable[[], None]], Json],
+        write: Callable[[Callable[[int], None]], Json],
         finish: Callable[[Sequence[Json]], None],
     ) -> None:
         self._comm, self._folder, self._write, self._finish = comm, folder, write, finish
@@ -142,7 +143,7 @@ class Saving:
         self._folder.close()
         self._exchange(None)
 
-    def _check(self) -> None:
+    def _check(self, nbytes: int = 0) -> None:
         if self._stop.is_set():
             raise CheckpointError(_STOPPED)
 
@@ -202,7 +203,7 @@ class Saving:
             time.sleep(self._folder.poll_seconds)
 
 
-def _write_nothing(check: Callable[[], None]) -> Json:
+def _write_nothing(before_block: Callable[[int], None]) -> Json:
     return None
 
 
@@ -244,6 +245,10 @@ class SavePlan:
     files: FilePlan
     held: dict[str, tuple[Tensor, ...]]
 
+    def bytes_of(self, rank: int) -> int:
+        """The bytes of all items that this rank writes."""
+        return sum(self.files.bytes_of(item) for file in self.files.files_of(rank) for item in file.items)
+
     def sources(self, rank: int) -> list[Tensor]:
         """The values of all items that this rank writes, in the order of its files."""
         items = [item for file in self.files.files_of(rank) for item in file.items]
@@ -262,19 +267,20 @@ STAGING_BYTES = 32 << 20
 class FileWriter:
     """Writes the items of a planned file in order, straight from the tensors' memory, with checksums on the way.
 
-    `check` is called before each block, and may raise to stop.
+    `before_block` is called with the bytes of each block before it is written, and may raise to stop.
     """
 
-    def __init__(self, folder: Path, plan: FilePlan, file: PlannedFile, check: Callable[[], None]) -> None:
-        self._plan, self._file, self._check = plan, file, check
+    def __init__(self, folder: Path, plan: FilePlan, file: PlannedFile, before_block: Callable[[int], None]) -> None:
+        self._plan, self._file, self._before_block = plan, file, before_block
         self._output = PositionedFile(folder / file.name, create=True)
         self._sums: list[ItemSums] = []
 
     def add(self, values: Tensor) -> None:
         """Write the next item."""
         begin, data = self._file.items[len(self._sums)].begin, flat_bytes(values)
-        self._check()
-        parts = data if data is not None and 0 < len(data) <= BLOCK_BYTES else self._parts(values)
+        whole = data is not None and 0 < len(data) <= BLOCK_BYTES
+        self._before_block(values.nbytes if whole else 0)
+        parts = data if whole and data is not None else self._parts(values)
         self._sums.append(write_item(self._output, begin, parts, self._plan.crc, lasting=True))
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
@@ -284,7 +290,7 @@ class FileWriter:
 
     def _parts(self, values: Tensor) -> Iterator[memoryview]:
         for part in iterate_host_bytes(values):
-            self._check()
+            self._before_block(len(part))
             yield part
 
     def finish(self) -> list[ItemSums]:
@@ -331,6 +337,7 @@ def save(
     async_op: Literal[False] = False,
     max_file_bytes: int | None = ...,
     format: str = ...,
+    progress: Progress = ...,
 ) -> None: ...
 
 
@@ -343,6 +350,7 @@ def save(
     async_op: Literal[True],
     max_file_bytes: int | None = ...,
     format: str = ...,
+    progress: Progress = ...,
 ) -> Saving: ...
 
 
@@ -355,6 +363,7 @@ def save(
     async_op: bool,
     max_file_bytes: int | None = ...,
     format: str = ...,
+    progress: Progress = ...,
 ) -> Saving | None: ...
 
 
@@ -366,6 +375,7 @@ def save(
     async_op: bool = False,
     max_file_bytes: int | None = None,
     format: str = "shardwise",
+    progress: Progress = None,
 ) -> Saving | None:
     """Save a nested state of tensors, numbers, strings, modules and optimizers; all ranks of the comm call it.
 
@@ -373,6 +383,8 @@ def save(
     The folder `path` is replaced at once when everything is on disk. With `async_op`, the tensors are copied to host
     memory and written in the background; `wait()` of what is returned, or the next save or load, waits for it.
     `format` may also be "dcp" (torch.distributed.checkpoint) or "hf" (Hugging Face; see `save_hf`).
+    `progress`: by default the first rank shows a bar on a terminal; True and False say so, and a function is called
+    with the bytes that this rank has written and those it will write.
 
     >>> import tempfile, torch, shardwise
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -384,9 +396,9 @@ def save(
     comm = resolve_comm(comm)
     wait_for_running_save(comm)
     folders.wait_for_removals()
-    plan = _plan_save(state, path, comm, max_file_bytes, async_op, find_format(format))
+    plan = _plan_save(state, path, comm, max_file_bytes, async_op, find_format(format), progress)
     if not async_op:
-        _save_now(plan, comm, DEFAULT_BUFFER_BYTES)
+        _save_now(plan, comm, DEFAULT_BUFFER_BYTES, progress)
         return None
     with _removed_on_failure(plan.folder, comm):
         if plan.files.gathers:
@@ -397,7 +409,7 @@ def save(
         Saving(
             comm,
             plan.folder,
-            write=lambda check: write_rank_files(plan, sources, comm.rank, check),
+            write=lambda check: _write_in_background(plan, sources, comm, check, progress),
             finish=lambda records: _commit_save(plan, records, in_background=False),
         )
     )
@@ -410,10 +422,11 @@ def save_hf(
     max_file_bytes: int | None = None,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     comm: GroupOrComm | None = None,
+    progress: Progress = None,
 ) -> None:
     """Save tensors as a Hugging Face folder: `model.safetensors`, or numbered files and an index. All ranks call it.
 
-    Entries that are not tensors are refused: the format cannot store them.
+    Entries that are not tensors are refused: the format cannot store them. `progress` is that of `save`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -424,7 +437,8 @@ def save_hf(
     comm = resolve_comm(comm)
     wait_for_running_save(comm)
     folders.wait_for_removals()
-    _save_now(_plan_save(state, path, comm, max_file_bytes, False, find_format("hf")), comm, max_buffer_bytes)
+    plan = _plan_save(state, path, comm, max_file_bytes, False, find_format("hf"), progress)
+    _save_now(plan, comm, max_buffer_bytes, progress)
 
 
 def copy_to_host(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
@@ -459,8 +473,10 @@ def _plan_save(
     max_file_bytes: int | None,
     async_op: bool,
     format: Format,
+    progress: Progress,
 ) -> SavePlan:
     def look() -> tuple[Place, Json, list[Leaf], dict[str, str]]:
+        check_progress(progress)
         target, (plain, modules) = find_place(path), expand_objects(state)
         flat = flatten_state(plain)
         if max_file_bytes is not None and max_file_bytes < 1:
@@ -519,28 +535,47 @@ def _check_same_save(comm: Comm, everyone: Sequence[Json]) -> None:
                 )
 
 
-def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> None:
+def _save_now(plan: SavePlan, comm: Comm, max_buffer_bytes: int, progress: Progress) -> None:
     first = comm.rank == comm.ranks[0]
     with _removed_on_failure(plan.folder, comm):
-        if plan.files.gathers:
-            record, problem = _write_gathered(plan, comm, max_buffer_bytes)
-        else:
-            record, problem = run_or_describe_error(lambda: write_rank_files(plan, plan.sources(comm.rank), comm.rank))
+        with show_progress(progress, "saving", first=first) as meter:
+            record: Json = None
+            _, problem = run_or_describe_error(lambda: meter.expect(plan.bytes_of(comm.rank)))
+            if plan.files.gathers:
+                record, problem = _write_gathered(plan, comm, max_buffer_bytes, meter.advance)
+            elif problem is None:
+                record, problem = run_or_describe_error(
+                    lambda: write_rank_files(plan, plan.sources(comm.rank), comm.rank, meter.advance)
+                )
         records = gather_or_raise(comm, record, problem, SAVE_LABEL, wanted=first)
     commit = partial(_commit_save, plan, records, in_background=True)
     _, problem = run_or_describe_error(commit if first else plan.folder.close)
     gather_or_raise(comm, None, problem, SAVE_LABEL)
 
 
+def _write_in_background(
+    plan: SavePlan, sources: Sequence[Tensor], comm: Comm, check: Callable[[int], None], progress: Progress
+) -> Json:
+    """Write this rank's files. A bar would be drawn between the program's own lines: only where it is asked for."""
+    first, shown = comm.rank == comm.ranks[0], False if progress is None else progress
+    with show_progress(shown, "saving", plan.bytes_of(comm.rank), first=first) as meter:
+
+        def before_block(nbytes: int) -> None:
+            check(nbytes)
+            meter.advance(nbytes)
+
+        return write_rank_files(plan, sources, comm.rank, before_block)
+
+
 def write_rank_files(
-    plan: SavePlan, sources: Sequence[Tensor], rank: int, check: Callable[[], None] = lambda: None
+    plan: SavePlan, sources: Sequence[Tensor], rank: int, before_block: Callable[[int], None]
 ) -> Json:
     """Write this rank's files from the values of its items; return what the index needs of them."""
     plan.folder.find()
     values = iter(sources)
     records = []
     for file in plan.files.files_of(rank):
-        writer = _open_file(plan, file, check)
+        writer = _open_file(plan, file, before_block)
         try:
             writer.add_all(islice(values, len(file.items)))
             records.append(_record(file, writer.finish()))
@@ -551,22 +586,30 @@ def write_rank_files(
     return records
 
 
-def _write_gathered(plan: SavePlan, comm: Comm, max_buffer_bytes: int) -> tuple[Json, str | None]:
+def _write_gathered(
+    plan: SavePlan, comm: Comm, max_buffer_bytes: int, before_block: Callable[[int], None]
+) -> tuple[Json, str | None]:
     """Bring the tensors of each file to the rank that writes it; a failure there leaves the others to go on."""
     owners = {file.name: rank for rank in plan.files.ranks for file in plan.files.files_of(rank)}
     records: list[Json] = []
     first_problem: str | None = None
     for file in plan.files.all_files():
-        record, problem = _write_gathered_file(plan, file, owners[file.name], comm, max_buffer_bytes)
+        record, problem = _write_gathered_file(plan, file, owners[file.name], comm, max_buffer_bytes, before_block)
         records += [record] if record is not None else []
         first_problem = first_problem or problem
     return records, first_problem
 
 
 def _write_gathered_file(
-    plan: SavePlan, file: PlannedFile, owner: int, comm: Comm, max_buffer_bytes: int
+    plan: SavePlan,
+    file: PlannedFile,
+    owner: int,
+    comm: Comm,
+    max_buffer_bytes: int,
+    before_block: Callable[[int], None],
 ) -> tuple[Json, str | None]:
-    writer, problem = run_or_describe_error(partial(_open_file, plan, file)) if comm.rank == owner else (None, None)
+    open_file = partial(_open_file, plan, file, before_block)
+    writer, problem = run_or_describe_error(open_file) if comm.rank == owner else (None, None)
     for batch in _split_into_batches(plan.files, file.items, max_buffer_bytes):
         tensors = [plan.files.tensors[item.tensor] for item in batch]
         whole = _gather_on_owner(tensors, plan, owner, comm, max_buffer_bytes)
@@ -583,10 +626,10 @@ def _write_gathered_file(
     return None if problem else _record(file, sums), problem
 
 
-def _open_file(plan: SavePlan, file: PlannedFile, check: Callable[[], None] = lambda: None) -> FileWriter:
+def _open_file(plan: SavePlan, file: PlannedFile, before_block: Callable[[int], None]) -> FileWriter:
     plan.folder.find()
     plan.folder.forget_replaced(file.name)
-    return FileWriter(plan.folder.work, plan.files, file, check)
+    return FileWriter(plan.folder.work, plan.files, file, before_block)
 
 
 def _split_into_batches(plan: FilePlan, items: Sequence[FileItem], max_bytes: int) -> Iterator[list[FileItem]]:

@@ -560,8 +560,13 @@ def split_read(read: BoxOverlap, stored: Sequence[int], itemsize: int, window_by
     return steps
 
 
-def copy_reads(store: Store, jobs: Iterable[TensorReads], ranks: int = 1) -> None:
-    """Fill the targets of many stored tensors, file by file; as many ranks do so at once."""
+def copy_reads(
+    store: Store, jobs: Iterable[TensorReads], ranks: int = 1, advance: Callable[[int], None] | None = None
+) -> None:
+    """Fill the targets of many stored tensors, file by file; as many ranks do so at once.
+
+    `advance` is called with the bytes of each part that was copied, from several threads.
+    """
     window = min(WINDOW_BYTES, store.step_bytes // MOST_THREADS)
     mapped: list[tuple[TensorEntry, BoxOverlap, CopyTarget]] = []
     parts = sorted(_place_steps(store, jobs, window, mapped), key=itemgetter(0, 1))
@@ -570,11 +575,13 @@ def copy_reads(store: Store, jobs: Iterable[TensorReads], ranks: int = 1) -> Non
         memory = np.empty(window + 3 * _ALIGNMENT, np.uint8)  # gaps between parts are read with them
         buffer = memory[-memory.ctypes.data % _ALIGNMENT :]  # lines of the cache: the system copies three times as fast
         for number, of_file in groupby(some, key=itemgetter(0)):
-            _copy_file_steps(store.reader(number), list(of_file), buffer, window)
+            _copy_file_steps(store.reader(number), list(of_file), buffer, window, advance)
 
     def copy_mapped(some: Sequence[tuple[TensorEntry, BoxOverlap, CopyTarget]]) -> None:
         for tensor, read, target in some:
             copy_region(store, tensor, read, target)
+            if advance is not None:
+                advance(read.there.numel * tensor.dtype.itemsize)
 
     on_host = all(isinstance(part[4], np.ndarray) for part in parts)
     run_in_threads(copy_steps, parts, [part[2].span for part in parts], ranks if on_host else None)
@@ -610,7 +617,13 @@ def _place_steps(
         mapped += [(tensor, read, targets[read.box]) for read in others]
 
 
-def _copy_file_steps(file: FileReader, parts: Sequence[PlacedStep], buffer: npt.NDArray[np.uint8], window: int) -> None:
+def _copy_file_steps(
+    file: FileReader,
+    parts: Sequence[PlacedStep],
+    buffer: npt.NDArray[np.uint8],
+    window: int,
+    advance: Callable[[int], None] | None,
+) -> None:
     """Read the parts of one file, which are in the order of their first bytes, and put them in their places."""
     first = 0
     while first < len(parts):
@@ -627,6 +640,8 @@ def _copy_file_steps(file: FileReader, parts: Sequence[PlacedStep], buffer: npt.
         for _, begin, step, tensor, place in parts[first:after]:
             carrier = CARRIERS[tensor.dtype.itemsize]
             place[step.here] = np.ndarray(step.sizes, carrier, buffer, begin - low, step.strides)
+        if advance is not None:
+            advance(sum(math.prod(part[2].sizes) * part[3].dtype.itemsize for part in parts[first:after]))
         first = after
 
 

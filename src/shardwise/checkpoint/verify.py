@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardwise._progress import Progress, show_progress
 from shardwise.checkpoint.commit import (
     find_checkpoint,
     is_complete,
@@ -174,21 +175,13 @@ def leftovers(path: str | os.PathLike[str]) -> list[Path]:
     return [folder for folder in found if not is_complete(folder)]
 
 
-def find_checkpoint_problem(path: Path, progress: Callable[[int, int], None] | None = None) -> str | None:
-    """Read a checkpoint whole; what is wrong with it, or None. `progress` gets the bytes read so far, and all bytes."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+def find_checkpoint_problem(path: Path, progress: Progress = False) -> str | None:
+    """Read a checkpoint whole; what is wrong with it, or None."""
     try:
         store = open_store(path)
-        total = count_checked_bytes(store)
         try:
-            return next((str(problem) for problem in find_problems(store, advance)), None)
+            with show_progress(progress, f"verifying {path.name}", count_checked_bytes(store)) as meter:
+                return next((str(problem) for problem in find_problems(store, meter.advance)), None)
         finally:
             store.close()
     except (CheckpointError, OSError) as error:

@@ -18,7 +18,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.store import open_store
 from shardwise.checkpoint.verify import cleaning, find_checkpoint_problem, remove_leftover
 from shardwise.cli.inspect import detect_folder
-from shardwise.cli.output import NO, AsJson, format_count, print_json, table_lines, total_progress
+from shardwise.cli.output import NO, AsJson, format_count, print_json, table_lines
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -112,8 +112,7 @@ def find_leftovers(target: Path) -> list[Leftover]:
 def _reason_to_keep(target: Path) -> str | None:
     if not _is_loadable(target):
         return f"it is a complete checkpoint and {target.name} is not: rename it, or remove it by hand"
-    with total_progress(f"verifying {target.name}") as show:
-        problem = find_checkpoint_problem(target, show)
+    problem = find_checkpoint_problem(target, progress=None)
     if problem is None:
         return None
     return f"{target.name} is damaged ({problem}): see which of them is right, and remove the other by hand"

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise._progress import show_progress
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.index import Scalar, TensorEntry, block_count, stored_names
 from shardwise.checkpoint.verify import ComparedTensor, Difference, StoredLayouts, Tolerance, compare_stored
 from shardwise.cli.inspect import NamePatterns, OpenedCheckpoint, filter_names, open_checkpoint
-from shardwise.cli.output import NO, AsJson, byte_progress, escape_for_terminal, format_count, print_json, shorten_title
+from shardwise.cli.output import NO, AsJson, escape_for_terminal, format_count, print_json, shorten_title
 from shardwise.view import line, print_lines
 
 SHOWN = 50
@@ -117,7 +118,8 @@ def compare(
     both = [name for name in sides[0] if name in sides[1]]
     pairs = [(name, sides[0][name], sides[1][name]) for name in both]
     total = sum(a.nbytes for _, a, b in pairs if a.shape == b.shape)
-    with byte_progress("comparing", total) as advance:
+    with show_progress(None, "comparing", total) as meter:
+        advance = meter.advance
         tensors = [
             TensorDiff(
                 name,

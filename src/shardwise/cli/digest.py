@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from shardwise._progress import show_progress
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.cli.inspect import NamePatterns, filter_names, open_checkpoint
-from shardwise.cli.output import AsJson, byte_progress, escape_for_terminal, print_json
+from shardwise.cli.output import AsJson, escape_for_terminal, print_json
 from shardwise.view import line, print_lines
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: its folder, or a .safetensors or .pt file.")]
@@ -35,10 +36,10 @@ def digest(path: Path, name: NamePatterns = None, by_tensor: ByTensor = False, a
         if not names:
             raise CheckpointError(f"{path}: no tensor fits {', '.join(name or ['*'])}")
         found = {}
-        with byte_progress("reading", sum(checkpoint[each].nbytes for each in names)) as advance:
+        with show_progress(None, "reading", sum(checkpoint[each].nbytes for each in names)) as meter:
             for each in names:
                 found[each] = digest_stored(checkpoint, each)
-                advance(checkpoint[each].nbytes)
+                meter.advance(checkpoint[each].nbytes)
     total = digest_of(found)
     if as_json:
         print_json({"path": path, "digest": total.hex, "tensors": dict(total.by_tensor)})

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise._progress import show_progress
 from shardwise.checkpoint.commit import find_checkpoint, find_place, open_folder
 from shardwise.checkpoint.files import CheckpointError, PinnedFolder
 from shardwise.checkpoint.formats import FORMATS, describe_expected, detect_format
@@ -34,7 +35,7 @@ from shardwise.checkpoint.verify import (
     find_problems,
     measure_balance,
 )
-from shardwise.cli.output import NO, AsJson, byte_progress, escape_for_terminal, format_count, print_json, table_lines
+from shardwise.cli.output import NO, AsJson, escape_for_terminal, format_count, print_json, table_lines
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -255,8 +256,8 @@ def select_entries(found: OpenedCheckpoint, patterns: Sequence[str], order: Orde
 
 def verify_with_progress(found: OpenedCheckpoint) -> list[Problem]:
     """Everything that is wrong, found with a progress bar."""
-    with byte_progress("verifying", count_checked_bytes(found.store)) as advance:
-        return list(find_problems(found.store, advance))
+    with show_progress(None, "verifying", count_checked_bytes(found.store)) as meter:
+        return list(find_problems(found.store, meter.advance))
 
 
 def checkpoint_to_json(

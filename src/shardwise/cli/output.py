@@ -1,7 +1,6 @@
 """How do results reach standard output? As a table of text, or as one JSON document and nothing else.
 
-Sizes and times are written for people. The progress of work on many bytes (share, rate, time left) goes to the error
-stream, where that is a terminal.
+Sizes and times are written for people. Bars of progress are those of `shardwise._progress`.
 
 How does a command end? With an exit status; an error is one red line, without a traceback.
 
@@ -19,8 +18,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -127,43 +125,6 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
         for row in texts
     ]
     return [line("  ".join(row)) for row in cells]
-
-
-@contextmanager
-def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of `total` bytes is done; the function it yields is called for each part.
-
-    >>> with byte_progress("reading", 100) as advance:
-    ...     advance(60)
-    """
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        show(done, total)
-
-    with total_progress(title, total) as show:
-        yield advance
-
-
-@contextmanager
-def total_progress(title: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show how much is done; the function it yields is called with the bytes done and the total bytes.
-
-    >>> with total_progress("writing") as show:
-    ...     show(60, 100)
-    """
-    if not sys.stderr.isatty() or total == 0:
-        yield lambda done, total: None
-        return
-    from rich.console import Console  # a quarter of the start-up time, so only where there is a bar to show
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 BEFORE, AROUND = 50, 76

@@ -21,7 +21,6 @@ from shardwise.cli.output import (
     parse_bytes,
     print_json,
     shorten_title,
-    total_progress,
 )
 from shardwise.geometry import LayoutError
 from shardwise.transfer.transfer import format_bytes
@@ -119,8 +118,7 @@ def command(
         "resume": not restart,
     }
     try:
-        with total_progress("resharding") as progress:
-            report = reshard(src, dst, progress=progress, **options)
+        report = reshard(src, dst, **options)
     except KeyboardInterrupt:
         print("interrupted: the same command continues from here, `shardwise clean` removes it", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shardwise._progress import Progress, check_progress, show_progress
 from shardwise.checkpoint import load as load_checkpoint
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Comm
@@ -37,24 +38,27 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     comm: Any = None,
+    progress: Progress = None,
 ) -> nn.Module:
     """A sharded model with the values of a `from_pretrained` folder; called on every rank.
 
     - `model`: a model on the meta device, a class of models, a config, or None for what the folder's config says.
     - `plan`: a plan, the file of one, or a mesh, for the plan that `shardwise.hf.plan` makes.
     - `dtype`: that of the parameters; by default the one in the config.
+    - `progress`: that of `shardwise.load`: a bar on the first rank's terminal, True, False or a function.
 
     >>> import shardwise
     >>> model = load(None, "path/to/Llama-3", shardwise.Mesh.of(tp=4))  # doctest: +SKIP
     >>> model.generate(tokens, max_new_tokens=20)  # doctest: +SKIP
     """
+    check_progress(progress)
     resolved = resolve_comm(comm)
     made = model if isinstance(model, nn.Module) else build_on_meta(model, folder, dtype)
     if isinstance(plan, Mesh):
         plan = make_plan(made, plan)
     elif not isinstance(plan, ModelPlan):
         plan = load_plan(plan)
-    shard_module(made, plan, process_group=resolved, init=lambda m: _fill_from_folder(m, folder, resolved))
+    shard_module(made, plan, process_group=resolved, init=lambda m: _fill_from_folder(m, folder, resolved, progress))
     return made.eval()
 
 
@@ -78,16 +82,16 @@ def _find_class(config: Any) -> Any:
     return found
 
 
-def _fill_from_folder(model: nn.Module, folder: str | os.PathLike[str], comm: Comm) -> None:
+def _fill_from_folder(model: nn.Module, folder: str | os.PathLike[str], comm: Comm, progress: Progress) -> None:
     state = model.state_dict()
     with open_checkpoint(folder) as checkpoint:
         stored = set(checkpoint.names())
     names = match_names(state, stored, getattr(model, "base_model_prefix", ""))
     missing = [name for name, source in names.items() if source is None]
     if missing and not _are_all_tied(missing, model) and hasattr(model, "from_pretrained"):
-        _fill_from_first_rank(model, folder, comm)
+        _fill_from_first_rank(model, folder, comm, progress)
     else:
-        load_checkpoint(state, folder, names=names, strict=False, cast=True, comm=comm)
+        load_checkpoint(state, folder, names=names, strict=False, cast=True, comm=comm, progress=progress)
 
 
 def match_names(state: Mapping[str, Any], stored: set[str], prefix: str) -> dict[str, str | None]:
@@ -112,12 +116,14 @@ def _are_all_tied(names: list[str], model: nn.Module) -> bool:
     return all(name in tensors and others[id(tensors[name])] - set(names) for name in names)
 
 
-def _fill_from_first_rank(model: nn.Module, folder: str | os.PathLike[str], comm: Comm) -> None:
+def _fill_from_first_rank(model: nn.Module, folder: str | os.PathLike[str], comm: Comm, progress: Progress) -> None:
     first = comm.ranks[0]
     whole: Mapping[str, Tensor] = {}
     if comm.rank == first:
         whole = model.from_pretrained(folder, dtype=next(model.parameters()).dtype).state_dict()  # type: ignore[operator]  # of transformers
-    with torch.no_grad():
-        for name, target in model.state_dict().items():
-            if isinstance(target, ShardedTensor):
-                target.copy_(shard(whole.get(name), target.sharding, first, comm=comm))
+    targets = {name: t for name, t in model.state_dict().items() if isinstance(t, ShardedTensor)}
+    total = sum(target.nbytes for target in targets.values())
+    with torch.no_grad(), show_progress(progress, "loading", total, first=comm.rank == first) as meter:
+        for name, target in targets.items():
+            target.copy_(shard(whole.get(name), target.sharding, first, comm=comm))
+            meter.advance(target.nbytes)

@@ -7,10 +7,12 @@ from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_t
 from shardwise.nn.plan import (
     ModelPlan,
     PlanError,
-    Sharder,
-    ShardingPlan,
-    ShardingPlanner,
 )
+
+# Of torch's old API: shown as names of shardwise.compat.
+from shardwise.nn.plan import Sharder as Sharder
+from shardwise.nn.plan import ShardingPlan as ShardingPlan
+from shardwise.nn.plan import ShardingPlanner as ShardingPlanner
 from shardwise.nn.plan_costs import Balance, BalancedPlanner, PlanTable, describe_plan
 from shardwise.nn.plan_files import load_plan, plan_from_data, plan_to_data, save_plan
 from shardwise.nn.shard_module import check_plan, collect_local_shard, reshard_output, shard_module, shard_parameter
@@ -24,9 +26,6 @@ __all__ = [
     "PlanTable",
     "RowSwap",
     "ShardedOptimizer",
-    "Sharder",
-    "ShardingPlan",
-    "ShardingPlanner",
     "TokenRoute",
     "check_plan",
     "check_replicas",

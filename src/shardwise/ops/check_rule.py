@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._progress import Progress
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh, MeshSpec, Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import chunk_sizes
@@ -302,12 +303,17 @@ class CheckReport:
 
 
 def check_sharding(
-    op: Any, *sample_args: Any, find_missing: bool = True, empty: bool = False, **sample_kwargs: Any
+    op: Any,
+    *sample_args: Any,
+    find_missing: bool = True,
+    empty: bool = False,
+    progress: Progress = None,
+    **sample_kwargs: Any,
 ) -> CheckReport:
     """Verify the registered rule of an operator against the operator itself, gradients included.
 
     `empty`: cuts that leave ranks with nothing are checked as well. `find_missing=False` skips discovery. Samples on a
-    device are copied to host memory, unless the operator does not run there.
+    device are copied to host memory, unless the operator does not run there. `progress`: as of `discover_sharding`.
 
     >>> print(check_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5)))
     aten.mm.default on (4, 6), (6, 5): 6 strategies checked, values and gradients
@@ -318,7 +324,7 @@ def check_sharding(
     rule = require_rule(op)
     call = make_runnable(split_call(op, sample_args, sample_kwargs))
     source, trials = draw_trials(call)
-    found = find_strategies(call).strategies if find_missing else ()
+    found = find_strategies(call, progress).strategies if find_missing else ()
     case = _make_case(call, trials[0])
     check = _RuleCheck([case], rule)
     for ranks in WORLDS:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._progress import Progress, show_progress
 from shardwise.geometry import Partial, Placement, Replicate, Shard
 from shardwise.geometry.placements import chunk_sizes
 from shardwise.ops.rule import OperatorCall, Slot, Strategy, written_slots
@@ -496,7 +497,7 @@ class RandomNumbersError(ValueError):
     """An operator draws random numbers, so that its results cannot be compared."""
 
 
-def find_strategies(call: OperatorCall) -> Findings:
+def find_strategies(call: OperatorCall, progress: Progress = False) -> Findings:
     """All strategies of a call of an operator, whose tensors provide shapes, dtypes and valid integers."""
     if not call.tensors:
         raise ValueError(f"{call.op} got no tensor to shard; pass at least one among the sample arguments")
@@ -513,10 +514,13 @@ def find_strategies(call: OperatorCall) -> Findings:
     replicated: InputPlacements = (Replicate(),) * len(call.tensors)
     found = [Strategy(_output_placements(call, replicated, trials), replicated)]
     edges, refused = draw_edge_trials(call, source) if layouts else ([], [])
-    for layout in layouts[:MAX_LAYOUTS]:
-        outputs = _try_layout(call, layout, [*trials, *edges])
-        if outputs is not None:
-            found.append(Strategy(outputs, layout))
+    tried = layouts[:MAX_LAYOUTS]
+    with show_progress(progress, f"trying {call.op}", len(tried), unit="layouts") as meter:
+        for layout in tried:
+            outputs = _try_layout(call, layout, [*trials, *edges])
+            if outputs is not None:
+                found.append(Strategy(outputs, layout))
+            meter.advance(1)
     if refused and len(found) > 1:
         notes.append(f"the operator refuses, so that these were not tried: {', '.join(refused)}")
     empty = {_try_empty_part(call, s, [*trials, *edges]) for s in found if any(isinstance(p, Shard) for p in s.inputs)}

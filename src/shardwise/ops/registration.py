@@ -29,6 +29,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from shardwise._progress import Progress
 from shardwise._text import package_logger
 from shardwise._torch import present_ops
 from shardwise.geometry import Placement, Shard
@@ -583,12 +584,13 @@ class DiscoveryReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes), f"  not decided: {UNDECIDED}"])
 
 
-def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> DiscoveryReport:
+def discover_sharding(op: Any, *sample_args: Any, progress: Progress = None, **sample_kwargs: Any) -> DiscoveryReport:
     """Find the strategies of an operator by trying: cut sample inputs in parts and see what the results make up.
 
     The samples set shapes, dtypes and the range of integers; values are drawn at random. Dims of equal length are split
     together, so use different lengths, of 4 or more, for unrelated dims. Samples on a device are copied to host memory,
-    unless the operator does not run there.
+    unless the operator does not run there. `progress`: by default a bar on a terminal; True and False say so, and a
+    function is called with the number of layouts tried and of all.
 
     >>> import torch
     >>> discover_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5))
@@ -603,7 +605,7 @@ def discover_sharding(op: Any, *sample_args: Any, **sample_kwargs: Any) -> Disco
     """
     op = resolve_op(op)
     call = make_runnable(split_call(op, sample_args, sample_kwargs))
-    findings = find_strategies(call)
+    findings = find_strategies(call, progress)
     rule = AutoRule(op)
     rule.remember(call, findings)
     return DiscoveryReport(op, call, findings.strategies, findings.notes, rule)

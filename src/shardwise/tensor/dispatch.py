@@ -217,7 +217,7 @@ def refuse_operator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     layouts = ", ".join(repr(leaf.sharding.spec) for leaf in sharded_leaves(args, kwargs))
     raise UnsupportedOpError(
         f"torch function '{op}' is not supported for ShardedTensor with {layouts}; compute on local_tensor(), or "
-        "register an implementation with shardwise.custom_sharded_op_impl(function)"
+        "register an implementation with shardwise.compat.custom_sharded_op_impl(function)"
     )
 
 
