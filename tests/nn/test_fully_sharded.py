@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import Comm, Mesh, ModelPlan, PlanError, ShardedTensor, run_local, shard_module
 from shardwise.comm import DisagreementError
-from shardwise.nn.plan import plan_from_data, plan_to_data
+from shardwise.nn import plan_from_data, plan_to_data
 from shardwise.ops import unshard as prefetch
 from shardwise.ops import unshard as vary
 from shardwise.ops.implicit_replication import reads_plain_as_replicated
@@ -60,8 +60,8 @@ class GatheredMemory:
         self.seen: dict[int, list[tuple[StorageWeakRef, int]]] = {0: [], 1: []}
         move = vary.move_input
 
-        def noted(tensor: ShardedTensor, *args: Any) -> ShardedTensor:
-            moved = move(tensor, *args)
+        def noted(tensor: ShardedTensor, *args: Any, **options: bool) -> ShardedTensor:
+            moved = move(tensor, *args, **options)
             memory = [local.untyped_storage() for local in moved.local_parts]
             self.seen[tensor.comm.rank] += [(StorageWeakRef(m), m.nbytes()) for m in memory]  # type: ignore[no-untyped-call]
             return moved

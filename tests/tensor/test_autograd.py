@@ -15,7 +15,6 @@ from shardwise import Mesh, Partial, Replicate, Shard, run_local
 from shardwise.comm import Comm
 from shardwise.geometry import Placement
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor.dispatch import UnsupportedOpError
 from tests.dense import check_op, lay, ramp
 
 ROWS = Shard(0)
@@ -76,15 +75,15 @@ class _Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grads[0]
 
 
-def test_what_would_lose_gradients_is_refused() -> None:
+def test_every_function_takes_sharded_tensors() -> None:
     def body(comm: Comm) -> None:
-        x = leaf(X)
-        (x * x).sum().full()
-        with pytest.raises(UnsupportedOpError, match=r"inside the forward of a torch\.autograd\.Function"):
-            _Square.apply(x)
-        with torch.inference_mode():
-            assert torch.equal((x * x).full(), X * X)
-        assert torch.equal(_Square.apply(x.detach()).full(), X * X)
+        for placement in WAYS:
+            x = leaf(X, placement)
+            _Square.apply(x).sum().backward()
+            assert torch.allclose(x.grad.full(), 2 * X)
+            with torch.inference_mode():
+                assert torch.allclose((x * x).full(), X * X)
+            assert torch.allclose(_Square.apply(x.detach()).full(), X * X)
 
     run_local(body, 2)
 

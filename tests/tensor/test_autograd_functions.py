@@ -309,15 +309,25 @@ def test_a_function_that_writes_is_refused() -> None:
     run_local(body, 2, timeout=60)
 
 
-def test_a_function_that_is_not_registered_is_refused_with_the_way_out() -> None:
+def test_a_function_needs_no_registration_but_one_of_torch_does() -> None:
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x * 2
 
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]  # torch's takes any number
+            return grad * 3
+
+    class OfTorch(Own):
+        __module__ = "torch.somewhere"
+
     def body(comm: Comm) -> None:
+        x = lay(matrix(1).requires_grad_(), S0)
+        Own.apply(x).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        assert torch.equal(x.grad.full(), torch.full((4, 4), 3.0, dtype=torch.float64))
         with pytest.raises(UnsupportedOpError, match=r"shardwise\.register_autograd_function"):
-            Own.apply(lay(matrix(1).requires_grad_(), S0))  # type: ignore[no-untyped-call]  # untyped in torch
+            OfTorch.apply(x)  # type: ignore[no-untyped-call]  # untyped in torch
 
     run_local(body, 2, timeout=60)
 

@@ -25,7 +25,6 @@ Methods that models of transformers and peft have besides `forward`, made to wor
 - `resize_token_embeddings`: the tables are made whole, resized on every rank, and sharded again as the plan says, with
   the values of the first rank. Called on the model that was sharded.
 
-- `torch.autograd.Function`s take ShardedTensors, except torch's own.
 
 A module keeps its class's name and bases: its class becomes a subclass with these methods, found by their names.
 """
@@ -57,7 +56,6 @@ from shardwise.nn.plan import PLAIN, ModelPlan
 from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.unshard import pin_parameter
 from shardwise.ops.views import NoViewError, express_shard, mesh_spec, redistribute_to, view_on_mesh
-from shardwise.tensor.autograd_function import register_autograd_function
 from shardwise.tensor.creation import shard
 from shardwise.tensor.functions import warn_compiled_callers
 from shardwise.tensor.move import format_layout_text
@@ -505,15 +503,6 @@ def adapt_methods(module: nn.Module, plan: ModelPlan, comm: Comm) -> None:
             part.__dict__.pop("_compiled_call", None)  # of transformers' generate(); in a copy it is the original's
         if "generate" in names and part is not module and plan.input_plan is not None:
             register_input_hooks(part, plan, comm)  # a wrapper's generate() calls the forward of the model inside
-
-
-def adapt_functions() -> None:
-    """Let the autograd Functions that exist take ShardedTensors: those of the model, of its loss, of libraries."""
-    left: list[Any] = [torch.autograd.Function]
-    for kind in left:
-        left += kind.__subclasses__()
-        if kind.__module__.partition(".")[0] not in ("torch", "shardwise", "functorch"):
-            register_autograd_function(kind)
 
 
 @cache

@@ -53,7 +53,7 @@ from shardwise.comm import Comm, DisagreementError, agree, name_ranks
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.compiler.compiled import route_torch_compile
 from shardwise.geometry import Layout, LayoutError, ShardingSpec
-from shardwise.nn.inputs import adapt_functions, adapt_methods, register_activation_hooks, register_input_hooks
+from shardwise.nn.inputs import adapt_methods, register_activation_hooks, register_input_hooks
 from shardwise.nn.lookup import register_local_batch_hooks
 from shardwise.nn.lookup_routes import owned_rows
 from shardwise.nn.optimizer import hold_sharded_parameters, register_state_dict_functions
@@ -492,7 +492,6 @@ def shard_module(
     missing.fill()
     check_on_all_ranks(comm, missing.check)
     _log_sharded(module, plan, comm)
-    adapt_functions()
     register_state_dict_functions()
     route_torch_compile()
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -3,8 +3,9 @@
 1. Its forward runs on the ShardedTensors, unrecorded. Then one node over the local tensors of all arguments is put on
    the tape. The node's backward puts local gradients together to ShardedTensors, calls the Function's own backward, and
    takes the results apart again. What the Function saves is saved as local tensors, by torch, so that hooks see it.
-2. Torch calls `Function.apply` without asking the types of its arguments. So `register_autograd_function` gives a class
-   an `apply` that asks. Torch's own Functions for hooks of modules and for activation checkpointing are registered too.
+2. Torch calls `Function.apply` without asking the types of its arguments. So `torch.autograd.Function` gets an `apply`
+   that asks, for the Functions of all programs and libraries; `register_autograd_function` gives one to a Function of
+   torch itself. Those for hooks of modules and for activation checkpointing are registered.
 3. Checkpointed code that is computed again gets its arguments from saved tensors: also from local ones.
 
 Forward-mode differentiation: the tangents of a ShardedTensor are those of its local tensors.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -366,8 +367,27 @@ _WRITES = (
 _TAKES_SHARDED, _WARNED = "_takes_sharded_tensors", "_warned_of_gathering"
 
 
+_NOT_ADAPTED = ("torch", "functorch", "shardwise")  # they know what they are given
+
+
+def _let_all_functions_take_sharded() -> None:
+    """Give `torch.autograd.Function` an `apply` that asks for ShardedTensors."""
+    original = vars(torch.autograd.Function)["apply"].__func__
+
+    @wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(a, ShardedTensor) for a in args) or cls.__module__.partition(".")[0] in _NOT_ADAPTED:
+            return original(cls, *args, **kwargs)
+        return apply_to_sharded(cls, args, partial(original, cls))
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+
+
+_let_all_functions_take_sharded()
+
+
 def register_autograd_function(function: F) -> F:
-    """Let a `torch.autograd.Function` of your own take ShardedTensors; also usable as a decorator.
+    """Let a `torch.autograd.Function` of torch itself take ShardedTensors; every other one does. Also a decorator.
 
     Its forward and backward then get ShardedTensors wherever `apply` was given them. One whose forward uses operators
     that ShardedTensors do not have (memory addresses, kernels without a rule) gets whole tensors, with one warning.

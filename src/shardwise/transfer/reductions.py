@@ -170,7 +170,7 @@ def deal_regions(src: Layout, dst: Layout, found: Overlaps) -> GridSpec:
     count = np.diff(common.starts)
     able = np.where(count > 0, count, holders)
     turn, regions = _turns_within(found.cells)
-    parts, dim = _common_parts(found.sizes, int((-(-able // regions)).min()) if len(able) else 1)
+    parts, dim = _common_parts(found.sizes, _parts_for_all(found.cells, common, able, regions))
     owners = []
     for part in range(parts):
         place = (turn * parts + part) % able
@@ -181,6 +181,19 @@ def deal_regions(src: Layout, dst: Layout, found: Overlaps) -> GridSpec:
     table = np.stack(owners, axis=1)[np.lexsort(found.starts.T[::-1])].reshape(*map(len, splits), parts)
     splits[dim] = [length for whole in splits[dim] for length in chunk_sizes(whole, parts)]
     return GridSpec(splits, np.moveaxis(table, -1, dim + 1).reshape([len(split) for split in splits]))
+
+
+def _parts_for_all(cells: IntArray, common: _RanksOfRegions, able: IntArray, regions: IntArray) -> int:
+    """In how many parts each region is cut, so that all ranks that could reduce a region of its source cell take part.
+
+    Some regions of a cell may be for other ranks than the rest.
+    """
+    if not len(able):
+        return 1
+    of_region = np.repeat(cells, np.diff(common.starts))
+    width = int(common.ranks.max(initial=0)) + 1
+    each = np.bincount(np.unique(of_region * width + common.ranks) // width, minlength=int(cells.max()) + 1)
+    return int((-(-np.maximum(able, each[cells]) // regions)).min())
 
 
 def _turns_within(cells: IntArray) -> tuple[IntArray, IntArray]:

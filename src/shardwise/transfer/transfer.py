@@ -50,6 +50,7 @@ from shardwise.transfer.topology import Topology
 
 SHOWN_EDGES = 16
 PRICED_BOXES = 1 << 14
+CLEARLY_FASTER = 0.9  # of the time that the fewest bytes take
 EACH_ON_ITS_OWN = Topology(ranks_per_host=1)
 
 
@@ -182,16 +183,17 @@ class Transfer:
 
     @cached_property
     def outlines(self) -> tuple[StepOutline, ...]:
-        """What each step does: of several candidates that which takes least time, the same on every rank.
+        """What each step does, the same on every rank: the fewest bytes, unless another candidate is clearly faster.
 
         Where the hosts are not known, all ranks are taken to be far from each other.
         """
-        candidates = outline_candidates(self.src, self.dst, self.options.topology)
-        if len(candidates) == 1:
-            return candidates[0]
+        *others, fewest = outline_candidates(self.src, self.dst, self.options.topology)
+        if not others:
+            return fewest
         links = self.options.topology or EACH_ON_ITS_OWN
-        seconds = [self._estimate_candidate(candidate, links) for candidate in candidates]
-        return candidates[seconds.index(min(seconds))]
+        seconds = [self._estimate_candidate(candidate, links) for candidate in others]
+        wins = min(seconds) < CLEARLY_FASTER * self._estimate_candidate(fewest, links)
+        return others[seconds.index(min(seconds))] if wins else fewest
 
     def _estimate_candidate(self, outlines: tuple[StepOutline, ...], links: Topology) -> float:
         """Seconds of the whole transfer with these steps; where moves are many, of totals that list none."""
