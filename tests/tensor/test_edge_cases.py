@@ -19,8 +19,8 @@ from shardwise.checkpoint.loading import _agree_on_load
 from shardwise.checkpoint.reshard_copy import divide_memory
 from shardwise.checkpoint.verify import _agrees, count_checked_bytes
 from shardwise.geometry import Box, find_dtype
-from shardwise.tensor.parts import _ends_in_equal_runs
 from shardwise.tensor.random import Stream, bernoulli, fill_box, integers, truncated_normal
+from shardwise.transfer import plan_transfer
 
 
 def test_whole_numbers_reach_the_last_one_of_their_dtype() -> None:
@@ -73,10 +73,10 @@ def test_rows_of_one_run_each_are_scattered_at_once(sizes: tuple[int, int], even
     mesh = Mesh.of(x=2)
     src = MeshSpec(mesh, (Partial("sum"),)).layout((4, 3))
     dst = MeshSpec(mesh, (Shard(0, sizes=sizes),)).layout((4, 3))
-    transfer = SimpleNamespace(src=src, dst=dst)
-    assert _ends_in_equal_runs(transfer, (0, 1)) is even  # type: ignore[arg-type]  # a transfer of two layouts alone
-    turned = SimpleNamespace(src=src, dst=MeshSpec(mesh, (Shard(0),), order=None).layout((4, 3)))
-    assert _ends_in_equal_runs(turned, (1, 0)) is False  # type: ignore[arg-type]  # rows of the other rank
+    found = plan_transfer(src, dst, itemsize=4).collective_of_comm((0, 1))
+    assert str(found) == ("reduce_scatter of 2 ranks" if even else "None")
+    turned = MeshSpec(mesh, (Shard(0),), order=None).layout((4, 3))
+    assert plan_transfer(src, turned, itemsize=4).collective_of_comm((1, 0)) is None  # rows of the other rank
 
 
 def test_a_bad_spec_or_rank_is_refused_on_every_rank() -> None:
