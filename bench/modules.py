@@ -2,7 +2,7 @@
 
 1. Lookups: every rank brings its own ids and gets its own rows of a table that lies on all ranks.
 2. Models: a perceptron and a transformer block, forward, backward and optimizer step, tensor-parallel.
-3. Fully sharded models (`fully_sharded`).
+3. Fully sharded models (`fully_sharded`), and Muon (`owners`).
 
 All ways take turns, with a barrier before each; a run lasts from the first rank's start to the last rank's end.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-from bench import fully_sharded, ops_models
+from bench import fully_sharded, ops_models, owners
 from bench.modules_lookup import HAND, OURS, TORCH, LookupCase, contenders
 from bench.report import Cell, Figures
 from bench.timing import Contender, Span, run_interleaved, seconds
@@ -56,6 +56,7 @@ class ModuleBenchSizes:
     model_turns: int = 60
     models: tuple[str, ...] = ()
     sharded: fully_sharded.ShardedBenchSizes = field(default_factory=fully_sharded.ShardedBenchSizes)
+    owners: owners.OwnerBenchSizes = field(default_factory=owners.OwnerBenchSizes)
 
 
 TINY = ModuleBenchSizes(
@@ -65,16 +66,22 @@ TINY = ModuleBenchSizes(
     model_turns=1,
     models=("perceptron", "transformer block"),
     sharded=fully_sharded.TINY,
+    owners=owners.TINY,
 )
 
 
 def run(sizes: ModuleBenchSizes) -> list[Figures]:
-    """The three tables."""
+    """The four tables."""
     with LocalWorld(sizes.ranks) as world:
         lookups = [_join_rank_times(world.run(_lookup, case, sizes.turns)) for case in sizes.cases]
     with LocalWorld(sizes.model_ranks) as world:
         models = {kind: _join_rank_times(world.run(_model, kind, sizes.model_turns)) for kind in sizes.models or MODELS}
-    return [_lookup_table(sizes, lookups), _model_table(sizes, models), *fully_sharded.run(sizes.sharded)]
+    return [
+        _lookup_table(sizes, lookups),
+        _model_table(sizes, models),
+        *fully_sharded.run(sizes.sharded),
+        *owners.run(sizes.owners),
+    ]
 
 
 def _join_rank_times(by_rank: Sequence[dict[str, list[Span]]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from shardwise.nn.experts import GroupedExperts, RowSwap, TokenRoute, route_toke
 from shardwise.nn.inputs import check_replicas
 from shardwise.nn.lookup import plain_as_local_batch
 from shardwise.nn.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.nn.owners import Muon, OwnerOptimizer, deal_owners
 from shardwise.nn.plan import (
     ModelPlan,
     PlanError,
@@ -22,6 +23,8 @@ __all__ = [
     "BalancedPlanner",
     "GroupedExperts",
     "ModelPlan",
+    "Muon",
+    "OwnerOptimizer",
     "PlanError",
     "PlanTable",
     "RowSwap",
@@ -30,6 +33,7 @@ __all__ = [
     "check_plan",
     "check_replicas",
     "collect_local_shard",
+    "deal_owners",
     "describe_plan",
     "load_plan",
     "named_params_with_sharded_tensor",

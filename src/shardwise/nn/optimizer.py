@@ -360,6 +360,7 @@ def _check_elementwise(optimizer: optim.Optimizer, named: Mapping[str, Tensor]) 
         raise ValueError(
             f"{kind} needs whole parameters, and ranks have parts of {len(cut)} parameters, such as "
             f"{cut[0]!r}; pass it the sharded parameters themselves: {kind}(model.parameters(), ...)"
+            + ("; shardwise.nn.Muon computes each matrix on one rank" if kind == "Muon" else "")
         )
 
 
