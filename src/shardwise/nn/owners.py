@@ -238,10 +238,10 @@ class OwnerOptimizer(optim.Optimizer):
         for members in [*_rounds(works), []]:
             states = [self._matrix_states(work) for work in members]
             away = [
-                (key, held, home)
+                (key, held, target)
                 for work, own in zip(members, states, strict=True)
                 for key, held in own.items()
-                if (home := self._state_layout(work, key, tuple(held.shape))) != held.sharding
+                if (target := self._state_layout(work, key, tuple(held.shape))) != held.sharding
             ]  # state that was loaded in another layout, or whose owner is another one now
             sources = [*map(self._start, members), *(update for _, update in back), *(held for _, held, _ in away)]
             targets = [*(w.layout for w in members), *(_sharded(w).sharding for w, _ in back), *(h for _, _, h in away)]
@@ -251,12 +251,12 @@ class OwnerOptimizer(optim.Optimizer):
             for (work, _), update in zip(back, moved[len(members) :], strict=False):
                 for part, own_update in zip(_sharded(work).local_parts, update.local_parts, strict=True):
                     self.apply(part, own_update, work.group, work.boxes[0].sizes[-2:])
-            at_home = {id(held): new for (_, held, _), new in zip(away, moved[len(moved) - len(away) :], strict=True)}
+            on_owner = {id(held): new for (_, held, _), new in zip(away, moved[len(moved) - len(away) :], strict=True)}
             back = []
             for work, whole, own in zip(members, moved, states, strict=False):
-                held_here = {key: at_home.get(id(held), held) for key, held in own.items()}
-                self.state[work.parameter].update(held_here)
-                back.append((work, self._compute(work, whole, held_here)))
+                held_now = {key: on_owner.get(id(held), held) for key, held in own.items()}
+                self.state[work.parameter].update(held_now)
+                back.append((work, self._compute(work, whole, held_now)))
 
     def _start(self, work: OwnedParameter) -> ShardedTensor:
         """What travels to the owners, made of this rank's parts."""
