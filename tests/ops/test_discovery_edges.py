@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.geometry import Partial, Replicate, Shard
+from shardwise.ops import discovery
 from shardwise.ops.check_rule import check_sharding
 from shardwise.ops.registration import discover_sharding, format_strategy, sharding_rule
 
@@ -154,6 +156,29 @@ def test_the_strategies_are_the_right_ones(case: Any) -> None:
 def test_what_was_not_tried_is_said() -> None:
     report = discover_sharding(torch.ops.aten.linalg_eigvals.default, torch.zeros(5, 4, 4))
     assert "not tried: " in str(report) and "a nan" in str(report)
+
+
+def test_a_slow_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr(discovery, "perf_counter", lambda: 11.0 ** min(next(clock), 280))  # always much later
+    report = discover_sharding(torch.ops.aten.mm.default, torch.zeros(4, 6), torch.zeros(6, 5))
+    assert not report.notes and len(report.strategies) == 6
+
+
+def test_an_operator_that_counts_up_to_a_value_gets_no_large_ones() -> None:
+    counted = []
+
+    def count_up(x: Tensor) -> Tensor:
+        counted.append(int(x.abs().max()) if x.numel() else 0)
+        for _ in range(min(counted[-1], 2 * 10**6)):
+            abs(0)
+        return x.clone()
+
+    with torch.library._scoped_library(LIBRARY, "DEF") as library:
+        library.define("count_up(Tensor x) -> Tensor")
+        library.impl("count_up", count_up, "CompositeExplicitAutograd")
+        report = discover_sharding(torch.ops.shardwise_edges.count_up.default, X)
+    assert "1e+12" in str(report) and max(counted) < 10**7
 
 
 def test_a_part_of_length_0_that_changes_the_result_is_said() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -205,6 +205,7 @@ INFINITE_EDGES = ("an infinity", "a negative infinity", "a nan", "several infini
 EQUAL_TENSORS = ("equal tensors", "tensors that differ in one element")
 INTEGER_LIMITS = ("integers at the limits of their dtype", "one largest integer", "one smallest integer")
 UNBOUNDED_EDGES = (f"values of about {1e12:g}", *INFINITE_EDGES, *INTEGER_LIMITS)
+HUGE_EDGES = tuple(name for name in EDGE_VALUES if name.startswith("large values"))
 INTEGER_EDGES = (
     "integers up to 1000",
     "one large integer",
@@ -562,9 +563,14 @@ def draw_edge_trials(call: OperatorCall, source: SampleSource) -> tuple[list[Tri
     # beside floats, integers are mostly indices, and not every kernel looks whether they are in range
     limit = 0.005  # seconds; an operator that counts up to a value would not come to an end with large ones
     for seed, name in enumerate([*EDGE_VALUES, *(() if floats else INTEGER_EDGES)], 100):
-        if ((limit < 0 or iterates) and name in UNBOUNDED_EDGES) or (
-            # indices, or counts: results of their size would not fit in memory
-            name in INTEGER_LIMITS and (INTEGER_EDGES[0] in refused or _sizes_follow_values(trials))
+        counts = limit < 0
+        if (
+            (counts and name in HUGE_EDGES)
+            or ((counts or iterates) and name in UNBOUNDED_EDGES)
+            or (
+                # indices, or counts: results of their size would not fit in memory
+                name in INTEGER_LIMITS and (INTEGER_EDGES[0] in refused or _sizes_follow_values(trials))
+            )
         ):
             refused.append(name)
             continue
@@ -574,18 +580,29 @@ def draw_edge_trials(call: OperatorCall, source: SampleSource) -> tuple[list[Tri
             refused += [name] * (made is None and name not in refused)
             trials += made or []
         if name not in UNBOUNDED_EDGES and perf_counter() - began > limit:
-            took = [_seconds(call, trial) for trial in trials if trial.name in (name, FINITE_EDGES[0])]
-            limit = -1.0 if len(took) == 2 and took[1] > 10 * took[0] else limit
+            compared = [trial for trial in trials if trial.name in (name, FINITE_EDGES[0])]
+            limit = -1.0 if len(compared) == 2 and _takes_longer(call, *compared, limit) else limit
+    if limit < 0:
+        trials = [replace(t, addends=min(t.addends, max(1.0, t.scale or 1.0))) for t in trials]
     if source.double and floats:
         own = _edge_trial(call, replace(source, double=False), OWN_DTYPE, 99)
         trials += [replace(t, rounds=True) for t in own or []]
     return trials, refused
 
 
+def _takes_longer(call: OperatorCall, small: Trial, large: Trial, limit: float) -> bool:
+    """Whether an operator's work follows from its values: ten times as much in each of several runs.
+
+    Seconds of this thread are compared, not of the clock: what else the machine does decides nothing.
+    """
+    usual = max(limit / 4, 10 * min(_seconds(call, small) for _ in range(3)))
+    return all(_seconds(call, large) > usual for _ in range(5))
+
+
 def _seconds(call: OperatorCall, trial: Trial) -> float:
-    began = perf_counter()
+    began = thread_time()
     run_call(call, trial.inputs)
-    return perf_counter() - began
+    return thread_time() - began
 
 
 def _sizes_follow_values(trials: Sequence[Trial]) -> bool:
