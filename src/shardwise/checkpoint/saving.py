@@ -567,9 +567,7 @@ def _write_in_background(
         return write_rank_files(plan, sources, comm.rank, before_block)
 
 
-def write_rank_files(
-    plan: SavePlan, sources: Sequence[Tensor], rank: int, before_block: Callable[[int], None]
-) -> Json:
+def write_rank_files(plan: SavePlan, sources: Sequence[Tensor], rank: int, before_block: Callable[[int], None]) -> Json:
     """Write this rank's files from the values of its items; return what the index needs of them."""
     plan.folder.find()
     values = iter(sources)

@@ -581,7 +581,8 @@ def draw_edge_trials(call: OperatorCall, source: SampleSource) -> tuple[list[Tri
             trials += made or []
         if name not in UNBOUNDED_EDGES and perf_counter() - began > limit:
             compared = [trial for trial in trials if trial.name in (name, FINITE_EDGES[0])]
-            limit = -1.0 if len(compared) == 2 and _takes_longer(call, *compared, limit) else limit
+            if len(compared) == 2 and _takes_longer(call, compared[0], compared[1], limit):
+                limit = -1.0
     if limit < 0:
         trials = [replace(t, addends=min(t.addends, max(1.0, t.scale or 1.0))) for t in trials]
     if source.double and floats:
