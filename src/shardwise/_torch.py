@@ -499,8 +499,16 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name of a group, the same on all its ranks."""
-    return str(group.group_name)
+    """Return the name of a group, the same on all its ranks; it is empty for one without a name, as stubs of tests."""
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        return ""
+
+
+def ranks_are_threads() -> bool:
+    """Whether each thread of this process has a torch.distributed world of its own, as in torch's tests."""
+    return type(c10d._world) is not c10d._World
 
 
 _naming = threading.local()

@@ -5,6 +5,7 @@ What needs ranks that talk is in tests/compat/test_dtensor_ranks.py.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from itertools import permutations, product
@@ -24,7 +25,7 @@ import shardwise.compat
 from shardwise.comm import Comm, run_local
 from shardwise.compat import to_dtensor
 from shardwise.geometry import LayoutError, Mesh, MeshSpec, Partial, Replicate, Shard
-from shardwise.ops.dtensor_rules import torch_placements
+from shardwise.ops.dtensor_rules import _schema_info, torch_placements
 from shardwise.tensor.functions import spec_from_dtensor
 
 SQUARE, CUBE = Mesh.of(dp=2, tp=2), Mesh.of(pp=2, dp=3, tp=2)
@@ -113,7 +114,7 @@ propagator = DTensor._op_dispatcher.sharding_propagator
 single = getattr(propagator, "op_single_dim_strategy_funcs", {})
 assert "shardwise" in propagator.op_strategy_funcs[relu].__module__
 assert relu not in single
-assert propagator.op_to_schema_info[relu].static_argnum == 0
+assert propagator.op_to_schema_info[relu].static_argnum == 100  # no argument but tensors, as torch counts
 shardwise.remove_sharding(relu)
 for op in (relu, torch.ops.aten.mm.default):
     torchs = single.get(op) or propagator.op_strategy_funcs[op]
@@ -146,3 +147,15 @@ print([op in funcs and "shardwise" in funcs[op].__module__ for op in (relu, tanh
 def test_the_drop_in_name_replaces_rules_of_both_and_the_native_one_leaves_dtensor_alone() -> None:
     done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "[True, False]\n"), done.stderr
+
+
+def test_what_counts_in_torch_s_key_starts_at_the_first_argument_that_is_no_tensor() -> None:
+    """torch's own test of register_sharding looks at these numbers."""
+    importlib.import_module("torch.distributed.tensor")
+    aten = torch.ops.aten
+    found = {
+        op: _schema_info(op) for op in (aten._softmax.default, aten.argmax.default, aten.add.Tensor, aten.cat.default)
+    }
+    assert [info.static_argnum for info in found.values()] == [1, 1, 2, 0]
+    assert found[aten.add.Tensor].static_kwargkey == ["alpha"]
+    assert _schema_info(aten.clamp.Tensor).static_argnum == 1, "which bound is left out is in the key"

@@ -303,3 +303,34 @@ def test_parameters_are_full_precision_outside_of_their_modules() -> None:
 
     for seen, own, after in run_local(body, 2, timeout=60.0):
         assert seen[:2] == [torch.bfloat16] * 2 and set(own) == set(after) == {torch.float32}
+
+
+def test_what_a_move_returns_may_be_written_to() -> None:
+    """`embeddings += positions`, as many models have it, of a table that is split with the batch."""
+    ids, start = torch.tensor([[0, 3], [5, 1], [3, 3], [2, 4]]), torch.arange(256.0).reshape(64, 4) / 64
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.positions = nn.Embedding(64, 4), nn.Embedding(2, 4)
+            with torch.no_grad():
+                self.table.weight.copy_(start)
+                self.positions.weight.copy_(start[:2] / 7)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found = self.table(ids)
+            found *= 3
+            found += self.positions(torch.arange(2))
+            return found.square().sum()
+
+    dense = Model()
+    dense(ids).backward()
+
+    def body(comm: Comm) -> list[Tensor]:
+        model = Model()
+        shard_module(model, ModelPlan(Mesh.of(fsdp=2), {"*.weight": "S(0)"}, input_plan="S(0)", output_plan="plain"))
+        model(ids.chunk(2)[comm.rank]).backward()
+        return [p.grad.full() for p in model.parameters()]
+
+    for found in run_local(body, 2):
+        assert_close(found, [p.grad for p in dense.parameters()])

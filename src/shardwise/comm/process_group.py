@@ -7,7 +7,8 @@ Which engine moves the bytes is decided once, at the first operation, together b
 2. gloo, the comm's device is a GPU, and all ranks share a host: straight out of device memory (`device_memory`);
 3. gloo, and all ranks share a host: straight out of one process's memory into the other's (`host_memory`);
 4. gloo, and some ranks share a host: memory within a host, gloo's sockets between hosts (`hosts`);
-5. gloo otherwise: point to point over its sockets.
+5. gloo otherwise: point to point over its sockets; also where ranks are threads of one process, as in torch's tests;
+6. torch's "fake" backend: ranks that do not exist are taken to say what this one says, and no values are moved.
 
 Where some ranks share a host and others do not, `find_topology` says so, and moves are planned for it.
 
@@ -40,7 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._text import package_logger
-from shardwise._torch import Store, default_store, group_backends, group_name, name_new_groups
+from shardwise._torch import Store, default_store, group_backends, group_name, name_new_groups, ranks_are_threads
 from shardwise.comm import flat_tensors as tensors
 from shardwise.comm.agree import agree_on_request, check_digests, name_ranks
 from shardwise.comm.background import BackgroundCall, BackgroundQueue
@@ -58,7 +59,7 @@ from shardwise.comm.protocol import (
     TensorsByRank,
     Work,
 )
-from shardwise.comm.transports.backends import GlooEngine, NativeEngine
+from shardwise.comm.transports.backends import FakeEngine, GlooEngine, NativeEngine
 from shardwise.comm.transports.device_memory import choose_device_engine, connect_devices, find_request
 from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.host_memory import connect_same_host
@@ -66,7 +67,8 @@ from shardwise.comm.transports.hosts import compose_engines
 from shardwise.transfer.topology import Topology
 
 _GRACE_SECONDS = 1.0
-_groups_made: tuple[Store | None, Counter[tuple[int, ...]]] = None, Counter()  # of the world with this store
+# Of the world with this store, by this rank: ranks may be threads of one process.
+_groups_made: tuple[Store | None, Counter[tuple[int, tuple[int, ...]]]] = None, Counter()
 
 
 def make_group(
@@ -74,7 +76,7 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Make the group of these ranks, which all call this; raises TransportError if they do not in time."""
     made: Future[dist.ProcessGroup] = Future()
-    name = _find_name(ranks, backend)
+    name = _find_name(ranks, rank, backend)
 
     def make() -> None:
         try:
@@ -87,7 +89,10 @@ def make_group(
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=make, name="shardwise-new-group", daemon=True).start()
+    if ranks_are_threads():
+        make()  # another thread has no world
+    else:
+        threading.Thread(target=make, name="shardwise-new-group", daemon=True).start()
     others = tuple(r for r in ranks if r != rank)
     try:
         return made.result(timeout + _GRACE_SECONDS)
@@ -97,14 +102,14 @@ def make_group(
         raise to_transport_error(error, others) from error
 
 
-def _find_name(ranks: tuple[int, ...], backend: str | None) -> str:
+def _find_name(ranks: tuple[int, ...], rank: int, backend: str | None) -> str:
     """A name that all members find: their ranks, and how many groups of just these ranks the world has had."""
     global _groups_made
     store = default_store()
     if _groups_made[0] is not store:
         _groups_made = store, Counter()
-    _groups_made[1][ranks] += 1
-    text = f"{ranks} {backend} {_groups_made[1][ranks]}"
+    _groups_made[1][rank, ranks] += 1
+    text = f"{ranks} {backend} {_groups_made[1][rank, ranks]}"
     return f"shardwise_{hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()}"
 
 
@@ -116,8 +121,8 @@ _AFTER_FAILURE = (
 )
 _log = package_logger(__name__)
 T = TypeVar("T")
-_comm_by_group: dict[str, ProcessGroupComm] = {}
-_comms_made: Counter[str] = Counter()
+_comm_by_group: dict[tuple[str, int], ProcessGroupComm] = {}  # by the name of a group and the rank of this thread
+_comms_made: Counter[tuple[str, int]] = Counter()
 
 
 class ProcessGroupComm(Comm):
@@ -171,9 +176,10 @@ class ProcessGroupComm(Comm):
     ) -> ProcessGroupComm:
         """Return the comm of a group, the same one each time; the first call sets its device and time-out."""
         resolved = _resolve_group(group)
-        known = _comm_by_group.get(group_name(resolved))
+        key = group_name(resolved), dist.get_rank()
+        known = _comm_by_group.get(key)
         if known is None or known.process_group is not resolved:
-            known = _comm_by_group[group_name(resolved)] = cls(resolved, device, timeout)
+            known = _comm_by_group[key] = cls(resolved, device, timeout)
         return known
 
     def __repr__(self) -> str:
@@ -186,7 +192,7 @@ class ProcessGroupComm(Comm):
 
     def find_topology(self) -> Topology | None:
         """Return which ranks share a host, if some do and others do not."""
-        if self._engine is None:
+        if self._engine is None and not ranks_are_threads():  # which are on one host
             self._gather_bytes("connect", b"", "connect")
         return self._topology
 
@@ -363,7 +369,7 @@ class ProcessGroupComm(Comm):
         number = self._begin(call)
         try:
             engine = self._ready_engine()
-            stage = Stage(engine.device)
+            stage = engine.stage()
             work = run(engine, stage)
         except TransportError as accident:
             raise self._explain(accident, number, label, call) from accident.__cause__
@@ -425,6 +431,11 @@ class ProcessGroupComm(Comm):
 
     def _choose_engine(self) -> Engine:
         backend = self._backends.get(self.device.type)
+        if backend == "fake":
+            return FakeEngine(self.rank, self.ranks)
+        if ranks_are_threads():
+            group = self.process_group if backend == "gloo" else self._new_group(self.ranks, "gloo")
+            return GlooEngine(group, self.rank, self.ranks, self.timeout)
         if backend is not None and backend != "gloo":
             group = self.process_group if self._backends.get("cpu") == "gloo" else self._new_group(self.ranks, "gloo")
             host, hosts = self._connect_hosts(GlooEngine(group, self.rank, self.ranks, self.timeout))
@@ -479,8 +490,8 @@ def _topology_of(ranks: tuple[int, ...], hosts: tuple[int, ...] | None) -> Topol
 
 def _new_fault_log(group: dist.ProcessGroup, rank: int) -> FaultLog:
     name = group_name(group)
-    _comms_made[name] += 1
-    return FaultLog(name, _comms_made[name], rank)
+    _comms_made[name, rank] += 1
+    return FaultLog(name, _comms_made[name, rank], rank)
 
 
 def _awaited_ranks(comm: weakref.ref[ProcessGroupComm]) -> tuple[int, ...]:

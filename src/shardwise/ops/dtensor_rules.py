@@ -39,6 +39,7 @@ _TABLES = (
     "op_to_schema_info",
     "op_to_schema_info_for_single_dim_strategy",
 )
+_NO_STATIC_ARGUMENT = 100  # torch's own number for an operator of tensors alone
 _HANDLERS = "_custom_op_handlers"  # of the dispatcher: functions that compute an operator without a rule
 _rules_to_install: dict[Any, Rule] = {}
 _replaced_entries: dict[Any, dict[str, Any]] = {}
@@ -227,10 +228,15 @@ def _tables() -> dict[str, dict[Any, Any]]:
 
 
 def _schema_info(op: Any) -> Any:
-    """Every argument that is not a tensor counts in torch's key."""
-    named = [a.name for a in op._schema.arguments if a.kwarg_only and "Tensor" not in str(a.type)]
+    """Every argument that is not a tensor counts in torch's key: those from the first one on, as torch counts them.
+
+    A tensor that may be left out is not a tensor here: which of several are left out has to be in the key.
+    """
+    arguments = op._schema.arguments
+    first = next((i for i, a in enumerate(arguments) if str(a.type) != "Tensor"), _NO_STATIC_ARGUMENT)
+    named = [a.name for a in arguments if a.kwarg_only and "Tensor" not in str(a.type)]
     words = sys.modules[f"{TENSOR_MODULE}._op_schema"]
-    return words.RuntimeSchemaInfo(static_argnum=0, static_kwargkey=named or None, needs_pytree=True)
+    return words.RuntimeSchemaInfo(static_argnum=first, static_kwargkey=named or None, needs_pytree=True)
 
 
 def _clear_caches(propagator: Any) -> None:

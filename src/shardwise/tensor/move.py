@@ -686,7 +686,10 @@ class _MoveFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, move: Move, started: Started | None, *inputs: Tensor) -> Tensors:
         ctx.move = move
-        return move._run_anchored(inputs, started)
+        given = {t.untyped_storage()._cdata for t in inputs}
+        moved = move._run_anchored(inputs, started)
+        # A view of memory that nothing else has is a tensor of its own, which programs may write to (`x += y`).
+        return tuple(t.detach() if t._is_view() and t.untyped_storage()._cdata not in given else t for t in moved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,9 @@ the call returns, and go through in windows:
 A backend that takes device memory (nccl): torch's own collectives, on the current stream. Ranks compare what they call
 before a collective starts, over an engine of host memory: that of the group's own gloo (`cpu:gloo,cuda:nccl`), or of a
 gloo group of the same ranks. So nothing that the host has to know goes through the device, which would stop it.
+
+fake: torch's backend without other ranks, for dry runs of a large job in one process. Layouts, plans and tensors on the
+meta device work, since they need no values; whatever would move values is an error that says so.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.comm.agree import name_ranks
 from shardwise.comm.faults import TransportError, to_transport_error
 from shardwise.comm.flat_tensors import Edges, as_bytes, reduce_runs
-from shardwise.comm.protocol import Capabilities, CompletedWork, PendingWork, ReduceOp, Work
-from shardwise.comm.transports.engine import Engine
+from shardwise.comm.protocol import Capabilities, CommError, CompletedWork, PendingWork, ReduceOp, Work
+from shardwise.comm.transports.engine import Engine, Stage
 from shardwise.comm.transports.links import different_sizes_error
 
 _SLOT = 256
@@ -44,6 +47,62 @@ _CALL_NUMBERS = 16  # few: gloo remembers every tag that was used
 _SMALL_REDUCTION_BYTES = 1 << 16
 _WINDOW = 4 << 20
 _WORKSPACE = 64 << 20  # bytes, for the windows of all ranks together
+
+
+class FakeEngine(Engine):
+    """The ranks of a fake group: each would say what this one says; tensors without values are moved, no others."""
+
+    device = torch.device("meta")
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.awaited = tuple(r for r in ranks if r != rank)
+
+    def stage(self) -> Stage:
+        return _NoStage(self.device)
+
+    def all_gather_bytes(self, data: bytes, *, call: str) -> list[bytes]:
+        """What this rank says, once for each rank."""
+        return [data] * len(self._ranks)
+
+    def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
+        moved = [t for edges in (sends, receives) for listed in edges.values() for t in listed]
+        return self._move(moved, call)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, *, call: str) -> Work:
+        return self._move([out, tensor], call)
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        return self._move([out, tensor], call)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, *, call: str) -> Work:
+        return self._move([tensor], call)
+
+    def broadcast(self, tensor: Tensor, src: int, *, call: str) -> Work:
+        return self._move([tensor], call)
+
+    def _move(self, tensors: Sequence[Tensor], call: str) -> Work:
+        if any(not t.is_meta for t in tensors):
+            raise CommError(
+                f"{call}: the process group is torch's fake one, whose other {len(self.awaited)} ranks do not exist, "
+                "so no values can be moved; make tensors of a dry run on the meta device, or "
+                "call init_process_group with gloo or nccl",
+                self.awaited,
+            )
+        return CompletedWork()
+
+
+class _NoStage(Stage):
+    """Tensors of any device are passed on as they are."""
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def write(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def update(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 class GlooEngine(Engine):

@@ -42,6 +42,10 @@ class Engine:
     calls = 0
     """The number of the last call that was started (`starts_early`)."""
 
+    def stage(self) -> Stage:
+        """What stands in for tensors of other devices during one operation."""
+        return Stage(self.device)
+
     def exchange(self, sends: Edges, receives: Edges, *, call: str) -> Work:
         """Move byte views along edges between different ranks.
 
