@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ import shardwise
 from shardwise import Mesh, ModelPlan, run_local, shard_module
 from shardwise.nn import PlanError
 from shardwise.planner import Device, OptimizerState, estimate
+from shardwise.planner.estimate import SHOWN, activation_rows, batch_for, move_rows, move_seconds, summary_rows
 from shardwise.planner.rehearsal import planned_attention, silent_comm, sum_of_outputs
 from shardwise.tensor.parts import plan_for_rank
+from shardwise.transfer import Link, Topology
 
 WIDTH, HEADS, WORDS = 32, 4, 64
 BATCH, SEQUENCE = 2, 8
@@ -70,8 +74,11 @@ FULLY = ModelPlan(
 )
 
 
-def run_and_measure(plan: ModelPlan, again: bool = False) -> tuple[int, int]:
-    """What a rank really keeps for the backward pass, storages once and parameters left out, and what it receives."""
+def run_and_measure(plan: ModelPlan, again: bool = False, *, keeping: bool = True) -> tuple[int, int]:
+    """What a rank really keeps for the backward pass, storages once and parameters left out, and what it receives.
+
+    Not `keeping`: without the hooks that look at what is kept, under which no parameter is freed.
+    """
 
     def body(comm: Any) -> tuple[int, int]:
         torch.manual_seed(0)
@@ -88,7 +95,7 @@ def run_and_measure(plan: ModelPlan, again: bool = False) -> tuple[int, int]:
 
         ids = torch.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % WORDS
         with shardwise.explain() as log:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(pack, lambda tensor: tensor) if keeping else nullcontext():
                 loss = net(ids).sum()
             loss.backward()
         received = 0
@@ -97,7 +104,45 @@ def run_and_measure(plan: ModelPlan, again: bool = False) -> tuple[int, int]:
                 received += entry.moved_bytes
         return sum(kept.values()), received
 
-    return run_local(body, 2)[0]
+    return run_local(body, plan.mesh.size)[0]
+
+
+WEIGHTS = {name: "S(0)" for name, p in Net().named_parameters() if p.ndim > 1}
+PLANS = {
+    "tensor": TENSOR,
+    "data": DATA,
+    "fully": FULLY,
+    "kept": ModelPlan(Mesh.of(dp=2), WEIGHTS, input_plan="dp: S(0)", reshard_after_forward=False),
+    "replicated": ModelPlan(Mesh.of(dp=2), {}, input_plan="replicated"),
+    "sequence": ModelPlan(Mesh.of(tp=2), PATTERNS, input_plan="replicated", activations="tp: S(1)"),
+    "vocabulary": ModelPlan(Mesh.of(tp=2), {"{embed,head}.weight": "S(0)"}, input_plan="replicated"),
+    "uneven": ModelPlan(Mesh.of(tp=2), {"blocks.*.up.weight": "S(0) sizes(48,80)"}, input_plan="replicated"),
+    "columns": ModelPlan(Mesh.of(tp=2), {"blocks.*.{up,down}.weight": "S(1)"}, input_plan="replicated"),
+    "both": ModelPlan(Mesh.of(dp=2, tp=2), PATTERNS, input_plan="dp: S(0)"),
+    "data of four": ModelPlan(Mesh.of(dp=4), {}, input_plan="dp: S(0)"),
+    "fully and tensor": ModelPlan(
+        Mesh.of(fsdp=2, tp=2),
+        {
+            "blocks.*.{q,k,v,up}.weight": "fsdp: S(1), tp: S(0)",
+            "blocks.*.{o,down}.weight": "fsdp: S(0), tp: S(1)",
+            "{embed,head}.weight": "fsdp: S(1), tp: S(0)",
+        },
+        input_plan="fsdp: S(0)",
+        reshard_after_forward=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_are_those_of_a_real_step(name: str) -> None:
+    """Not about: what all ranks together receive in a step is as many times what the estimate says of one."""
+    plan = PLANS[name]
+    _, received = run_and_measure(plan, keeping=False)
+    found = estimate(Net(), plan, batch=BATCH, sequence=SEQUENCE)
+    if name != "uneven":  # where ranks hold different amounts
+        assert found.traffic_bytes * plan.mesh.size == received
+    assert sum(m.received_bytes * m.count for m in found.moves) == found.traffic_bytes
+    assert (received > 0) is (name != "replicated")
 
 
 @pytest.mark.parametrize("plan", (TENSOR, DATA), ids=("tensor", "data"))
@@ -133,6 +178,105 @@ def test_checkpointed_blocks_keep_less_and_compute_more() -> None:
     assert again.peak_bytes < plain.peak_bytes
 
 
+def test_checkpointing_may_be_switched_on() -> None:
+    """As if the model had been written so."""
+    written, switched = (estimate(Net(own), TENSOR, batch=8, sequence=SEQUENCE, again=not own) for own in (True, False))
+    assert written.activation_bytes == switched.activation_bytes and written.peak_bytes == switched.peak_bytes
+    assert written.flops == switched.flops > switched.model_flops
+    named = estimate(Net(), TENSOR, batch=8, sequence=SEQUENCE, again=["blocks.1"])
+    assert switched.flops < 2 * named.flops - estimate(Net(), TENSOR, batch=8, sequence=SEQUENCE).flops + 1
+    with pytest.raises(PlanError, match="Linear has no list of blocks"):
+        estimate(nn.Linear(2, 2), ModelPlan(Mesh.of(dp=2), {}, input_plan="dp: S(0)"), again=True)
+
+
+def test_activations_by_module_add_up() -> None:
+    found = estimate(Net(), TENSOR, batch=8, sequence=SEQUENCE)
+    assert sum(found.activations.values()) == found.activation_bytes
+    assert found.activations["blocks.0.up"] == found.activations["blocks.1.up"] >= 8 * SEQUENCE * 4 * WIDTH * 4 // 2
+    rows = activation_rows(found)
+    assert next(row for row in rows if row[0] == "blocks.{0-1}.up")[1] == "2"
+
+
+def test_moves_are_listed_by_time_and_none_is_left_out() -> None:
+    found = estimate(Net(), PLANS["fully and tensor"], batch=BATCH, sequence=SEQUENCE)
+    times = [m.seconds * m.count for m in found.moves]
+    assert times == sorted(times, reverse=True) and len(times) > SHOWN
+    last = move_rows(found)[-1]
+    assert last[0] == f"and {len(times) - SHOWN} more"
+    assert len(move_rows(found)) == SHOWN + 1 and last[-1] == f"{1000 * sum(times[SHOWN:]):.2f} ms"
+    rows = dict(row[:2] for row in summary_rows([found]))
+    assert rows["tokens per step"] == "32" and rows["MFU"].endswith("% of h100")
+
+
+def test_a_small_sum_over_many_ranks_takes_a_tree() -> None:
+    """18 kB over 128 hosts of 8 ranks: 16 hops, and not a message to each of 1,023 ranks."""
+    links = Topology(ranks_per_host=8)
+    src, dst = (shardwise.parse_layout(f"bf16[8192] on fsdp=128,tp=8: {text}").layout for text in ("P(sum), R", "R, R"))
+    seconds, latency = move_seconds(src, dst, 2, links)
+    assert 100e-6 < latency <= seconds < 250e-6
+
+
+def test_time_of_a_step_lies_between_its_parts() -> None:
+    for name in ("tensor", "fully", "both"):
+        for compiled in (False, True):
+            found = estimate(Net(), PLANS[name], batch=BATCH, sequence=SEQUENCE, compiled=compiled)
+            parts = (found.compute_seconds, found.communication_seconds)
+            python = 0 if compiled else 20e-6 * 2000
+            assert max(parts) <= found.step_seconds <= sum(parts) + python, name
+            assert found.exposed_seconds == pytest.approx(found.step_seconds - found.compute_seconds)
+
+
+def test_compiled_steps_send_small_moves_together() -> None:
+    """64 small sums of gradients: one by one they take 64 latencies."""
+    net = nn.Sequential(*(nn.LayerNorm(64) for _ in range(32)))
+    plan = ModelPlan(Mesh.of(dp=16), {}, input_plan="dp: S(0)")
+    given = (torch.ones(4, 64, device="meta", requires_grad=True),)
+    eager, compiled = (estimate(net, plan, inputs=given, compiled=c) for c in (False, True))
+    assert eager.traffic == compiled.traffic
+    assert compiled.communication_seconds < eager.communication_seconds / 8
+
+
+def test_large_moves_are_hidden_by_computation() -> None:
+    """Gathers of the next layer beside this one's product; with slow links they cannot be hidden."""
+    net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(6)))
+    plan = ModelPlan(Mesh.of(fsdp=8), {"*.weight": "S(0)"}, input_plan="fsdp: S(0)", reshard_after_forward=True)
+    given = (torch.ones(32768, 4096, dtype=torch.bfloat16, device="meta"),)
+    slow = Topology(ranks_per_host=1, between=Link(1e-5, 1e9))
+    for compiled in (False, True):
+        fast, late = (
+            estimate(net, plan, inputs=given, compiled=compiled, topology=t) for t in (Topology(ranks_per_host=8), slow)
+        )
+        assert fast.exposed_seconds < 0.35 * fast.communication_seconds
+        assert late.exposed_seconds > 0.5 * late.communication_seconds
+
+
+def test_heads_that_ranks_do_not_divide_are_named() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(32, 32, bias=False), nn.Linear(32, 8, bias=False)
+            self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q_proj(x) + self.k_proj(x).repeat(1, 1, 4)
+
+    given = {"inputs": (torch.ones(2, 4, 32, device="meta"),)}
+    plan = ModelPlan(Mesh.of(tp=2), {"q_proj.weight": "S(0)"}, input_plan="replicated")
+    assert (
+        "k_proj.weight: 1 heads of keys and values on tp=2 are not divided"
+        in estimate(Attention(), plan, **given).notes[0]
+    )
+    split = ModelPlan(plan.mesh, {"{q,k}_proj.weight": "S(0)"}, input_plan="replicated")
+    assert estimate(Attention(), split, **given).notes == ()
+
+
+def test_batches_for_plans_of_other_meshes() -> None:
+    assert batch_for(PLANS["data of four"], 8) == 2 and batch_for(TENSOR, 8) == 8
+    with pytest.raises(PlanError, match="6 sequences in all are not divided by the 4 batches"):
+        batch_for(PLANS["data of four"], 6)
+    assert estimate(Net(), PLANS["data of four"], batch=3, sequence=4).sequences == 12
+
+
 def test_parameters_that_are_freed_are_not_kept() -> None:
     kept = ModelPlan(FULLY.mesh, FULLY.parameters, input_plan="dp: S(0)", reshard_after_forward=False)
     few, many = (estimate(Net(), plan, batch=64, sequence=SEQUENCE) for plan in (FULLY, kept))
@@ -161,10 +305,12 @@ def test_fullest_rank_is_the_one_that_holds_most() -> None:
 
 
 def test_fits_or_not() -> None:
-    small = Device("small", 10_000, 1e9, efficiency=0.5)
+    rates = {"f32": ((1.0, 1.0, 1.0, 1e9),)}
+    small = Device("small", 10_000, 4e9, bandwidth=1e30, launch=0, eager_call=0, products=rates)
     found = estimate(Net(), TENSOR, batch=BATCH, sequence=SEQUENCE, device=small)
     assert not found.fits and found.peak_bytes > 10_000
-    assert found.compute_seconds == pytest.approx(found.flops / 1e9 / 0.5 * 2)
+    assert found.compute_seconds == pytest.approx(found.flops / 1e9)
+    assert found.utilisation == pytest.approx(found.model_flops / 2e9 / found.step_seconds)
     assert estimate(Net(), TENSOR, batch=BATCH, sequence=SEQUENCE).fits
 
 

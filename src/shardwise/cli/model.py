@@ -45,6 +45,8 @@ TopologyText = Annotated[
     typer.Option("--topology", metavar="N[:A:B]", help="Ranks per host, bandwidth within and between: 8:300GB:25GB."),
 ]
 DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="h100, h200, a100, b200 or mi300x.")]
+Again = Annotated[bool, typer.Option("--checkpoint", help="Blocks are computed again in the backward pass.")]
+Compiled = Annotated[bool, typer.Option("--compiled", help="The time of a step under shardwise.compile.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a device, in place of the known one.")]
 
 
@@ -61,11 +63,14 @@ def model(
     topology: TopologyText = "8",
     device: DeviceName = "h100",
     memory: Memory = None,
+    again: Again = False,
+    compiled: Compiled = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what a training step of a model needs under a plan: memory, traffic, time. Nothing is allocated.
 
-    The status is 1 if the step does not fit in the device's memory.
+    The status is 1 if the step does not fit in the device's memory. Two plans are compared at the same batch of all
+    ranks together: --batch is that of each rank under the first one.
 
     \b
     Examples:
@@ -77,6 +82,7 @@ def model(
         raise LayoutError("pass one of --plan (a file) and --mesh (a plan is made for it)")
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "compute_dtype": compute_dtype}
     options |= {"batch": batch, "sequence": sequence, "topology": read_topology(topology)}
+    options |= {"again": again, "compiled": compiled}
     size = None if memory is None else parse_bytes(memory)
     if not report_model(source, plan or mesh or "", compare, (device, size), options, as_json):
         raise typer.Exit(NO)
@@ -112,7 +118,7 @@ def report_model(
     """Print the estimate of a model under the plan of a file, or one made for a mesh; return whether it fits."""
     from shardwise.nn import PlanError, load_plan
     from shardwise.planner import estimate
-    from shardwise.planner.estimate import find_device
+    from shardwise.planner.estimate import batch_for, find_device
     from shardwise.planner.rehearsal import load_model
 
     name, memory = device
@@ -122,7 +128,10 @@ def report_model(
             options["device"] = found if memory is None else replace(found, memory_bytes=memory)
             plans = [load_plan(plan) if isinstance(plan, Path) else make_plan_for(loaded, plan)]
             plans += [load_plan(compare)] if compare is not None else []
-            made = [estimate(loaded.model, one, inputs=loaded.inputs, **options) for one in plans]
+            made: list[Estimate] = []
+            for one in plans:
+                same = options if not made else {**options, "batch": batch_for(one, made[0].sequences)}
+                made.append(estimate(loaded.model, one, inputs=loaded.inputs, **same))
     except PlanError as error:
         raise LayoutError(str(error)) from error
     if as_json:
@@ -146,8 +155,10 @@ def make_plan_for(loaded: ModelSource, mesh: str) -> ModelPlan:
 def estimate_lines(loaded: ModelSource, found: list[Estimate]) -> list[Line]:
     """The figures of one plan, or of two side by side; then parameters and moves of the first."""
     from shardwise.planner.estimate import (
+        ACTIVATION_HEAD,
         MOVE_HEAD,
         PARAMETER_HEAD,
+        activation_rows,
         move_rows,
         parameter_rows,
         resharding_bytes,
@@ -156,14 +167,18 @@ def estimate_lines(loaded: ModelSource, found: list[Estimate]) -> list[Line]:
 
     first = found[0]
     title = f"{type(loaded.model).__name__}, {first.elements:,} parameters; one step on rank {first.rank}"
-    step = f"batch {first.batch} x {first.sequence} on each rank, {first.tokens:,} tokens in all, {first.optimizer}"
+    step = " and ".join(dict.fromkeys(f"{one.batch} x {one.sequence}" for one in found))
+    step = f"batch {step} on each rank, {first.tokens:,} tokens in all, {first.optimizer}"
     head = ("", "plan") if len(found) == 1 else ("", "plan", "compared")
     lines = [line(title), line(step), line(), *table_lines(head, summary_rows(found), left=len(head))]
     if len(found) > 1:
         cost = resharding_bytes(*found)
         text = "unknown" if cost is None else format_bytes(cost)
         lines.append(line(f"moving the parameters from one plan to the other sends {text}"))
+    lines += [line(f"note: {note}") for note in first.notes]
     lines += [line(), *table_lines(PARAMETER_HEAD, parameter_rows(first), left=3)]
+    kept = activation_rows(first)
+    lines += [line(), *table_lines(ACTIVATION_HEAD, kept, left=1)] if kept else []
     moves = move_rows(first)
     return [*lines, line(), *table_lines(MOVE_HEAD, moves, left=4)] if moves else lines
 

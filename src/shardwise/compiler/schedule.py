@@ -14,8 +14,10 @@ result.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import getitem
 from typing import Any
 
@@ -49,14 +51,14 @@ FREE = VIEWS | set(present_ops([aten._to_copy.default, aten.clone.default]))
 class GraphMove:
     """One move of a graph: where it may start at the earliest, and where its result is used first."""
 
-    node: Node
+    node: Any  # a node, or the number of a move in a rehearsal
     move: Move
     ready: int
     use: int
     needs: list[GraphMove] = field(default_factory=list)
     state: str = "waiting"  # then "running", then "done"
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The bytes of its result on the rank that gets most."""
         return max(self.move.dst.elements_per_rank().values(), default=0) * self.move.dtype.itemsize
@@ -87,7 +89,7 @@ def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
     _view_results_late(graph)
     nodes = list(graph.nodes)
     moves = _find_moves(nodes)
-    schedule, writer, timeline = Schedule(count=len(moves)), _Writer(graph), _Timeline(moves, memory_limit)
+    schedule, writer, timeline = Schedule(count=len(moves)), _Writer(graph), Timeline(moves, memory_limit)
     if moves:
         first = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
         for index in range(first, len(nodes)):
@@ -195,15 +197,20 @@ def _leave_free_nodes(inputs: Any) -> Iterator[Node]:
             yield value
 
 
-class _Timeline:
-    """Which moves are under way, as the nodes of a graph are walked through."""
+class Timeline:
+    """Which moves are under way, as the nodes of a graph are walked through; `moves` are in the order of their use."""
 
     def __init__(self, moves: Sequence[GraphMove], limit: int) -> None:
-        self._moves, self._limit = moves, limit
+        self._limit = limit
         self._running: list[list[GraphMove]] = []
+        self._place = {id(move): place for place, move in enumerate(moves)}
+        self._coming = sorted(moves, key=lambda m: -m.ready)  # those that become ready first at the end
+        self._ready: list[GraphMove] = []  # and wait for others at most, in the order of their use
 
     def events_before(self, index: int, at_start: bool) -> Iterator[tuple[str, list[GraphMove]]]:
         """The starts and waits before the node of an index."""
+        while self._coming and self._coming[-1].ready <= index:
+            insort(self._ready, self._coming.pop(), key=lambda m: self._place[id(m)])
         while True:
             needed = next((g for g in self._running if any(m.use <= index for m in g)), None)
             if needed is not None:
@@ -217,12 +224,13 @@ class _Timeline:
                 return
             for move in group:
                 move.state = "running"
+                self._ready.remove(move)
             self._running.append(group)
             yield "start", group
 
     def _next_group(self, index: int, at_start: bool) -> list[GraphMove] | None:
         """What starts next: what is needed now, or else what may and fits in the limit."""
-        free = [move for move in self._moves if move.may_start(index)]
+        free = [move for move in self._ready if move.may_start(index)]
         forced = [move for move in free if move.use <= index]
         room = self._limit - sum(move.size for group in self._running for move in group)
         large = next((move for move in free if move.size > SMALL_BYTES and move.size <= room), None)
@@ -259,7 +267,7 @@ class _Writer:
         numbers = [move.node.args[1] for move in group]
         with self._graph.inserting_before(before):
             if kind == "start":
-                given: list[Any] = [value for move in group for value in move.node.args[0]]  # type: ignore[union-attr]
+                given: list[Any] = [value for move in group for value in move.node.args[0]]
                 locals_ = [self._compute_before(value, before) for value in given]
                 after = [] if self._last is None else [self._last]
                 slot = len(self._started)
@@ -290,7 +298,7 @@ class _Writer:
             made = [self._take(waited, position + i) for i in range(len(move.move.out_shapes))]
             position += len(made)
             for part in list(move.node.users):
-                part.replace_all_uses_with(made[part.args[1]])  # type: ignore[index]  # the number of a result
+                part.replace_all_uses_with(made[part.args[1]])
         self._last = self._take(waited, position)
 
     def _take(self, waited: Node, position: int) -> Node:

@@ -495,6 +495,17 @@ def _count_heads(model: nn.Module) -> dict[str, int]:
     return {"q_proj": queries, "k_proj": keys, "v_proj": keys}
 
 
+def find_key_heads(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """The weights that make keys and values: with the name of the queries' weight beside, and how many heads it has."""
+    heads, names = _count_heads(model), [name for name, _ in model.named_parameters()]
+    found = {}
+    for name in names:
+        parent, _, own = name.removesuffix(".weight").rpartition(".")
+        if own in ("k_proj", "v_proj") and heads[own]:
+            found[name] = f"{parent}.q_proj.weight".removeprefix("."), heads[own]
+    return found
+
+
 def _fold_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ from shardwise.geometry import LayoutError, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
 from shardwise.page.layout_facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
+from shardwise.planner.estimate import batch_for
 from shardwise.planner.rehearsal import Inputs, load_model
 from shardwise.transfer import Topology, plan_transfer
 
@@ -172,7 +174,13 @@ class PlanTarget:
         settings = {**SETTINGS, **self.settings}
         topology = Topology(int(settings["ranks_per_host"]))
         try:
-            found = [(name, self._estimate(plan, settings, topology)) for name, plan in self.plans]
+            found: list[tuple[str, Estimate]] = []
+            for name, plan in self.plans:
+                own = settings
+                if found:  # at the same batch of all ranks together, where that is divided
+                    with suppress(PlanError):
+                        own = {**settings, "batch": batch_for(plan, found[0][1].sequences)}
+                found.append((name, self._estimate(plan, own, topology)))
         except PlanError as error:
             raise LayoutError(str(error)) from error
         choices = {"device": list(DEVICES), "optimizer": list(OPTIMIZERS)}

@@ -4,10 +4,12 @@
 2. Activations, the peak, the moves and the operations come from a rehearsal of the step on that rank, on the meta
    device (see `rehearsal`), so that operators choose their layouts as they do in training. From shapes alone there are
    no activations, and the traffic is that of gradients.
-3. A move is priced by the links of a topology, as `shardwise plan` prices it; operations by the device. Moves and
-   operations are taken one after the other: what overlaps makes a step faster than the estimate.
+3. A move is priced by the links of a topology, as `shardwise plan` prices it, and operators by the device. A timeline
+   lays them out one after the other, with the overlap that training has: eager, parameters gathered ahead and gradients
+   summed beside the backward pass; compiled, the schedule of `shardwise.compile`, where small moves travel together.
 
-What do the moves of a step cost one rank? Bytes by mesh axis and by parameter, and seconds by a topology.
+What do the moves of a step cost one rank? Bytes by mesh axis and by parameter, and seconds by a topology: those of the
+whole move, as all ranks make it.
 
 What does a device have, and what does an optimizer keep? Two small tables, and values of your own.
 
@@ -16,6 +18,7 @@ An estimate in text, one plan or two side by side.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -28,14 +31,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, parse_layout, shorten_layout
+from shardwise.compiler.schedule import GraphMove, Timeline
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Shard, parse_layout, shorten_layout
 from shardwise.geometry.notation import DType, find_dtype
+from shardwise.hf.plans import find_key_heads
 from shardwise.nn.plan import ModelPlan, PlanError
 from shardwise.nn.plan_costs import gradient_bytes_by_axis
-from shardwise.planner.rehearsal import Inputs, Loss, MeteredMove, Rehearsal, count_tokens, make_inputs, rehearse
+from shardwise.nn.plan_files import plan_from_data
+from shardwise.ops.unshard import LEAST_BYTES
+from shardwise.planner.rehearsal import (
+    Inputs,
+    Loss,
+    MeteredMove,
+    MeteredOperator,
+    Rehearsal,
+    count_tokens,
+    make_inputs,
+    rehearse,
+)
 from shardwise.tensor.move import DEFAULT_BUFFER_BYTES, Move
 from shardwise.transfer import Topology, Transfer, plan_transfer
-from shardwise.transfer.cost import DEVICES, Device, product_rate
+from shardwise.transfer.cost import DEVICES, Device, node_seconds
 from shardwise.transfer.transfer import format_bytes
 
 
@@ -163,9 +179,12 @@ class Estimate:
     - `peak_bytes`: the most that is held at once, with the state of the optimizer and the buffers of moves.
     - `traffic`: bytes that the rank receives in a step, by mesh axis; "dp,tp" are bytes between ranks that differ in
       both coordinates.
-    - `compute_seconds`, `communication_seconds`: of a step, one after the other in `step_seconds`.
-    - `rows`: one for each parameter; `moves`: what is moved, most bytes first.
-    - `tokens`: of all ranks' batches together.
+    - `compute_seconds`, `communication_seconds`: of a step, each for itself; `step_seconds`: together, where
+      `exposed_seconds` of the moves are not hidden by computation. `compiled`: by the schedule of a compiled step.
+    - `rows`: one for each parameter; `moves`: what is moved, what takes longest first; `activations`: bytes that are
+      held for the backward pass, by module.
+    - `tokens`: of all ranks' batches together. `flops` of this rank; `model_flops` without what is computed again.
+    - `notes`: what to know about the plan.
 
     >>> from shardwise import Mesh, ModelPlan
     >>> from shardwise.planner import estimate
@@ -190,8 +209,30 @@ class Estimate:
     peak_bytes: int
     tokens: int
     flops: int
+    model_flops: int
+    dtype: str
+    compiled: bool
     compute_seconds: float
     communication_seconds: float
+    step_seconds: float
+    activations: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of all ranks' batches together."""
+        return self.batch * _count_batches(plan_from_data(dict(self.plan), "plan"))
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of the step in which nothing is computed."""
+        return max(0.0, self.step_seconds - self.compute_seconds)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the device's peak that the step reaches (MFU): nothing that is computed again is counted."""
+        peak = self.device.flops / max(1.0, find_dtype(self.dtype).itemsize / 2)
+        return self.model_flops / (self.step_seconds * peak) if self.step_seconds else 0.0
 
     @property
     def mesh(self) -> str:
@@ -227,10 +268,6 @@ class Estimate:
         return sum(self.traffic.values())
 
     @property
-    def step_seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds
-
-    @property
     def fits(self) -> bool:
         """Whether the peak is within the memory of the device."""
         return self.peak_bytes <= self.device.memory_bytes
@@ -238,18 +275,20 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Plain data: every field and every figure of this class."""
         names = ("mesh", "elements", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "traffic_bytes")
-        figures = {name: getattr(self, name) for name in (*names, "step_seconds", "fits")}
+        figures = {name: getattr(self, name) for name in (*names, "fits")}
+        figures |= {"exposed_seconds": self.exposed_seconds, "utilisation": self.utilisation}
         return {**asdict(self), **figures}
 
 
 @dataclass(frozen=True)
 class MovePrice:
-    """One move on one rank."""
+    """One move on one rank; `latency` is what it would take without any bytes."""
 
     received_bytes: int
     sent_bytes: int
     by_axis: Mapping[str, int]
     seconds: float
+    latency: float
 
 
 class PricedMoves:
@@ -258,6 +297,7 @@ class PricedMoves:
     def __init__(self, moves: Sequence[MeteredMove], mesh: Mesh, rank: int, topology: Topology) -> None:
         self._moves, self._mesh, self._rank, self._topology = moves, mesh, rank, topology
         records = {id(move.record): move.record for move in moves}
+        self._times: dict[Any, tuple[float, float]] = {}
         self._prices = {key: self._price(record) for key, record in records.items()}
 
     def _price(self, record: Move) -> MovePrice:
@@ -265,16 +305,23 @@ class PricedMoves:
         transfer = plan_transfer(record.src, record.dst, itemsize=itemsize, topology=self._topology, rank=self._rank)
         received, sent = (t.get(self._rank, 0) for t in (transfer.received_bytes, transfer.sent_bytes))
         by_axis = received_by_axis(transfer, self._mesh, self._rank)
-        return MovePrice(received, sent, by_axis, transfer.estimate(self._topology))
+        key = (id(record.src), id(record.dst), itemsize)
+        if key not in self._times:
+            self._times[key] = move_seconds(record.src, record.dst, itemsize, self._topology)
+        return MovePrice(received, sent, by_axis, *self._times[key])
+
+    def price(self, move: MeteredMove) -> MovePrice:
+        """What one of the moves costs."""
+        return self._prices[id(move.record)]
 
     @cached_property
     def listed(self) -> tuple[StepMove, ...]:
-        """Each kind of move that sends or receives something, most bytes in a step first."""
+        """Each kind of move that sends or receives something, what takes longest in a step first."""
         kinds = Counter((id(m.record), m.backward, m.parameter is not None) for m in self._moves)
         records = {id(m.record): m.record for m in self._moves}
         made = [self._describe(records[key], backward, own, n) for (key, backward, own), n in kinds.items()]
         moved = [m for m in made if m.received_bytes or m.sent_bytes]
-        return tuple(sorted(moved, key=lambda m: -m.received_bytes * m.count))
+        return tuple(sorted(moved, key=lambda m: (-m.seconds * m.count, -m.received_bytes * m.count)))
 
     def _describe(self, record: Move, backward: bool, own: bool, count: int) -> StepMove:
         price = self._prices[id(record)]
@@ -301,13 +348,23 @@ class PricedMoves:
         return total
 
     @property
-    def seconds(self) -> float:
-        return sum(self._prices[id(move.record)].seconds for move in self._moves)
-
-    @property
     def largest_bytes(self) -> int:
         """What the largest move receives: moves are made one at a time, through buffers of at most this size."""
         return max((price.received_bytes for price in self._prices.values()), default=0)
+
+
+def move_seconds(src: Layout, dst: Layout, itemsize: int, topology: Topology) -> tuple[float, float]:
+    """Seconds of a move as all ranks make it, and how many of them it would take without any bytes.
+
+    >>> src, dst = (parse_layout(f"bf16[4096,4096] on tp=8: {text}").layout for text in ("S(0)", "R"))
+    >>> [round(1e6 * seconds) for seconds in move_seconds(src, dst, 2, Topology(ranks_per_host=8))]
+    [124, 26]
+    """
+    transfer = plan_transfer(src, dst, itemsize=itemsize, topology=topology)
+    endless = [replace(link, bandwidth=1e30) for link in (topology.within, topology.between)]
+    empty = replace(topology, within=endless[0], between=endless[1], memory=1e30)
+    seconds = transfer.estimate(topology)
+    return seconds, min(seconds, transfer.estimate(empty))
 
 
 def received_by_axis(transfer: Transfer, mesh: Mesh, rank: int) -> dict[str, int]:
@@ -328,6 +385,84 @@ def received_by_axis(transfer: Transfer, mesh: Mesh, rank: int) -> dict[str, int
         for differs, (_, nbytes) in zip(theirs != own, edges, strict=True):
             found[",".join(a for a, other in zip(mesh.axes, differs, strict=True) if other)] += nbytes
     return dict(found)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and of its operators and its moves each for themselves."""
+
+    step: float
+    compute: float
+    communication: float
+
+
+def lay_out_eager(rehearsal: Rehearsal, moves: PricedMoves, device: Device) -> StepTime:
+    """The time of a step as Python runs it.
+
+    Python dispatches operators, and an accelerator computes behind it. Moves travel one after the other. A move holds
+    up what follows, with two exceptions: parameters are gathered while the operator before is computed, and the sums of
+    their gradients end with the backward pass.
+    """
+    sent = [m for m in rehearsal.moves if (p := moves.price(m)).received_bytes or p.sent_bytes]
+    prices = [moves.price(m) for m in sent]
+    large = [
+        m.parameter is not None and max(p.received_bytes, p.sent_bytes) >= LEAST_BYTES
+        for m, p in zip(sent, prices, strict=True)
+    ]
+    ahead = [number for number, m in enumerate(sent) if large[number] and m.gathers]
+    following = {a: b for a, b in itertools.pairwise(ahead) if sent[a].backward is sent[b].backward}
+    python = computed = port = computing = 0.0
+    ends: dict[int, float] = {}
+    number = 0
+    for place in range(len(rehearsal.operators) + 1):
+        while number < len(sent) and sent[number].place <= place:
+            now = max(computed, python)
+            if number not in ends:
+                ends[number] = port = max(port, now) + prices[number].seconds
+            if sent[number].gathers or not large[number]:
+                computed = max(computed, ends[number])
+                python = python if device.asynchronous else computed
+            if number in following:
+                ends[following[number]] = port = max(port, computed) + prices[following[number]].seconds
+            number += 1
+        if place < len(rehearsal.operators):
+            seconds = _operator_seconds(rehearsal.operators[place], device)
+            python = (python if device.asynchronous else max(python, computed)) + device.eager_call
+            computed = max(computed, python) + seconds
+            computing += seconds + (0 if device.asynchronous else device.eager_call)
+    moving = sum(price.seconds for price in prices)
+    return StepTime(max(computed, port), computing, moving)
+
+
+def lay_out_compiled(rehearsal: Rehearsal, moves: PricedMoves, device: Device, limit: int) -> StepTime:
+    """The time of a compiled step: the starts and waits that `shardwise.compile` writes into its graph."""
+    sent = [m for m in rehearsal.moves if (p := moves.price(m)).received_bytes or p.sent_bytes]
+    prices = {number: moves.price(m) for number, m in enumerate(sent)}
+    found = [GraphMove(n, m.record, m.ready, m.use) for n, m in enumerate(sent)]
+    timeline = Timeline(sorted(found, key=lambda m: (m.use, m.ready, m.node)), limit)
+    clock = port = computing = moving = 0.0
+    ends: dict[int, float] = {}
+    for number in range(len(rehearsal.operators) + 1):
+        for kind, group in timeline.events_before(number, at_start=number == 0):
+            if kind == "start":
+                own = [prices[m.node] for m in group]
+                together = max(p.latency for p in own) + sum(p.seconds - p.latency for p in own)
+                moving += together
+                port = max(port, clock) + together
+                ends |= dict.fromkeys((m.node for m in group), port)
+            else:
+                clock = max([clock, *(ends[m.node] for m in group)])
+        if number < len(rehearsal.operators):
+            seconds = _operator_seconds(rehearsal.operators[number], device)
+            clock += seconds
+            computing += seconds
+    return StepTime(max(clock, port), computing, moving)
+
+
+def _operator_seconds(operator: MeteredOperator, device: Device) -> float:
+    return node_seconds(
+        device, flops=operator.flops, nbytes=operator.nbytes, shape=operator.shape, dtype=operator.dtype
+    )
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -355,6 +490,8 @@ def estimate(
     device: str | Device = "h100",
     inputs: Inputs | None = None,
     loss: Loss | None = None,
+    again: bool | Sequence[str] = False,
+    compiled: bool = False,
 ) -> Estimate:
     """Estimate one training step of a model under a plan, for any number of ranks, without a process group.
 
@@ -365,6 +502,9 @@ def estimate(
     - `dtype`: of the parameters, as in the notation ("bf16"); None: as the model has them.
     - `compute_dtype`: what operators compute in, where parameters are cast first, as autocast does.
     - `topology`: ranks per host and links; `device`: one of `DEVICES`, or a `Device`.
+    - `again`: modules that are computed again in the backward pass (activation checkpointing), by patterns such as
+      `["layers.*"]`; True: all blocks, which are the modules in lists of modules.
+    - `compiled`: the time of a step under `shardwise.compile`, not of an eager one.
 
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(dp=2, tp=2), {"0.weight": "tp: S(0)", "1.weight": "tp: S(1)"}, input_plan="dp: S(0)")
@@ -384,12 +524,17 @@ def estimate(
     if isinstance(model, nn.Module):
         given = make_inputs(model, batch, sequence) if inputs is None else inputs
         tokens = count_tokens(given)
-        rehearsal = rehearse(model, plan, given, rank, None if computed is None else _torch_dtype(computed), loss)
+        cast = None if computed is None else _torch_dtype(computed)
+        rehearsal = rehearse(model, plan, given, rank, cast, loss, again=again)
     moves = PricedMoves(() if rehearsal is None else rehearsal.moves, plan.mesh, rank, links)
     traffic = moves.by_parameter if rehearsal is not None else _gradient_traffic(plan, parameters, rank)
     rows = tuple(_make_row(p, rank, state, traffic[p.name]) for p in parameters)
     widest = computed or max((p.dtype for p in parameters), key=lambda d: d.itemsize, default=find_dtype("f32"))
-    flops = 0 if rehearsal is None else rehearsal.flops
+    time = StepTime(0.0, 0.0, 0.0)
+    if rehearsal is not None and compiled:
+        time = lay_out_compiled(rehearsal, moves, placed, placed.memory_bytes // 16)
+    elif rehearsal is not None:
+        time = lay_out_eager(rehearsal, moves, placed)
     return Estimate(
         plan=plan.to_data(),
         ranks=math.prod(plan.mesh.shape),
@@ -406,9 +551,15 @@ def estimate(
         activation_bytes=None if rehearsal is None else rehearsal.activation_bytes,
         peak_bytes=_find_peak(rehearsal, rows, moves.largest_bytes),
         tokens=tokens * _count_batches(plan),
-        flops=flops,
-        compute_seconds=flops / product_rate(placed, None, widest),
-        communication_seconds=moves.seconds,
+        flops=0 if rehearsal is None else rehearsal.flops,
+        model_flops=0 if rehearsal is None else min(rehearsal.flops, 3 * rehearsal.forward_flops),
+        dtype=widest.name,
+        compiled=compiled,
+        compute_seconds=time.compute,
+        communication_seconds=time.communication,
+        step_seconds=time.step,
+        activations={} if rehearsal is None else rehearsal.activations,
+        notes=_find_notes(model, plan) if isinstance(model, nn.Module) else (),
     )
 
 
@@ -499,6 +650,44 @@ def _find_peak(rehearsal: Rehearsal | None, rows: Sequence[ParameterRow], larges
     return rehearsal.peak_bytes + state + cast + min(largest_move, DEFAULT_BUFFER_BYTES)
 
 
+def _find_notes(model: nn.Module, plan: ModelPlan) -> tuple[str, ...]:
+    """Heads of keys and values that are fewer than the ranks that split the queries: they stay whole."""
+    specs = plan.specs(model)
+    notes = []
+    for name, (own, heads) in find_key_heads(model).items():
+        queries = specs.get(own)
+        for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True):
+            number = plan.mesh.axes.index(axis)
+            split = queries is not None and queries.placements[number] == Shard(0)
+            if split and heads % size and not isinstance(specs[name].placements[number], Shard):
+                notes.append(
+                    f"{name}: {heads} heads of keys and values on {axis}={size} are not divided, so every rank has "
+                    f"all of them, and what follows from them may be whole; use {axis}={math.gcd(heads, size)}"
+                )
+    return tuple(dict.fromkeys(_fold_path(note) for note in notes))
+
+
+def _fold_path(note: str) -> str:
+    """A note about a parameter of a layer as one about those of all layers."""
+    name, colon, text = note.partition(":")
+    return _NUMBER.sub("*", name) + colon + text
+
+
+def batch_for(plan: ModelPlan, sequences: int) -> int:
+    """The sequences that each rank passes to the model, of a batch of all ranks together.
+
+    >>> batch_for(ModelPlan(Mesh.of(dp=4, tp=2), {}, input_plan="dp: S(0)"), 32)
+    8
+    """
+    count = _count_batches(plan)
+    if sequences % count:
+        raise PlanError(
+            f"{sequences} sequences in all are not divided by the {count} batches of the plan on {plan.mesh}; use a "
+            f"multiple of {count}"
+        )
+    return sequences // count
+
+
 def _count_batches(plan: ModelPlan) -> int:
     """How many different batches the ranks pass in: all along axes that cut the batch."""
     if plan.input_placements is None:
@@ -507,7 +696,7 @@ def _count_batches(plan: ModelPlan) -> int:
     return math.prod(size for placed, size in sizes if placed.is_shard(0))
 
 
-BAR, SHOWN_MOVES = 24, 8
+SHOWN = 12
 _NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -532,23 +721,25 @@ def summary_rows(plans: Sequence[Estimate]) -> list[tuple[str, ...]]:
     rows.append(("memory", *map(_memory_text, plans)))
     for axis in dict.fromkeys(axis for plan in plans for axis in plan.traffic):
         rows.append((f"traffic {axis}", *(format_bytes(plan.traffic.get(axis, 0)) for plan in plans)))
-    times: list[tuple[str, Callable[[Estimate], float]]] = [
-        ("compute", lambda p: p.compute_seconds),
-        ("communication", lambda p: p.communication_seconds),
-        ("step", lambda p: p.step_seconds),
+    texts: list[tuple[str, Callable[[Estimate], str]]] = [
+        ("compute", lambda p: _seconds_text(p.compute_seconds)),
+        ("communication", lambda p: f"{_seconds_text(p.communication_seconds)}, {_exposed_text(p)}"),
+        ("step", lambda p: _seconds_text(p.step_seconds) + (", compiled" if p.compiled else "")),
+        ("tokens per step", lambda p: f"{p.tokens:,}"),
+        ("tokens per second", lambda p: f"{p.tokens / p.step_seconds:,.0f}" if p.step_seconds else "unknown"),
+        ("MFU", lambda p: f"{100 * p.utilisation:.1f} % of {p.device.name}" if p.step_seconds else "unknown"),
     ]
-    rows += [(name, *(_seconds_text(read(plan)) for plan in plans)) for name, read in times]
-    return [*rows, ("tokens per second", *map(_rate_text, plans))]
+    return [*rows, *((name, *map(read, plans)) for name, read in texts)]
+
+
+def _exposed_text(plan: Estimate) -> str:
+    return f"{_seconds_text(plan.exposed_seconds)} exposed"
 
 
 def _memory_text(plan: Estimate) -> str:
     room = plan.device.memory_bytes - plan.peak_bytes
     of = f"{format_bytes(plan.device.memory_bytes)} of {plan.device.name}"
     return f"{of}: fits, {format_bytes(room)} free" if plan.fits else f"{of}: {format_bytes(-room)} too little"
-
-
-def _rate_text(plan: Estimate) -> str:
-    return f"{plan.tokens / plan.step_seconds:,.0f}" if plan.step_seconds else "unknown"
 
 
 def _seconds_text(seconds: float) -> str:
@@ -571,6 +762,7 @@ def parameter_rows(found: Estimate) -> list[tuple[str, ...]]:
 
 
 PARAMETER_HEAD = ("parameter", "count", "layout", "memory", "training memory", "traffic")
+ACTIVATION_HEAD = ("activations of", "count", "memory")
 MOVE_HEAD = ("move of a step", "count", "from", "to", "received", "axes", "time")
 
 
@@ -594,9 +786,27 @@ def _fold_names(names: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(texts), names[0])
 
 
+def activation_rows(found: Estimate) -> list[tuple[str, ...]]:
+    """What is held for the backward pass by module, most first; equal ones of equal layers folded to one."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, nbytes in found.activations.items():
+        groups.setdefault((_NUMBER.sub("#", name), nbytes), []).append(name or "(outside of modules)")
+    ordered = sorted(groups.items(), key=lambda item: -item[0][1] * len(item[1]))
+    rows = [(_fold_names(names), str(len(names)), format_bytes(n * len(names))) for (_, n), names in ordered]
+    return _and_more(rows, lambda left: f"{format_bytes(sum(n * len(names) for (_, n), names in ordered[-left:]))}")
+
+
+def _and_more(rows: Sequence[tuple[str, ...]], sum_up: Callable[[int], str]) -> list[tuple[str, ...]]:
+    """The first rows, and one for the others."""
+    left = len(rows) - SHOWN
+    if left <= 1:
+        return list(rows)
+    return [*rows[:SHOWN], (f"and {left} more", *[""] * (len(rows[0]) - 2), sum_up(left))]
+
+
 def move_rows(found: Estimate) -> list[tuple[str, ...]]:
-    """The moves that receive most in a step."""
-    return [
+    """The moves that take longest in a step, and how long the others take."""
+    rows = [
         (
             move.label,
             str(move.count),
@@ -606,8 +816,9 @@ def move_rows(found: Estimate) -> list[tuple[str, ...]]:
             "+".join(move.axes),
             _seconds_text(move.seconds * move.count),
         )
-        for move in found.moves[:SHOWN_MOVES]
+        for move in found.moves
     ]
+    return _and_more(rows, lambda left: _seconds_text(sum(m.seconds * m.count for m in found.moves[-left:])))
 
 
 def resharding_bytes(one: Estimate, other: Estimate) -> int | None:

@@ -12,12 +12,14 @@ Every rank is taken to pass what this one passes: the same arguments, and batche
 
 With which arguments is a model called? Found from the model, for a batch and a length of sequences on one rank.
 
-What does a step without values do on one rank? Its memory, its moves and its matrix products are counted.
+What does a step without values do on one rank? Its memory, its moves and its operators are counted, in their order.
 
 1. Every storage is counted from the operator that makes it until nothing refers to it: so the figures have what
    autograd keeps, what checkpointed code computes again, and what is freed after the forward pass.
 2. Moves between layouts are operators here (`shardwise::move`), each with its layouts.
-3. Operations of matrix products, convolutions and attention are counted by torch's own formulas.
+3. Operations of matrix products, convolutions and attention are counted by torch's own formulas, and of each operator
+   the bytes that it reads and writes. Of causal attention half of the pairs are counted.
+4. What is held belongs to the module that ran when it was made.
 
 Attention that keeps what a fused kernel keeps, for tensors without values.
 
@@ -37,10 +39,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -50,15 +52,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from shardwise._cache import cached
 from shardwise._text import parse_json
-from shardwise._torch import is_in_backward, pytree, storage_identity
+from shardwise._torch import aten, is_in_backward, present_ops, pytree, storage_identity
 from shardwise.comm import use_comm
 from shardwise.comm.stand_in import StandInComm
-from shardwise.nn.plan import ModelPlan, PlanError
+from shardwise.geometry.notation import find_dtype
+from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
 from shardwise.nn.shard_module import shard_by_patterns
 from shardwise.ops.dispatch_cache import note_special
+from shardwise.ops.implicit_replication import plain_as_replicated
 from shardwise.ops.registration import register_sharding, remove_sharding
 from shardwise.ops.rules.attention import attention
 from shardwise.tensor.dispatch import EVERY, overrides_scope, run_function, set_override
@@ -108,7 +114,7 @@ planned_attention_backward: Any = torch.library.custom_op(
     "shardwise::planned_attention_backward",
     _refuse,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, bool is_causal) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -121,18 +127,19 @@ def _allocate_result(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any)
     return q.new_empty((*outer, rows, heads, v.shape[-1])).transpose(-3, -2)
 
 
-planned_attention_backward.register_fake(lambda q, k, v: tuple(torch.empty_like(t) for t in (q, k, v)))
+planned_attention_backward.register_fake(lambda q, k, v, is_causal: tuple(torch.empty_like(t) for t in (q, k, v)))
 
 
 def _keep_tensors(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
-    q, k, v, *_ = inputs
+    q, k, v, *more = inputs
+    ctx.is_causal = more[2]
     rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
     ctx.save_for_backward(q, k, v, output, rows)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, *_ = ctx.saved_tensors
-    return (*planned_attention_backward(q, k, v), None, None, None)
+    return (*planned_attention_backward(q, k, v, ctx.is_causal), None, None, None)
 
 
 planned_attention.register_autograd(_differentiate, setup_context=_keep_tensors)
@@ -183,23 +190,40 @@ class NoValues(TorchFunctionMode):
         return result
 
 
-def count_attention_flops(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """The operations of the two products of attention, every pair of rows counted.
+def count_attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> int:
+    """The operations of the two products of attention, every pair of rows counted, or half of them if it is causal.
 
     >>> heads = torch.empty(1, 2, 8, 4, device="meta")
-    >>> count_attention_flops(heads, heads, heads)
-    2048
+    >>> count_attention_flops(heads, heads, heads), count_attention_flops(heads, heads, heads, is_causal=True)
+    (2048, 1024)
     """
-    return int(2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+    every = int(2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+    return every // 2 if is_causal else every
 
 
-@dataclass(frozen=True, slots=True)
-class MeteredMove:
-    """One move of a step: which, in which pass, and the parameter that it gathers, or whose gradient it makes."""
+class MeteredMove(NamedTuple):
+    """One move of a step: which, in which pass, and the parameter that it gathers, or whose gradient it makes.
+
+    `gathers`: it moves the parameter itself. `place` counts the operators before it, `ready` those until its inputs are
+    made, and `use` those before the first one that reads its result.
+    """
 
     record: Move
     backward: bool
     parameter: str | None = None
+    gathers: bool = False
+    place: int = 0
+    ready: int = 0
+    use: int = 0
+
+
+class MeteredOperator(NamedTuple):
+    """One operator of a step: what `node_seconds` asks for; `shape` is that of a product."""
+
+    flops: int
+    nbytes: int
+    shape: tuple[float, float, float] | None
+    dtype: str
 
 
 class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -214,21 +238,51 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.live_bytes = self.peak_bytes = self.flops = 0
-        self.moves: list[MeteredMove] = []
-        self._sizes: dict[int, int] = {}
+        self.operators: list[MeteredOperator] = []
+        self.modules: list[str] = [""]
+        self._moves: list[MeteredMove] = []
+        self._uses: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, str]] = {}
         self._names: dict[int, str] = {}
         self._made_by: dict[int, int] = {}
+        self._made_at: dict[int, int] = {}
+
+    @property
+    def moves(self) -> tuple[MeteredMove, ...]:
+        """The moves in their order; a result that nothing reads is needed at the end."""
+        last = len(self.operators)
+        return tuple(m._replace(use=self._uses.get(i, last)) for i, m in enumerate(self._moves))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, ShardedTensor) for kind in types):
             return NotImplemented  # its local tensors come here
         result = func(*args, **(kwargs or {}))
         made = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
-        self.flops += _count_flops(func, args, kwargs or {}, result)
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if func is torch.ops.shardwise.move.default:
             self._note_move(find_numbered(args[1]), args[0], made)
+        elif not _is_view(func):
+            self._note_operator(func, args, kwargs or {}, result, given, made)
         self.hold(made)
         return result
+
+    def _note_operator(
+        self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        flops = _count_flops(func, args, kwargs, result)
+        self.flops += flops
+        for tensor in given:
+            number = self._made_by.get(key := storage_identity(tensor.untyped_storage()))
+            if number is not None:
+                self._uses.setdefault(number, len(self.operators))
+        nbytes = 0 if func in _WRITES_NOTHING else sum(t.numel() * t.element_size() for t in (*given, *made))
+        first = made[0] if made else given[0] if given else None
+        shape = _product_shape(given[-2:]) if flops else None
+        dtype = "f32" if first is None else _short_dtype(first.dtype)
+        self.operators.append(MeteredOperator(flops, nbytes, shape, dtype))
+        for tensor in made:
+            key = storage_identity(tensor.untyped_storage())
+            self._made_at[key] = len(self.operators)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of these tensors until it is freed."""
@@ -236,15 +290,27 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
             storage = tensor.untyped_storage()
             key = storage_identity(storage)
             if key not in self._sizes:
-                self._sizes[key] = storage.nbytes()
+                self._sizes[key] = storage.nbytes(), self.modules[-1]
                 self.live_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
                 weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key)
-        self._names.pop(key, None)
-        self._made_by.pop(key, None)
+        self.live_bytes -= self._sizes.pop(key)[0]
+        for notes in (self._names, self._made_by, self._made_at):
+            notes.pop(key, None)
+
+    def held_keys(self) -> set[int]:
+        """What is held now."""
+        return set(self._sizes)
+
+    def bytes_by_module(self, without: set[int]) -> dict[str, int]:
+        """What is held now, by the module that ran when it was made, without some of it."""
+        found: dict[str, int] = {}
+        for key, (nbytes, module) in self._sizes.items():
+            if key not in without:
+                found[module] = found.get(module, 0) + nbytes
+        return found
 
     def name_tensors(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Let moves of these local tensors be moves of a parameter."""
@@ -256,23 +322,51 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         for tensor in tensors:
             number = self._made_by.get(storage_identity(tensor.untyped_storage()))
             if number is not None:
-                move = self.moves[number]
-                self.moves[number] = MeteredMove(move.record, move.backward, name)
+                self._moves[number] = self._moves[number]._replace(parameter=name, gathers=False)
 
     def _note_move(self, record: Move, sources: Iterable[Tensor], made: Iterable[Tensor]) -> None:
-        names = (self._names.get(storage_identity(t.untyped_storage())) for t in sources)
+        keys = [storage_identity(t.untyped_storage()) for t in sources]
+        name = next((n for key in keys if (n := self._names.get(key)) is not None), None)
+        place = len(self.operators)
+        ready = max((self._made_at.get(key, 0) for key in keys), default=0)
+        for key in keys:  # a move of what another one makes
+            if key in self._made_by:
+                self._uses.setdefault(self._made_by[key], place)
+                ready = place
         for tensor in made:
-            self._made_by[storage_identity(tensor.untyped_storage())] = len(self.moves)
-        self.moves.append(MeteredMove(record, is_in_backward(), next((n for n in names if n is not None), None)))
+            self._made_by[storage_identity(tensor.untyped_storage())] = len(self._moves)
+        self._moves.append(MeteredMove(record, is_in_backward(), name, name is not None, place, ready))
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if func is planned_attention._opoverload:
-        return count_attention_flops(*args[:3])
+        return count_attention_flops(*args[:3], is_causal=bool(args[5] if len(args) > 5 else kwargs.get("is_causal")))
     if func is planned_attention_backward._opoverload:
-        return count_attention_flops(*args[:3]) * 5 // 2  # five products, where the forward pass has two
+        return count_attention_flops(*args[:3], is_causal=args[3]) * 5 // 2  # five products, where there were two
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+_WRITES_NOTHING = set(present_ops([aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default]))
+
+
+@cached()
+def _is_view(func: Any) -> bool:
+    """Whether all that an operator returns is memory of its arguments, which it does not write to."""
+    schema = func._schema
+    return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    return find_dtype(str(dtype)).name
+
+
+def _product_shape(factors: Sequence[Tensor]) -> tuple[float, float, float] | None:
+    """The rows, columns and terms of a product of two matrices, or of many pairs of them."""
+    if len(factors) != 2 or not 2 <= factors[0].ndim == factors[1].ndim <= 3:
+        return None
+    a, b = factors
+    return float(a.shape[:-1].numel()), float(b.shape[-1]), float(a.shape[-1])
 
 
 Inputs: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
@@ -285,7 +379,8 @@ _one_at_a_time = threading.Lock()
 class Rehearsal:
     """What one rank's step needs: the bytes that it holds, operations, moves.
 
-    `peak_bytes` has parameters, buffers, gradients and activations, without the state of an optimizer.
+    `peak_bytes` has parameters, buffers, gradients and activations, without the state of an optimizer;
+    `activations` those of each module at the end of the forward pass; `forward_flops` are a part of `flops`.
     """
 
     parameter_bytes: int
@@ -294,12 +389,24 @@ class Rehearsal:
     peak_bytes: int
     flops: int
     moves: tuple[MeteredMove, ...]
+    operators: tuple[MeteredOperator, ...]
+    activations: Mapping[str, int]
+    forward_flops: int
 
 
 def rehearse(
-    model: nn.Module, plan: ModelPlan, inputs: Inputs, rank: int, dtype: torch.dtype | None, loss: Loss | None = None
+    model: nn.Module,
+    plan: ModelPlan,
+    inputs: Inputs,
+    rank: int,
+    dtype: torch.dtype | None,
+    loss: Loss | None = None,
+    *,
+    again: bool | Sequence[str] = False,
 ) -> Rehearsal:
     """Run one step of a model, whose parameters may be on the meta device, as one rank of a plan.
+
+    `again`: modules that are computed again in the backward pass, by patterns; True: all blocks (`find_blocks`).
 
     >>> from shardwise.geometry import Mesh
     >>> plan = ModelPlan(Mesh.of(tp=2), {"weight": "S(0)"}, input_plan="replicated")
@@ -316,6 +423,7 @@ def rehearse(
         stack.enter_context(use_comm(comm))
         stack.enter_context(torch.enable_grad())
         shard_by_patterns(twin, plan, 0, comm)
+        _compute_again(twin, again)
         stack.enter_context(torch.device("meta"))
         stack.enter_context(NoValues())
         stack.enter_context(meter)
@@ -326,6 +434,53 @@ def rehearse(
                 f"a step of {type(model).__name__} cannot be run without values: {type(error).__name__}: {error}; "
                 f"{_advise(plan)}"
             ) from error
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The modules of the outermost lists of a model: its layers.
+
+    >>> find_blocks(nn.Sequential(nn.Embedding(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])))
+    ['1.0', '1.1']
+    """
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    parts = dict(model.named_modules())
+    return [f"{name}.{child}" for name in outer for child, _ in parts[name].named_children()]
+
+
+def _compute_again(model: nn.Module, again: bool | Sequence[str]) -> None:
+    """Let modules keep their inputs only, and compute what they need for the backward pass a second time."""
+    if not again:
+        return
+    parts = {name: part for name, part in model.named_modules() if name}
+    names = find_blocks(model) if again is True else list(match_patterns(again, list(parts), "module"))
+    if not names:
+        raise PlanError(
+            f"{type(model).__name__} has no list of blocks (nn.ModuleList) to compute again; name modules by patterns, "
+            "as in again=['layers.*']"
+        )
+    for name in names:
+        part = parts[name]
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=_second_time)
+
+
+def _second_time() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The second time, outside of the model's forward pass, plain tensors are read as in it."""
+    return nullcontext(), plain_as_replicated()
+
+
+@contextmanager
+def _module_names(model: nn.Module, meter: StepMeter) -> Iterator[None]:
+    """Let the meter know which module runs."""
+    with ExitStack() as stack:
+        for name, part in model.named_modules():
+            stack.callback(part.register_forward_pre_hook(lambda *_, n=name: meter.modules.append(n)).remove)
+            stack.callback(part.register_forward_hook(lambda *_: _pop(meter.modules), always_call=True).remove)
+        yield
+
+
+def _pop(names: list[str]) -> None:
+    names.pop()
 
 
 def _advise(plan: ModelPlan) -> str:
@@ -345,16 +500,20 @@ def _run_step(twin: nn.Module, inputs: Any, loss: Loss, meter: StepMeter) -> Reh
         meter.hold(_parts(buffer))
     held = meter.live_bytes
     given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    before = meter.held_keys()
     meter.hold(given)
-    outputs = twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
+    with _module_names(twin, meter):
+        outputs = twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
     value = loss(outputs)
     del outputs
-    activations = meter.live_bytes - held
+    activations, forward_flops = meter.live_bytes - held, meter.flops
+    by_module = meter.bytes_by_module(before)
     value.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     for name, parameter in twin.named_parameters():
         if parameter.grad is not None:
             meter.name_gradients(name, _parts(parameter.grad))
-    return Rehearsal(parameters, held - parameters, activations, meter.peak_bytes, meter.flops, tuple(meter.moves))
+    counted = (activations, meter.peak_bytes, meter.flops, meter.moves, tuple(meter.operators))
+    return Rehearsal(parameters, held - parameters, *counted, by_module, forward_flops)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
