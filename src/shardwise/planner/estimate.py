@@ -530,11 +530,6 @@ def estimate(
     traffic = moves.by_parameter if rehearsal is not None else _gradient_traffic(plan, parameters, rank)
     rows = tuple(_make_row(p, rank, state, traffic[p.name]) for p in parameters)
     widest = computed or max((p.dtype for p in parameters), key=lambda d: d.itemsize, default=find_dtype("f32"))
-    time = StepTime(0.0, 0.0, 0.0)
-    if rehearsal is not None and compiled:
-        time = lay_out_compiled(rehearsal, moves, placed, placed.memory_bytes // 16)
-    elif rehearsal is not None:
-        time = lay_out_eager(rehearsal, moves, placed)
     return Estimate(
         plan=plan.to_data(),
         ranks=math.prod(plan.mesh.shape),
@@ -547,20 +542,33 @@ def estimate(
         rows=rows,
         moves=moves.listed,
         traffic=moves.by_axis if rehearsal is not None else _traffic_by_axis(plan, parameters, rank),
-        buffer_bytes=0 if rehearsal is None else rehearsal.buffer_bytes,
-        activation_bytes=None if rehearsal is None else rehearsal.activation_bytes,
         peak_bytes=_find_peak(rehearsal, rows, moves.largest_bytes),
         tokens=tokens * _count_batches(plan),
-        flops=0 if rehearsal is None else rehearsal.flops,
-        model_flops=0 if rehearsal is None else min(rehearsal.flops, 3 * rehearsal.forward_flops),
         dtype=widest.name,
         compiled=compiled,
-        compute_seconds=time.compute,
-        communication_seconds=time.communication,
-        step_seconds=time.step,
-        activations={} if rehearsal is None else rehearsal.activations,
         notes=_find_notes(model, plan) if isinstance(model, nn.Module) else (),
+        **_step_figures(rehearsal, moves, placed, compiled),
     )
+
+
+def _step_figures(rehearsal: Rehearsal | None, moves: PricedMoves, device: Device, compiled: bool) -> dict[str, Any]:
+    """What a rehearsal says; without one no activations are known, and no time."""
+    found = rehearsal or Rehearsal(0, 0, 0, 0, 0, (), (), {}, 0)
+    time = StepTime(0.0, 0.0, 0.0)
+    if rehearsal is not None and compiled:
+        time = lay_out_compiled(found, moves, device, device.memory_bytes // 16)
+    elif rehearsal is not None:
+        time = lay_out_eager(found, moves, device)
+    return {
+        "buffer_bytes": found.buffer_bytes,
+        "activation_bytes": None if rehearsal is None else found.activation_bytes,
+        "flops": found.flops,
+        "model_flops": min(found.flops, 3 * found.forward_flops),
+        "compute_seconds": time.compute,
+        "communication_seconds": time.communication,
+        "step_seconds": time.step,
+        "activations": found.activations,
+    }
 
 
 def _check_float(**named: str | None) -> None:

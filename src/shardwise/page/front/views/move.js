@@ -49,15 +49,15 @@ export function showMove(root, facts, { served, show }) {
 }
 
 function topologyText({ ranks_per_host: count, within, between }) {
-  return [count, ...[within, between].map(([, bandwidth]) => `${bandwidth / 1e9}GB`)].join(":");
+  return [count, ...[within, between].map(({ bandwidth }) => `${bandwidth / 1e9}GB`)].join(":");
 }
 
 function moveFigures({ figures: numbers, matrix, topology }) {
   const met = numbers.moved_bytes === numbers.lower_bound_bytes;
   const rank = (entry) => (entry ? `rank ${formatNumber(entry[0])}` : "nothing is sent");
   const link = matrix.busiest_link;
-  const [, within] = topology.within;
-  const [, between] = topology.between;
+  const within = topology.within.bandwidth;
+  const between = topology.between.bandwidth;
   return [
     [
       "Moved",
