@@ -518,14 +518,12 @@ def estimate(
     links = topology or Topology(ranks_per_host=8)
     parameters = _find_parameters(model, plan, dtype)
     rank = _find_fullest_rank(plan, parameters)
-    named = compute_dtype or dtype
-    computed = None if named is None else find_dtype(named)
+    computed = find_dtype(named) if (named := compute_dtype or dtype) is not None else None
     rehearsal, tokens = None, batch * sequence
     if isinstance(model, nn.Module):
         given = make_inputs(model, batch, sequence) if inputs is None else inputs
         tokens = count_tokens(given)
-        cast = None if computed is None else _torch_dtype(computed)
-        rehearsal = rehearse(model, plan, given, rank, cast, loss, again=again)
+        rehearsal = rehearse(model, plan, given, rank, computed and _torch_dtype(computed), loss, again=again)
     moves = PricedMoves(() if rehearsal is None else rehearsal.moves, plan.mesh, rank, links)
     traffic = moves.by_parameter if rehearsal is not None else _gradient_traffic(plan, parameters, rank)
     rows = tuple(_make_row(p, rank, state, traffic[p.name]) for p in parameters)
