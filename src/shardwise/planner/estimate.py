@@ -523,7 +523,7 @@ def estimate(
     if isinstance(model, nn.Module):
         given = make_inputs(model, batch, sequence) if inputs is None else inputs
         tokens = count_tokens(given)
-        rehearsal = rehearse(model, plan, given, rank, computed and _torch_dtype(computed), loss, again=again)
+        rehearsal = rehearse(model, plan, given, rank, computed, loss, again=again)
     moves = PricedMoves(() if rehearsal is None else rehearsal.moves, plan.mesh, rank, links)
     traffic = moves.by_parameter if rehearsal is not None else _gradient_traffic(plan, parameters, rank)
     rows = tuple(_make_row(p, rank, state, traffic[p.name]) for p in parameters)

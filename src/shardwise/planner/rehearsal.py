@@ -60,7 +60,7 @@ from shardwise._text import parse_json
 from shardwise._torch import aten, is_in_backward, present_ops, pytree, storage_identity
 from shardwise.comm import use_comm
 from shardwise.comm.stand_in import StandInComm
-from shardwise.geometry.notation import find_dtype
+from shardwise.geometry.notation import DType, find_dtype
 from shardwise.nn.plan import ModelPlan, PlanError, match_patterns
 from shardwise.nn.shard_module import shard_by_patterns
 from shardwise.ops.dispatch_cache import note_special
@@ -399,7 +399,7 @@ def rehearse(
     plan: ModelPlan,
     inputs: Inputs,
     rank: int,
-    dtype: torch.dtype | None,
+    computed: DType | None,
     loss: Loss | None = None,
     *,
     again: bool | Sequence[str] = False,
@@ -414,6 +414,7 @@ def rehearse(
     >>> found.flops, [(m.record.label, m.backward) for m in found.moves]
     (128, [])
     """
+    dtype: torch.dtype | None = None if computed is None else getattr(torch, computed.torch_name)
     twin = copy_to_meta(model, dtype)
     ranks = tuple(sorted(plan.mesh.ranks.reshape(-1).tolist()))
     comm = silent_comm(rank, ranks)
