@@ -78,7 +78,7 @@ from shardwise.ops.registration import (
     remove_sharding as remove_sharding,
     sharding_rule as sharding_rule,
 )
-from shardwise.sync.digests import digest as digest
+from shardwise.checkpoint.digests import digest as digest
 from shardwise.tensor import (
     ShardedTensor as ShardedTensor,
     from_local as from_local,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.checkpoint.changes import BLOCK, ChangeLog, compare, decode_changes, encode_changes, most_bytes, write_at
 from shardwise.comm import Comm
 from shardwise.sync import publish, subscribe
-from shardwise.sync.changes import BLOCK, ChangeLog, compare, decode_changes, encode_changes, most_bytes, write_at
 from tests.sync.worlds import TOKEN, free_address, gathered, laid_out, parts_of, run_worlds, whole
 
 COUNTS = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)

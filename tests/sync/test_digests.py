@@ -14,8 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import shardwise
+from shardwise.checkpoint import digests
 from shardwise.cli.main import app
-from shardwise.sync import digests
 from tests.sync.worlds import run_worlds, whole
 
 DTYPES = (

@@ -10,6 +10,7 @@ from shardwise.checkpoint.files import CheckpointError as CheckpointError
 from shardwise.checkpoint.loading import (
     Checkpoint as Checkpoint,
     StoredTensor as StoredTensor,
+    compact as compact,
     load as load,
     open as open,
 )

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from shardwise._progress import Meter, Progress, check_progress, show_progress
 from shardwise._text import draw_html, package_logger
+from shardwise.checkpoint.changes import VersionTarget, apply_versions, list_versions, start_chain_at
 from shardwise.checkpoint.convert import NameMap, rename_index
+from shardwise.checkpoint.digests import digest_leaves
 from shardwise.checkpoint.files import CheckpointError, run_or_describe_error
 from shardwise.checkpoint.index import (
     Index,
@@ -43,7 +45,7 @@ from shardwise.checkpoint.index import (
     stored_names,
 )
 from shardwise.checkpoint.objects import ObjectLoad, plan_objects, replace_objects
-from shardwise.checkpoint.saving import wait_for_running_save
+from shardwise.checkpoint.saving import save, wait_for_running_save
 from shardwise.checkpoint.state import (
     Leaf,
     copy_target,
@@ -59,7 +61,7 @@ from shardwise.checkpoint.state import (
     torch_dtype,
 )
 from shardwise.checkpoint.store import DEFAULT_BUFFER_BYTES, Store, copy_reads, open_store, plan_reads, run_in_threads
-from shardwise.comm import Comm
+from shardwise.comm import Comm, LocalComm
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry import Box, Layout, shorten_layout
 from shardwise.tensor import wrap
@@ -217,6 +219,7 @@ def load(
     names: StateNames = None,
     cast: bool = False,
     verify: bool = True,
+    version: int | None = None,
     max_buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     comm: GroupOrComm | None = None,
     progress: Progress = None,
@@ -231,6 +234,8 @@ def load(
       Or a `NameMap`: the checkpoint is loaded as what it makes of it, with tensors split, fused and transposed.
     - `cast`: convert dtypes; else a dtype that differs is an error.
     - `verify`: check all checksums before the first tensor is changed.
+    - `version`: a version of a chain that `shardwise.sync.publish_files` wrote: its changes are applied to the full
+      checkpoint. With `verify`, digests of the result are compared with those of the version.
     - `max_buffer_bytes`: a limit on memory used besides the tensors themselves.
     - `progress`: by default the first rank shows a bar on a terminal; True and False say so, and a function is called
       with the bytes that this rank has checked and read and those it will.
@@ -247,11 +252,11 @@ def load(
     before: list[Any] = []
     for _ in range(_MAX_TRIES):
         found, problem = run_or_describe_error(
-            lambda: _open_and_match(state, path, comm, strict, names, cast, max_buffer_bytes, progress)
+            lambda: _open_and_match(state, path, comm, strict, names, cast, version, max_buffer_bytes, progress)
         )
         asked = None
         if found is not None:
-            asked = [found[0].digest, verify, cast, _digest_wanted(found[1].tensors), bool(found[2])]
+            asked = [found[0].digest, verify, cast, _digest_wanted(found[1].tensors), bool(found[2]), version]
         everyone = gather_or_raise(comm, asked, problem, LOAD_LABEL)
         store, matched, objects = found
         try:
@@ -263,6 +268,8 @@ def load(
                         partial(loader.copy, meter), "; tensors may be half-loaded"
                     )
                 if read:
+                    if version is not None:
+                        loader.apply_version(path, version, verify, max_buffer_bytes)
                     loader.settle()
                     if any(one[4] for one in everyone):
                         _, problem = run_or_describe_error(partial(_finish_objects, objects, matched.values))
@@ -283,12 +290,15 @@ def _open_and_match(
     strict: bool,
     names: StateNames,
     cast: bool,
+    version: int | None,
     max_buffer_bytes: int,
     progress: Progress,
 ) -> tuple[Store, MatchedState, list[ObjectLoad]]:
     check_progress(progress)
     if max_buffer_bytes < 1 << 16:
         raise CheckpointError(f"max_buffer_bytes must be at least 65536, got {max_buffer_bytes}")
+    if version is not None and isinstance(names, NameMap):
+        raise CheckpointError("load: a version is loaded under stored names: pass names= as a dict or a function")
     store = open_store(path, max_buffer_bytes)
     if isinstance(names, NameMap):
         store.index = rename_index(store.index, names)
@@ -318,7 +328,7 @@ def _digest_wanted(tensors: Sequence[tuple[Leaf, TensorEntry]]) -> str:
 
 def _agree_on_load(comm: Comm, everyone: Sequence[Any], before: Sequence[Any]) -> bool:
     """Whether all ranks load the same; False if a save replaced the checkpoint after some of them had opened it."""
-    for number, what in ((1, "verify"), (2, "cast"), (0, "the checkpoint")):
+    for number, what in ((1, "verify"), (2, "cast"), (5, "version"), (0, "the checkpoint")):
         for rank, asked in zip(comm.ranks, everyone, strict=True):
             if asked[number] != everyone[0][number] and (number or everyone == before):
                 raise CheckpointError(
@@ -435,6 +445,27 @@ class Loader:
         copy_reads(self.store, jobs, len(self.comm.ranks), meter.advance if meter.active else None)
         torch.autograd.graph.increment_version([local for work in self.work for local in work.leaf.locals])
         self.store.release_pages()
+
+    def apply_version(self, path: str | os.PathLike[str], version: int, verify: bool, max_buffer_bytes: int) -> None:
+        """Bring what was read to a version of a chain; all ranks compare digests with those of the version."""
+        targets = [
+            VersionTarget(w.entry.name, w.entry.dtype.name, reduced_layout(w.leaf.layout), w.targets) for w in self.work
+        ]
+        digests, problem = run_or_describe_error(
+            lambda: apply_versions(path, version, targets, self.comm.rank, max_buffer_bytes)
+        )
+        gather_or_raise(self.comm, None, problem and f"{problem}; tensors may be half-loaded", LOAD_LABEL)
+        if not verify or not self.shared:
+            return
+        alike = [w for w in self.work if w.leaf.dtype == w.entry.dtype and w.leaf.layout.pending is None]
+        found = digest_leaves([w.leaf for w in alike], self.comm)
+        wrong = [w.entry.name for w in alike if found[w.leaf.name] != digests.get(w.entry.name)]
+        if wrong:
+            raise CheckpointError(
+                f"{path}: {', '.join(wrong[:4])} ({len(wrong)} of {len(alike)} tensors) are not those of version "
+                f"{version}, their digests differ: the full checkpoint was replaced by another one, or the chain is "
+                "damaged; tensors may be half-loaded"
+            )
 
     def settle(self) -> None:
         """Give tensors with a pending reduction addends that reduce to what was read; all their ranks take part."""
@@ -688,3 +719,34 @@ def open(
     if renaming is not None:
         store.index = rename_index(store.index, renaming)
     return Checkpoint(store, verify)
+
+
+def compact(path: str | os.PathLike[str], version: int | None = None) -> int:
+    """Make a version of a chain, the newest by default, the full checkpoint, and remove older ones; returns its step.
+
+    One process calls it, which needs memory for all tensors. Whoever publishes to the chain may go on meanwhile. If it
+    is killed, all versions from this one on can be loaded as before; call it again.
+
+    >>> import tempfile, shardwise
+    >>> weights, path = {"w": torch.zeros(3)}, f"{tempfile.mkdtemp()}/ckpt"
+    >>> link = shardwise.sync.publish_files(weights, path)
+    >>> for step in range(3):
+    ...     weights["w"][step] = step
+    ...     link.push(step)
+    >>> compact(path), open(path)["w"][:].tolist()
+    (2, [0.0, 1.0, 2.0])
+    """
+    steps = list_versions(path)
+    if not steps:
+        raise CheckpointError(f"{path} has no versions; shardwise.sync.publish_files writes them")
+    chosen = steps[-1] if version is None else version
+    with open(path) as checkpoint:
+        state = build_state(
+            checkpoint._store.index.tree,
+            lambda name: torch.empty(checkpoint[name].shape, dtype=checkpoint[name].dtype, device="cpu"),
+        )
+    alone = LocalComm.alone()
+    load(state, path, version=chosen, comm=alone)
+    save(state, path, comm=alone)
+    start_chain_at(path, chosen)
+    return chosen

@@ -27,8 +27,8 @@ def digest(path: Path, name: NamePatterns = None, by_tensor: ByTensor = False, a
       shardwise digest runs/step-1000
       shardwise digest model-hf --name "model.layers.0.*" --by-tensor
     """
+    from shardwise.checkpoint.digests import digest_of, digest_stored
     from shardwise.checkpoint.loading import Checkpoint  # these load torch
-    from shardwise.sync.digests import digest_of, digest_stored
 
     opened = open_checkpoint(path)
     with Checkpoint(opened.store) as checkpoint:

@@ -22,6 +22,7 @@ COMMANDS = {
     "diff": "shardwise.cli.diff:diff",
     "digest": "shardwise.cli.digest:digest",
     "reshard": "shardwise.cli.reshard:command",
+    "compact": "shardwise.cli.compact:compact",
     "clean": "shardwise.cli.clean:clean",
 }
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -82,6 +83,7 @@ def main(
       shardwise diff runs/step-1000 runs/step-2000
       shardwise digest runs/step-1000
       shardwise reshard runs/step-1000 runs/for-2 --layout "S(0)" --ranks 2
+      shardwise compact runs/weights
       shardwise clean runs
       shardwise doctor
       shardwise demo

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from shardwise.checkpoint.changes import FilePublisher
+from shardwise.checkpoint.digests import Digest, digest
 from shardwise.comm.current import GroupOrComm, resolve_comm
 from shardwise.geometry.state_map import StateMap, TensorShape
-from shardwise.sync.digests import Digest, digest
 from shardwise.sync.publisher import Member, Publisher, Removed
 from shardwise.sync.recording import RecordingError, record
 from shardwise.sync.session import RefusedError, SyncError, find_token, parse_address
@@ -19,6 +20,7 @@ from shardwise.sync.subscriber import APPLY, Apply, Subscriber, Verification
 
 __all__ = [
     "Digest",
+    "FilePublisher",
     "Member",
     "Publisher",
     "RecordingError",
@@ -31,6 +33,7 @@ __all__ = [
     "Verification",
     "digest",
     "publish",
+    "publish_files",
     "record",
     "subscribe",
 ]
@@ -72,6 +75,34 @@ def publish(
         delta=bool(delta),
         deadline=_check(deadline),
     )
+
+
+def publish_files(
+    state: object,
+    path: str | os.PathLike[str],
+    *,
+    max_kept_bytes: int | None = None,
+    comm: GroupOrComm | None = None,
+) -> FilePublisher:
+    """Write versions of weights to a folder or URL as a chain; all ranks call it. `FilePublisher.push` writes one.
+
+    The first push saves a full checkpoint at `path`, later ones what changed, to `path` with `.deltas` behind it.
+    `shardwise.load(state, path, version=step)` reads them in any layout; `shardwise compact` makes the chain short.
+    What changed is found by comparing with a copy on the host; a rank whose part has more than `max_kept_bytes` keeps
+    hashes of blocks instead, and writes whole blocks of 4,096 elements.
+
+    >>> import tempfile, torch, shardwise
+    >>> weights, path = {"w": torch.zeros(10_000)}, f"{tempfile.mkdtemp()}/ckpt"
+    >>> link = shardwise.sync.publish_files(weights, path)
+    >>> link.push(step=10)
+    >>> weights["w"][::100] = 1.0
+    >>> link.push(step=20)
+    >>> link.written_bytes
+    609
+    >>> int(shardwise.load({"w": torch.zeros(10_000)}, path, version=20)["w"].sum())
+    100
+    """
+    return FilePublisher(state, path, resolve_comm(comm), max_kept_bytes)
 
 
 def subscribe(

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._text import package_logger
+from shardwise.checkpoint.changes import ChangeLog, Flags, Union, compare, encode_changes
+from shardwise.checkpoint.digests import sum_box
 from shardwise.checkpoint.state import Leaf, agree_on_state, flatten_state, make_leaf, torch_dtype
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
 from shardwise.geometry import Layout, LayoutError
-from shardwise.sync.changes import ChangeLog, Flags, Union, compare, encode_changes
-from shardwise.sync.digests import sum_box
 from shardwise.sync.plan import Published, RankPlace, parse_read, read_description
 from shardwise.sync.session import (
     MAX_DESCRIPTION,

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from shardwise._text import package_logger
+from shardwise.checkpoint.changes import compare, decode_changes, most_bytes, write_at
+from shardwise.checkpoint.digests import Sums, sum_box
 from shardwise.checkpoint.state import make_leaf, torch_dtype
 from shardwise.comm import Comm, agree, gather_values
 from shardwise.comm.transports.links import identify_host
-from shardwise.sync.changes import compare, decode_changes, most_bytes, write_at
-from shardwise.sync.digests import Sums, sum_box
 from shardwise.sync.plan import (
     Filled,
     Published,

@@ -17,7 +17,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._cache import cached
-from shardwise.checkpoint.loading import Checkpoint
 from shardwise.checkpoint.state import Leaf, as_array, flatten_state, make_leaf
-from shardwise.comm import gather_values
+from shardwise.comm import Comm, gather_values
 from shardwise.comm.current import GroupOrComm, comm_of, resolve_comm
 from shardwise.geometry import Box, Layout, find_dtype
 
@@ -153,6 +152,17 @@ def digest_of(by_tensor: Mapping[str, str]) -> Digest:
     return Digest(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), dict(by_tensor))
 
 
+@runtime_checkable
+class StoredState(Protocol):
+    """An opened checkpoint: tensors by name, of which any box can be read."""
+
+    def names(self) -> list[str]: ...
+
+    def files(self) -> Mapping[str, int]: ...
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
 def digest(x: object, *, comm: GroupOrComm | None = None) -> Digest:
     """The digest of a tensor, a module, a nested state or an opened checkpoint: equal for equal weights in any layout.
 
@@ -166,21 +176,26 @@ def digest(x: object, *, comm: GroupOrComm | None = None) -> Digest:
     >>> shardwise.run_local(body, 3)[0] == shardwise.digest(w)
     True
     """
-    if isinstance(x, Checkpoint):
+    if isinstance(x, StoredState):
         return digest_of({name: digest_stored(x, name) for name in x.names()})
     state = x.state_dict(keep_vars=True) if isinstance(x, nn.Module) else x
     tensors = {"": state} if isinstance(state, Tensor) else flatten_state(state).tensors
     known = resolve_comm(comm) if comm is not None else next(filter(None, map(comm_of, tensors.values())), None)
     known = known or resolve_comm()
     leaves = [make_leaf(name, tensor, known) for name, tensor in tensors.items()]
+    hexes = digest_leaves(leaves, known)
+    return Digest(hexes[""], {}) if isinstance(state, Tensor) else digest_of(hexes)
+
+
+def digest_leaves(leaves: Sequence[Leaf], comm: Comm) -> dict[str, str]:
+    """The digest of each tensor, the same on all ranks, which pass the same tensors."""
     found = {}
     for leaf in leaves:
         if leaf.layout.pending is not None:
             raise ValueError(f"{leaf.name or 'the tensor'} has a pending reduction; redistribute it first, then digest")
-        found[leaf.name] = [[f"{lane:x}" for lane in sums] for sums in _sum_pieces(leaf, known.rank)]
-    everyone = gather_values(known, found, label="digest")
-    hexes = {leaf.name: _combine(leaf.name, leaf.layout, leaf.dtype.name, everyone) for leaf in leaves}
-    return Digest(hexes[""], {}) if isinstance(state, Tensor) else digest_of(hexes)
+        found[leaf.name] = [[f"{lane:x}" for lane in sums] for sums in _sum_pieces(leaf, comm.rank)]
+    everyone = gather_values(comm, found, label="digest")
+    return {leaf.name: _combine(leaf.name, leaf.layout, leaf.dtype.name, everyone) for leaf in leaves}
 
 
 def _sum_pieces(leaf: Leaf, rank: int) -> list[Sums]:
@@ -212,7 +227,7 @@ def _combine(name: str, layout: Layout, dtype: str, everyone: Mapping[int, Any])
     return _finish(add_sums(sums for _, sums in first.values()), layout.shape, dtype)
 
 
-def digest_stored(checkpoint: Checkpoint, name: str) -> str:
+def digest_stored(checkpoint: StoredState, name: str) -> str:
     """The digest of a tensor of a checkpoint, read in parts of bounded size."""
     stored = checkpoint[name]
     shape, itemsize = tuple(stored.shape), stored.dtype.itemsize
