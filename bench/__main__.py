@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, compiled, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans, sync
+from bench import checkpoint, compiled, first_use, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans, sync
 from bench.compare import compare, machine_of, read
 from bench.report import RESULTS, Figures, save, show
 
@@ -23,6 +23,7 @@ SECTIONS: dict[str, Section] = {
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
     "page": lambda tiny: page.run(page.TINY if tiny else page.PageBenchSizes()),
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
+    "first_use": lambda tiny: first_use.run(first_use.TINY if tiny else first_use.FirstUseSizes()),
     "ops_share": lambda tiny: ops_share.run(ops_share.TINY if tiny else ops_share.OpShareBenchSizes()),
     "compile": lambda tiny: compiled.run(compiled.TINY if tiny else compiled.CompileBenchSizes()),
     "modules": lambda tiny: modules.run(modules.TINY if tiny else modules.ModuleBenchSizes()),

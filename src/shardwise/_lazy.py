@@ -14,6 +14,7 @@ import ast
 import builtins
 import difflib
 import dis
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -152,7 +153,12 @@ def _missing_name(package: str, name: str, known: Sequence[str] | dict[str, Any]
 
 
 def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:
-    """Import modules, and return the last one or a name of it; an AttributeError inside is not hidden by `import`."""
+    """Import modules, and return the last one or a name of it; an AttributeError inside is not hidden by `import`.
+
+    Modules are kept, so Python's collector would look in vain through all that torch has made: it waits meanwhile.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         last = [import_module(module) for module in modules][-1]
         return last if name is None else getattr(last, name)
@@ -160,3 +166,6 @@ def _import_name(modules: Sequence[str], name: str | None, asked: str) -> Any:
         raise ImportError(
             f"{asked} cannot be loaded: {error}; shardwise supports {SUPPORTED_TORCH}", name=name
         ) from error
+    finally:
+        if collecting:
+            gc.enable()

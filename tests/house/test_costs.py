@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import shardwise
 from shardwise import Comm, Mesh, ModelPlan, run_local, shard, shard_module
@@ -27,12 +29,14 @@ SOURCE = str(Path(shardwise.__file__).parent)
 REPEATS = 7
 MOST = {  # calls, exchanges, bytes
     "x + y": (1, 0, 0),
+    "x + y, new shape": (420, 0, 0),
+    "linear, new shape": (420, 0, 0),
     "x.t()": (1, 0, 0),
     "x @ w": (14, 0, 0),
     "x @ w, backward": (110, 0, 0),
     "x += 1": (8, 0, 0),
     "pending sum": (1, 0, 0),
-    "move": (400, 1, 128),
+    "move": (360, 1, 128),
     "gather": (220, 1, 256),
     "step": (1450, 3, 1088),
 }
@@ -96,22 +100,32 @@ def make_calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def count_all() -> dict[str, tuple[int, int, int]]:
-    """The calls, exchanges and bytes of each, on rank 0 of two whose moves are exchanges as between processes."""
+def make_calls_at_new_shapes() -> dict[str, Callable[[], Any]]:
+    """Calls that each take a tensor of a shape that none had before; for one rank, since threads share decisions."""
+    weight = shard(torch.ones(8, 8), "on tp=1: R").requires_grad_()
+    new = [shard(torch.ones(rows, 8), "on tp=1: S(0)") for rows in range(1000, 1040)]
+    return {
+        "x + y, new shape": lambda: [t + t for t in [new.pop()]],
+        "linear, new shape": lambda: [functional.linear(t, weight) for t in [new.pop()]],
+    }
 
-    def body(comm: Comm) -> dict[str, tuple[int, int, int]]:
+
+def count_all() -> dict[str, tuple[int, int, int]]:
+    """The calls, exchanges and bytes of each, on rank 0 of ranks whose moves are exchanges as between processes."""
+
+    def body(comm: Comm, make: Callable[[], dict[str, Callable[[], Any]]]) -> dict[str, tuple[int, int, int]]:
         counting = CountingComm(comm)
         with use_comm(counting):
             found = {}
-            for name, call in make_calls().items():
+            for name, call in make().items():
                 calls = count_calls(call)
                 counting.exchanges.clear()
                 call()
                 found[name] = calls, len(counting.exchanges), sum(size for _, size in counting.exchanges)
             return found
 
-    counts: dict[str, tuple[int, int, int]] = run_local(body, 2, timeout=60.0)[0]
-    return counts
+    counts: dict[str, tuple[int, int, int]] = run_local(body, 2, make_calls, timeout=60.0)[0]
+    return counts | run_local(body, 1, make_calls_at_new_shapes, timeout=60.0)[0]
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +148,18 @@ def test_one_more_call_is_counted() -> None:
     layout = shardwise.parse_spec("on tp=2: S(0)").layout((4,))
     once = count_calls(lambda: layout.shape)
     assert count_calls(lambda: [layout.pieces_of(0), layout.shape]) > once
+
+
+FIRST_BLOCK = """
+import sys, torch, shardwise
+block = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+block = shardwise.shard_module(block, shardwise.ModelPlan(shardwise.Mesh.of(x=1), {"**": "R"}))
+block(shardwise.shard(torch.ones(2, 8, 32), "on x=1: S(0)")).sum().backward()
+print(*[name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+
+
+def test_the_first_block_loads_no_compiler() -> None:
+    """It takes half a second and more, and no eager step needs it."""
+    done = subprocess.run([sys.executable, "-c", FIRST_BLOCK], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == []

@@ -342,10 +342,14 @@ def test_each_run_of_checkpointed_code_has_its_own_hook() -> None:
     assert len(seen) == 4 == len(set(map(id, seen))) and None not in seen
 
 
-def test_operator_names_are_those_of_aten() -> None:
+def test_all_operators_on_lists_are_listed() -> None:
     names = list(_torch.operator_names())
     assert {"add", "_foreach_add", "native_layer_norm"} <= set(names)
     assert names == sorted(names)
+    on_lists = {name for name in names if name.startswith("_foreach_")}
+    listed = _torch.list_operators_on_lists()
+    assert on_lists | {"_fused_adamw_", "_fused_sgd_"} <= set(listed) <= set(names)
+    assert listed == sorted(listed)
 
 
 def test_reductions_have_their_numbers() -> None:

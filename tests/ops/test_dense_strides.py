@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -53,3 +54,23 @@ def test_strides_are_those_of_the_whole(view: Callable[[Any], Any]) -> None:
                 assert found.is_contiguous() == wanted.is_contiguous()
 
     run_local(body, 2, timeout=60)
+
+
+def test_pointwise_operators_order_dims_as_torch_does() -> None:
+    """All orders of the dims of two tensors, of one shape and broadcast, against tensors of torch with data."""
+    orders = list(permutations(range(3)))
+
+    def permuted(shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+        return torch.ones([shape[d] for d in order]).permute([order.index(d) for d in range(3)])
+
+    def body(comm: Comm) -> None:
+        for other, one, two in product([(2, 3, 4), (2, 1, 4), (1, 3, 4)], orders, orders):
+            wholes = torch.ones([(2, 3, 4)[d] for d in one]), torch.ones([other[d] for d in two])
+            given = [
+                lay(w, "on tp=1: R").permute([o.index(d) for d in range(3)])
+                for w, o in zip(wholes, (one, two), strict=True)
+            ]
+            wanted = permuted((2, 3, 4), one) * permuted(other, two)
+            assert (given[0] * given[1]).stride() == wanted.stride(), (other, one, two)
+
+    run_local(body, 1, timeout=60)

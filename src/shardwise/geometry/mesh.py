@@ -174,7 +174,9 @@ class Mesh:
             return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        return self.axes == other.axes and np.array_equal(self.ranks, other.ranks)
+        if self._hash != other._hash or self.axes != other.axes or self.ranks.shape != other.ranks.shape:
+            return False
+        return bool((self.ranks == other.ranks).all())
 
     def __hash__(self) -> int:
         return self._hash

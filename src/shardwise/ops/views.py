@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from shardwise._cache import Cache, cache_by_identity, cached
-from shardwise._torch import aten, no_dispatch_modes
+from shardwise._torch import aten, no_dispatch_modes, pointwise_strides
 from shardwise.comm import Comm
 from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, Partial, Placement, Replicate, RowOwners, Shard
 from shardwise.geometry.layout import Cells
@@ -645,7 +645,13 @@ def _run_without_memory(
 ) -> tuple[Strides | None, ...]:
     """What torch returns has these strides; what it refuses to view it copies, and copies are contiguous."""
     with no_dispatch_modes(), torch.no_grad():
-        args, kwargs = call.fill_slots([make_stand_in(*kind) for kind in kinds])
+        op: Any = call.op
+        stand_ins = [make_stand_in(*kind) for kind in kinds]
+        if is_pointwise(op) and op not in _COPIES:  # without data torch runs them in Python, and loads dynamo
+            spread = torch.broadcast_tensors(*stand_ins)  # type: ignore[no-untyped-call]  # untyped in torch
+            made = make_stand_in(spread[0].shape, pointwise_strides(*spread), torch.uint8)
+            return (find_strides(made),) * len(op._schema.returns)
+        args, kwargs = call.fill_slots(stand_ins)
         try:
             result = call.op(*args, **{**kwargs, **({"device": "meta"} if kwargs.get("device") is not None else {})})
         except (RuntimeError, NotImplementedError, TypeError):

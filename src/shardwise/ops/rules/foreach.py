@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import aten, operator_names
+from shardwise._torch import aten, list_operators_on_lists
 from shardwise.geometry import Mesh, MeshSpec, Replicate, Shard
 from shardwise.ops.implicit_replication import MixedTensorsError
 from shardwise.ops.registration import register_sharding
@@ -168,7 +168,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 REDUCING = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
-for _name in operator_names():
+for _name in list_operators_on_lists():
     if (_name.startswith("_foreach_") and _name not in REDUCING) or _name in FUSED:
         for _op in _overloads(_name):
             register_sharding(_op, Steps(partial(run_on_lists, _op)))
