@@ -8,7 +8,7 @@ The grammar, with blanks allowed between any two tokens (docs/notation.md explai
               | "as" "chunk" "(" dim ")" "over" ranks
               | "as" "grid" "(" {cut ","} ")" "over" ranks ["each" n]
               | "as" "pieces" ("none" | ranks box {"," ranks box})
-    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["unit" "(" n ")"]
+    placement = "R" | "P" ["(" op ")"] | "S" "(" dim ")" [cut rule] ["zigzag"] ["unit" "(" n ")"]
     cut rule  = "sizes" list | "groups" list | "block" "(" n ")" | "owners" list
     list      = "(" {length ","} ")"
     cut       = "/" n | length {"+" length}                          n chunks, or these lengths
@@ -550,6 +550,8 @@ def _read_placement(scanner: Scanner, place: str) -> Placement:
             rule["owners"] = RowOwners(_read_lengths(scanner, "owners"))
         else:
             rule = {word: _read_lengths(scanner, word) for word in ("sizes", "groups") if scanner.take(word)}
+        if scanner.take("zigzag"):
+            rule["zigzag"] = True
         if scanner.take("unit"):
             rule["unit"] = _read_number(scanner, "unit", "the length of a unit")
         return Shard(dim, **rule)

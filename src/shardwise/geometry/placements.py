@@ -5,7 +5,8 @@ order in the owner's local tensor. Splitting a part among n ranks:
 
 1. cut the part at group boundaries, if the placement declares groups;
 2. share out each group's rows: as torch.chunk does, by given sizes, block by block, or each row to its owner. With a
-   unit, chunk counts units of rows in place of rows, and other rules are checked: no cut falls inside a unit;
+   unit, chunk counts units of rows in place of rows, and other rules are checked: no cut falls inside a unit. In
+   zigzag, chunk makes 2 n parts, of which rank i gets the i-th from the front and the i-th from the end;
 3. a rank's new part is the concatenation of what it got from each group, without empty intervals unless all are empty.
 """
 
@@ -66,6 +67,8 @@ def split_part(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[
     [((0, 2), (4, 6)), ((2, 4), (6, 8))]
     >>> split_part(((0, 10),), Shard(0, unit=4), 2, "tp")
     [((0, 8),), ((8, 10),)]
+    >>> split_part(((0, 8),), Shard(0, zigzag=True), 2, "tp")
+    [((0, 2), (6, 8)), ((2, 6),)]
     """
     if shard.owners is not None:
         return [_merge_intervals(p, part) for p in _deal_to_owners(part, shard, shard.owners, count, axis)]
@@ -111,6 +114,8 @@ def _deal_rows(part: DimIntervals, shard: Shard, count: int, axis: str) -> list[
     if shard.block is not None:
         starts = range(0, length, shard.block)
         edges, ranks = [*starts, length], [i % count for i in range(len(starts))]
+    elif shard.zigzag:
+        edges, ranks = _chunk_edges(part, shard.unit or 1, 2 * count), [*range(count), *reversed(range(count))]
     elif shard.sizes is None:
         edges, ranks = _chunk_edges(part, shard.unit or 1, count), list(range(count))
     else:
@@ -301,6 +306,9 @@ class Shard(_Questions):
     With any of them `unit=u` keeps rows 0 to u-1, u to 2u-1 and so on together (heads of attention, blocks that share a
     scale): `torch.chunk` counts units, and other rules have to cut between them. The last unit may be short.
 
+    With `zigzag=True` the dim, or each group of it, is cut in 2 n parts for n ranks, and rank i gets parts i and
+    2 n - 1 - i: of a sequence every rank then has as much to do for causal attention.
+
     >>> Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2)
     (Shard(0), Shard(-1, sizes=(3, 0, 5, 1)), Shard(0, groups=(8, 4, 4)), Shard(0, block=2))
     >>> Shard(0, unit=64).lengths(14 * 64, 4)
@@ -313,6 +321,7 @@ class Shard(_Questions):
     block: int | None = None
     owners: RowOwners | None = None
     unit: int | None = None
+    zigzag: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int):
@@ -333,6 +342,8 @@ class Shard(_Questions):
                 raise LayoutError(f"Shard({self.dim}, {name}={tuple(value)}): lengths are 0 or more")
         if self.block is not None and self.block < 1:
             raise LayoutError(f"Shard({self.dim}, block={self.block}): a block has at least one row")
+        if self.zigzag and given not in ([], ["groups"]):
+            raise LayoutError(f"Shard({self.dim}, {given[0]}=..., zigzag=True): zigzag goes with groups only, or alone")
         if self.unit is not None:
             self._check_unit(to_int_tuple((self.unit,), f"Shard({self.dim}, unit=...)")[0])
 
@@ -355,7 +366,7 @@ class Shard(_Questions):
     @property
     def is_even(self) -> bool:
         """Whether the dim is split as `torch.chunk` does, counted in rows or in units of rows."""
-        return self.sizes is None and self.groups is None and self.block is None and self.owners is None
+        return self.is_in_runs and self.sizes is None
 
     @property
     def is_plain(self) -> bool:
@@ -365,7 +376,7 @@ class Shard(_Questions):
     @property
     def is_in_runs(self) -> bool:
         """Whether each rank gets one run of the rows, in the order of the axis."""
-        return self.groups is None and self.block is None and self.owners is None
+        return self.groups is None and self.block is None and self.owners is None and not self.zigzag
 
     def along(self, dim: int) -> Shard:
         """The same split of another dim.
@@ -400,20 +411,20 @@ class Shard(_Questions):
         numbers: dict[str, Sequence[int]] = {n: v for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         numbers |= {} if self.block is None else {"block": (self.block,)}
         numbers |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
-        numbers |= {} if self.unit is None else {"unit": (self.unit,)}
-        return f"S({self.dim})" + "".join(f" {name}({','.join(map(str, each))})" for name, each in numbers.items())
+        text = f"S({self.dim})" + "".join(f" {name}({','.join(map(str, each))})" for name, each in numbers.items())
+        return text + " zigzag" * self.zigzag + ("" if self.unit is None else f" unit({self.unit})")
 
     def to_json(self) -> dict[str, Any]:
         """Itself as plain data, which `placement_from_json` reads."""
         rule = {n: list(v) for n in ("sizes", "groups") if (v := getattr(self, n)) is not None}
         rule |= {} if self.owners is None else {"owners": self.owners.ranks.tolist()}
         numbers = {n: v for n in ("block", "unit") if (v := getattr(self, n)) is not None}
-        return {"kind": "shard", "dim": self.dim, **rule, **numbers}
+        return {"kind": "shard", "dim": self.dim, **rule, **numbers, **({"zigzag": True} if self.zigzag else {})}
 
     def __repr__(self) -> str:
         named = (*CUT_RULES, "unit")
         rule = "".join(f", {n}={getattr(self, n)}" for n in named if getattr(self, n) is not None)
-        return f"Shard({self.dim}{rule})"
+        return f"Shard({self.dim}{rule}{', zigzag=True' * self.zigzag})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def placement_from_json(data: dict[str, Any]) -> Placement:
     if kind == "shard":
         owners = None if data.get("owners") is None else RowOwners(data["owners"])
         rule = {name: data.get(name) for name in ("sizes", "groups", "block", "unit")}
-        return Shard(data["dim"], owners=owners, **rule)
+        return Shard(data["dim"], owners=owners, zigzag=bool(data.get("zigzag")), **rule)
     raise LayoutError(f"unknown kind of placement {kind!r}; known: replicate, partial, shard")
 
 
@@ -203,7 +203,7 @@ def infer_from_parts(spec: MeshSpec, parts: Mapping[int, tuple[int, ...]]) -> tu
         alike = {tuple(n for d, n in enumerate(parts[r]) if d != placement.dim) for r in ranks}
         if len(sizes) == 1 and len(alike) == 1:
             lengths = sizes.pop()
-            cut = Shard(placement.dim, lengths, unit=placement.unit)
+            cut = placement if placement.zigzag else Shard(placement.dim, lengths, unit=placement.unit)
             given = [cut if a == axis else p for a, p in enumerate(spec.placements)]
             shape = tuple(sum(lengths) if d == placement.dim else n for d, n in enumerate(first))
             return MeshSpec(spec.mesh, given, spec.order), shape

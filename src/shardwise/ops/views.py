@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -154,10 +154,14 @@ class NoViewError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one mesh axis does in a pattern: the sizes it gives its ranks, for each run of the level above."""
+    """What one mesh axis does in a pattern: the sizes it gives its ranks, for each run of the level above.
+
+    In a zigzag there are two sizes for each rank: first those of all ranks in order, then in the reverse order.
+    """
 
     axis: int
     sizes: tuple[tuple[int, ...], ...]
+    zigzag: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +173,7 @@ class Pattern:
 
     def times(self, factor: int) -> Pattern:
         """The same pattern of longer rows."""
-        levels = [Level(v.axis, tuple(tuple(s * factor for s in sizes) for sizes in v.sizes)) for v in self.levels]
-        return Pattern(self.period * factor, tuple(levels))
+        return Pattern(self.period * factor, self._with_sizes(lambda size: size * factor))
 
     def fits(self, row: int) -> bool:
         """Whether all boundaries fall between rows of this length."""
@@ -178,8 +181,10 @@ class Pattern:
 
     def over(self, row: int) -> Pattern:
         """The same pattern counted in rows of this length."""
-        levels = [Level(v.axis, tuple(tuple(s // row for s in sizes) for sizes in v.sizes)) for v in self.levels]
-        return Pattern(self.period // row, tuple(levels))
+        return Pattern(self.period // row, self._with_sizes(lambda size: size // row))
+
+    def _with_sizes(self, change: Callable[[int], int]) -> tuple[Level, ...]:
+        return tuple(replace(v, sizes=tuple(tuple(map(change, sizes)) for sizes in v.sizes)) for v in self.levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +272,8 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
     for axis in split_axes(spec, dim):
         shard, count = spec.placements[axis], spec.mesh.shape[axis]
         assert isinstance(shard, Shard)
+        if levels and levels[-1].zigzag:
+            raise NoViewError(f"{shard} splits what another axis has in several runs")
         if shard.owners is not None:
             if period < length:
                 raise NoViewError(f"{shard} splits what another axis has in several runs")
@@ -281,7 +288,7 @@ def dim_patterns(spec: MeshSpec, dim: int, length: int) -> list[Pattern]:
             raise NoViewError(f"{shard} splits what another axis has in several runs")
         starts = bounds(runs)
         sizes = tuple(_cut_sizes(shard, count, run, start) for run, start in zip(runs, starts, strict=False))
-        levels.append(Level(axis, sizes))
+        levels.append(Level(axis, sizes, shard.zigzag))
         runs = [s for parent in sizes for s in parent]
     return [*found, *_close_pattern(period, levels)]
 
@@ -312,7 +319,9 @@ def _cut_period(shard: Shard, count: int, runs: Sequence[int], repeats: bool) ->
 
 
 def _cut_sizes(shard: Shard, count: int, run: int, start: int) -> tuple[int, ...]:
-    return (shard.block,) * count if shard.block is not None else shard.lengths(run, count, start)
+    if shard.block is not None:
+        return (shard.block,) * count
+    return Shard(shard.dim, shard.sizes, unit=shard.unit).lengths(run, count * (1 + shard.zigzag), start)
 
 
 def _place_pattern(
@@ -323,7 +332,7 @@ def _place_pattern(
     own = [d for d in dims if after[d] * inner[d] == pattern.period and after[d] > 1 and pattern.fits(inner[d])]
     if own:
         levels = pattern.over(inner[own[0]]).levels
-        return [(v.axis, express_shard(own[0], v.sizes, spec.mesh.axes[v.axis])) for v in levels]
+        return [(v.axis, express_shard(own[0], v.sizes, spec.mesh.axes[v.axis], v.zigzag)) for v in levels]
     longer = [d for d in dims if after[d] * inner[d] % pattern.period == 0 and pattern.fits(inner[d])]
     if not longer:
         raise NoViewError("a boundary falls inside a row of the result")
@@ -331,14 +340,16 @@ def _place_pattern(
     return [(v.axis, _express_repeated(dim, v, pattern.over(inner[dim]), after[dim])) for v in pattern.levels]
 
 
-def express_shard(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "") -> Shard:
-    """The Shard by which an axis cuts runs in these sizes, one tuple for each run.
+def express_shard(dim: int, sizes: Sequence[tuple[int, ...]], axis: str = "", zigzag: bool = False) -> Shard:
+    """The Shard by which an axis cuts runs in these sizes, one tuple for each run; two sizes for a rank in a zigzag.
 
     >>> express_shard(0, [(2, 1), (2, 1)]), express_shard(0, [(1, 2), (1, 2)])
     (Shard(0), Shard(0, sizes=(1, 2)))
     """
     if all(s == chunk_sizes(sum(s), len(s)) for s in sizes):
-        return Shard(dim)
+        return Shard(dim, zigzag=zigzag)
+    if zigzag:
+        raise NoViewError(f"dim {dim} would be cut in a zigzag of other parts than even ones")
     if len(set(sizes)) > 1:
         shown = " and ".join(map(str, dict.fromkeys(sizes)))
         raise NoViewError(
@@ -352,11 +363,11 @@ def _express_repeated(dim: int, level: Level, pattern: Pattern, length: int) -> 
     """The Shard that cuts a dim in a pattern that repeats."""
     sizes = next(v for v in pattern.levels if v.axis == level.axis).sizes
     flat = {s for parent in sizes for s in parent}
-    if len(flat) == 1 and 0 not in flat:
+    if len(flat) == 1 and 0 not in flat and not level.zigzag:
         return Shard(dim, block=flat.pop())
     if len(pattern.levels) > 1 or sizes[0] != chunk_sizes(pattern.period, len(sizes[0])):
         raise NoViewError(f"dim {dim} would be cut in repeating runs of different lengths")
-    return Shard(dim, groups=(pattern.period,) * (length // pattern.period))
+    return Shard(dim, groups=(pattern.period,) * (length // pattern.period), zigzag=level.zigzag)
 
 
 def recut_for_view(spec: MeshSpec, before: Sequence[int], after: Sequence[int]) -> MeshSpec:

@@ -111,6 +111,7 @@ def _words(placement: Placement, ndim: int) -> str:
     assert isinstance(placement, Shard)
     text = f"splits dim {placement.dim % max(1, ndim)}"
     text += "" if placement.unit is None else f" between units of {placement.unit}"
+    text += ", two parts for each rank, one from each end" * placement.zigzag
     if placement.sizes is not None:
         return f"{text} in given sizes"
     if placement.groups is not None:

@@ -125,15 +125,17 @@ def _shards(draw: st.DrawFn, dim: int, shape: Sequence[int], held: Sequence[DimI
     rules = ["chunk", "groups", "block", *["sizes"] * (len(lengths) == 1)]
     rule, unit = draw(st.sampled_from(rules)), draw(st.sampled_from((1, 1, 2, 3)))
     named = dim - len(shape) if draw(st.booleans()) else dim
+    zigzag = draw(st.booleans())
     if rule == "groups":
-        return Shard(dim, groups=draw(_cuts_at_units(shape[dim], draw(st.integers(1, 3)), unit)), unit=unit)
+        lengths_of_groups = draw(_cuts_at_units(shape[dim], draw(st.integers(1, 3)), unit))
+        return Shard(dim, groups=lengths_of_groups, unit=unit, zigzag=zigzag)
     if rule in ("sizes", "block"):
         unit = unit if list(held) == [((0, shape[dim]),)] else 1  # what other axes have cut may begin inside a unit
     if rule == "sizes":
         return Shard(dim, sizes=draw(_cuts_at_units(lengths.pop(), count, unit)), unit=unit)
     if rule == "block":
         return Shard(dim, block=unit * draw(st.integers(1, 3)), unit=unit)
-    return Shard(named, unit=unit)
+    return Shard(named, unit=unit, zigzag=zigzag)
 
 
 @st.composite

@@ -440,7 +440,7 @@ def _slice_cuts(spec: MeshSpec, dim: int, length: int, rows: range) -> dict[int,
     patterns = dim_patterns(spec, dim, length)
     if len(patterns) != 1 or patterns[0].period != length:
         raise NoViewError("the dim is cut in blocks or groups")
-    return {v.axis: express_shard(dim, v.sizes) for v in _keep_rows(patterns[0].levels, rows)}
+    return {v.axis: express_shard(dim, v.sizes, zigzag=v.zigzag) for v in _keep_rows(patterns[0].levels, rows)}
 
 
 def _keep_rows(levels: Sequence[Level], rows: range) -> list[Level]:
@@ -452,7 +452,7 @@ def _keep_rows(levels: Sequence[Level], rows: range) -> list[Level]:
     for level in reversed(levels):
         width = len(level.sizes[0])
         sizes = tuple(tuple(counts[i : i + width]) for i in range(0, len(counts), width))
-        found.append(Level(level.axis, sizes))
+        found.append(replace(level, sizes=sizes))
         counts = [sum(s) for s in sizes]
     return found[::-1]
 
