@@ -202,6 +202,8 @@ TensorGuards: Any = private_name("_C._dynamo.guards.TensorGuards")
 _len_dispatch_stack = private_name("_C._len_torch_dispatch_stack")
 _len_function_stack = private_name("_C._len_torch_function_stack")
 _dispatch_mode_stack = private_name("utils._python_dispatch._get_current_dispatch_mode_stack")
+_function_mode_stack = private_name("overrides._get_current_function_mode_stack")
+_DefaultDeviceMode = private_name("utils._device.DeviceContext")
 
 # Whether a profiler of torch runs: one call, without the objects that `torch.profiler` keeps.
 is_profiling: Callable[[], bool] = private_name("_C._autograd._profiler_enabled")
@@ -314,8 +316,13 @@ def is_dispatch_mode_on() -> bool:
 
 
 def is_function_mode_on() -> bool:
-    """Whether functions of torch that this thread calls pass through a mode, such as a default device."""
-    return bool(_len_function_stack())
+    """Whether functions of torch that this thread calls pass through a mode other than a default device."""
+    return bool(_len_function_stack()) and not all(isinstance(m, _DefaultDeviceMode) for m in _function_mode_stack())
+
+
+def default_device() -> torch.device | None:
+    """The default device of this thread, where one is set."""
+    return torch.get_default_device() if _len_function_stack() else None
 
 
 def comm_debug_modes() -> list[Any]:

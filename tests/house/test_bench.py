@@ -75,11 +75,12 @@ def test_checkpoint_runs_and_checks_what_it_loads(tmp_path: Path, capsys: pytest
 
 
 def test_modules_runs_and_gives_lookups_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lookups, steps, sharded = _tables("modules", tmp_path)
+    lookups, steps, sharded, owners = _tables("modules", tmp_path)
     assert "ours / by hand" in capsys.readouterr().out
     assert isinstance(lookups["rows"], list) and len(lookups["rows"]) == 2
     assert isinstance(steps["rows"], list) and [row[0] for row in steps["rows"]] == ["perceptron", "transformer block"]
     assert isinstance(sharded["rows"], list) and len(sharded["rows"]) == 1
+    assert isinstance(owners["rows"], list) and len(owners["rows"]) == 1
 
 
 def test_sync_runs_and_checks_what_arrives(tmp_path: Path) -> None:

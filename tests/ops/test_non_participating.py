@@ -16,6 +16,7 @@ from shardwise.comm import Comm, run_local
 from shardwise.comm.local import LocalComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.protocol import Capabilities, CompletedWork, Work
+from shardwise.comm.transports.engine import Engine
 
 PLACES = {
     "outside": "on tp=2 @ 0,2: S(0)",
@@ -149,17 +150,17 @@ def test_states_of_an_optimizer_are_where_the_parameter_is() -> None:
     assert run_local(body, 2, timeout=60) == [{str(values().device)}] * 2
 
 
-class NotingEngine:
+class NotingEngine(Engine):
     """An engine that lends device memory, and notes the calls that ranks compare."""
 
     device = torch.device("meta")
     awaited = ()
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.compared: list[str] = []
 
     def exchange(self, *boxes: Any, call: str) -> Work:
-        self.calls.append(call)
+        self.compared.append(call)
         return CompletedWork()
 
     lend = exchange
@@ -170,13 +171,13 @@ def test_ranks_with_host_tensors_device_tensors_or_none_make_one_call() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comm, engine = ProcessGroupComm(), NotingEngine()
-        comm._engine = engine  # type: ignore[assignment]  # as much of one as is used
+        comm._engine = engine
         comm._capabilities = Capabilities(reads_peers=True)
         for bases in ([], [torch.empty(2)], [torch.empty(2, device="meta")]):
             comm.exchange({0: bases}, {}, label="move").wait()
         comm.exchange({}, {}, label="move").wait()
-        assert len(engine.calls) == 4 and len(set(engine.calls)) == 1
+        assert len(engine.compared) == 4 and len(set(engine.compared)) == 1
         comm.exchange({}, {}, label="move", combine=lambda arrived: None).wait()
-        assert engine.calls[-1] != engine.calls[0]  # these do not fit together
+        assert engine.compared[-1] != engine.compared[0]  # these do not fit together
     finally:
         dist.destroy_process_group()

@@ -244,6 +244,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def test_a_default_device_leaves_a_program_its_graphs() -> None:
+    def body(comm: Comm) -> str:
+        compiled = sw.compile(lambda x: x + 1, backend="eager")
+        x = sw.shard(numbers(4), "on tp=2: S(0)")
+        with torch.device("meta"):
+            compiled(x)
+        with torch.device("cpu"):
+            compiled(x)
+            compiled(x)
+        return str(compiled.explain())
+
+    text = run_local(body, RANKS, timeout=60)[0]
+    assert "without a graph" not in text and "default device is cpu, was meta" in text, text
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("default", ["meta", torch.float64, torch.bfloat16], ids=str)
 def test_results_do_not_depend_on_torch_defaults(program: Callable[[Comm], Any], default: Any) -> None:

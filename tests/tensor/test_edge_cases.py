@@ -105,11 +105,13 @@ def test_lists_of_a_metadata_tree_may_have_gaps() -> None:
 
 def test_ranks_that_load_other_checkpoints_are_told_once_it_is_certain() -> None:
     comm: Any = SimpleNamespace(ranks=(0, 1))
-    same, other = ["a", "all", False, "w"], ["b", "all", False, "w"]
+    same, other = ["a", "all", False, "w", False, None], ["b", "all", False, "w", False, None]
     assert _agree_on_load(comm, [same, same], [])
     assert not _agree_on_load(comm, [same, other], [])  # a save may have replaced it in between
     with pytest.raises(CheckpointError, match="the checkpoint is not the same on ranks 0 and 1"):
         _agree_on_load(comm, [same, other], [same, other])
+    with pytest.raises(CheckpointError, match="version is not the same on ranks 0 and 1"):
+        _agree_on_load(comm, [same, [*same[:5], 3]], [])
     with pytest.raises(CheckpointError, match="verify is not the same"):
         _agree_on_load(comm, [same, ["a", "none", False, "w"]], [])
 

@@ -23,7 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch import TensorGuards, autocast_device_types, global_module_hooks, is_any_autocast_enabled
+from shardwise._torch import (
+    TensorGuards,
+    autocast_device_types,
+    default_device,
+    global_module_hooks,
+    is_any_autocast_enabled,
+)
 from shardwise._tree import flatten_nest
 from shardwise.compiler.reads import MISSING, SIMPLE, Reads, describe_change, is_same
 from shardwise.compiler.state import ProgramState, takes_rate
@@ -178,7 +184,8 @@ LEAVES = (Tensor, *SIMPLE)
 def mode_key() -> tuple[Any, ...]:
     """Torch's modes that a graph depends on."""
     casts = _autocast_modes() if is_any_autocast_enabled() else ()
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
+    gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *gradients, torch.get_default_dtype(), default_device(), casts
 
 
 def _autocast_modes() -> tuple[Any, ...]:
@@ -228,9 +235,10 @@ def describe_argument(value: Any) -> str:
 
 def describe_call(leaves: Sequence[Any], state: ProgramState, gradients: Sequence[bool]) -> dict[str, str]:
     """The facts about a call that decide its kind, by name."""
-    grad, inference, dtype, casts = mode_key()
+    grad, inference, dtype, device, casts = mode_key()
     facts = {f"argument {i}": describe_argument(leaf) for i, leaf in enumerate(leaves)}
     facts |= {"grad mode": str(grad), "inference mode": str(inference), "default dtype": str(dtype)}
+    facts["default device"] = str(device)
     facts["autocast"] = ", ".join(f"{device} to {to}" for device, to in casts) or "off"
     facts["gradients at the start"] = f"{sum(gradients)} of {len(gradients)}"
     for i, module in enumerate(state.modules):
