@@ -7,10 +7,12 @@ A docstring quotes code as `x`, which is right in Markdown; the site's docstring
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-REPOSITORY = "https://github.com/shardwise/shardwise/blob/main/"
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+HOME = PROJECT["urls"]["Homepage"]
 _LINK = re.compile(r"\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -20,16 +22,30 @@ def link_outside(text: str, page: Path, docs: Path) -> str:
 
     >>> root = Path(__file__).parents[1]
     >>> link_outside("[a](../README.md#top) [b](design.md)", root / "docs" / "index.md", root / "docs")
-    '[a](https://github.com/shardwise/shardwise/blob/main/README.md#top) [b](design.md)'
+    '[a](https://.../blob/main/README.md#top) [b](design.md)'
     """
 
     def replace(match: re.Match[str]) -> str:
         target, root = (page.parent / match["path"]).resolve(), docs.resolve()
         if target.is_relative_to(root) or not target.exists():
             return match[0]
-        return f"]({REPOSITORY}{target.relative_to(root.parent).as_posix()}{match['anchor'] or ''})"
+        return f"]({HOME}/blob/main/{target.relative_to(root.parent).as_posix()}{match['anchor'] or ''})"
 
     return _LINK.sub(replace, text)
+
+
+def link_absolute(text: str) -> str:
+    """The text of the README with links and pictures that work outside of the repository.
+
+    >>> link_absolute("[a](docs/gpus.md#b) ![c](docs/d.svg) [e](https://pytorch.org) [f](#g)").replace(HOME, "HOME")
+    '[a](HOME/blob/main/docs/gpus.md#b) ![c](HOME/raw/main/docs/d.svg) [e](https://pytorch.org) [f](#g)'
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        picture, label, target = match.groups()
+        return f"{picture}[{label}]({HOME}/{'raw' if picture else 'blob'}/main/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", replace, text)
 
 
 def toctrees(sections: Mapping[str, Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -82,6 +83,8 @@ def test_torchrun_starts_the_example_of_hosts_with_a_device_mesh(tmp_path: Path)
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "gallery").glob("*.py")), ids=lambda path: path.stem)
 def test_a_program_of_the_gallery_computes_what_one_rank_computes(path: Path, tmp_path: Path) -> None:
+    if "import transformers" in path.read_text() and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: tests/models/test_gallery.py runs this program")
     status, out = run_python(tmp_path, str(path))
     assert status == 0, out
     assert out.splitlines()[-1] == "equal: True", out
@@ -89,6 +92,6 @@ def test_a_program_of_the_gallery_computes_what_one_rank_computes(path: Path, tm
 
 def test_every_program_of_the_gallery_is_short_and_on_its_page() -> None:
     page, programs = (ROOT / "docs" / "examples.md").read_text(), list((ROOT / "examples" / "gallery").glob("*.py"))
-    assert len(programs) >= 8
+    assert len(programs) >= 10
     assert [p.name for p in programs if f"(../examples/gallery/{p.name})" not in page] == []
     assert [p.name for p in programs if not 30 <= len(p.read_text().splitlines()) <= 80] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,8 @@ def test_a_mesh_that_fits_no_layer_is_an_error() -> None:
         shardwise.hf.plan(model, Mesh.of(rows=2))
     with pytest.raises(PlanError, match="lists no experts in an ep_plan"):
         shardwise.hf.plan(model, Mesh.of(ep=2))
+
+
+def test_the_program_of_the_gallery_fine_tunes_as_one_rank_does(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "gallery" / "fine_tune.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "equal: True"
