@@ -63,7 +63,7 @@ _LEAST = 1 << 16
 
 
 class StagingPool:
-    """Free byte buffers of power-of-two sizes; keeps at most `KEPT_BYTES` of them.
+    """Free byte buffers of sizes at most an eighth larger than asked for; keeps at most `KEPT_BYTES` of them.
 
     >>> pool = StagingPool()
     >>> first = staging_pool.take(100, torch.float32, torch.device("cpu"))
@@ -81,7 +81,9 @@ class StagingPool:
         """An uninitialised run of `count` elements."""
         if device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=device)
-        size = max(_LEAST, 1 << (count * dtype.itemsize - 1).bit_length())
+        nbytes = max(_LEAST, count * dtype.itemsize)
+        step = 1 << max(0, nbytes.bit_length() - 4)
+        size = -(-nbytes // step) * step
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else None

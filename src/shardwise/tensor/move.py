@@ -217,7 +217,8 @@ class Move:
 
     `limit` is how many bytes of buffers a rank may use, None if all that it sends and receives fits anyway. `scale` is
     an extra factor for the values. The results have `out_dtype`, if it is another one: sums of low precision need not
-    be rounded. `device` is that of the tensor, on a rank without any part of it, if it is not the comm's.
+    be rounded. `device` is that of the tensor, on a rank without any part of it, if it is not the comm's. `strided`
+    says that local tensors may have other strides than contiguous ones, so that all boxes pass through buffers.
     """
 
     src: Layout
@@ -229,6 +230,7 @@ class Move:
     scale: tuple[int, int] = (1, 1)
     out_dtype: torch.dtype | None = None
     device: torch.device | None = None
+    strided: bool = False
 
     @staticmethod
     def of(
@@ -241,16 +243,18 @@ class Move:
         limit: int | None = DEFAULT_BUFFER_BYTES,
         scale: tuple[int, int] = (1, 1),
         out_dtype: torch.dtype | None = None,
+        strided: bool = False,
     ) -> Move:
         """The move between these layout objects: the same object every time, unless they depend on data."""
         moves: Cache[Any, Move] | None = comm.__dict__.get("moves")
         if moves is None:
             moves = comm.__dict__.setdefault("moves", Cache())
-        key = (id(src), id(dst), dtype, label, limit, scale, out_dtype)
+        key = (id(src), id(dst), dtype, label, limit, scale, out_dtype, strided)
         known = moves.get(key)
         if known is None:
             fits = limit is not None and max_elements_in_flight(src, dst) * dtype.itemsize <= limit
-            known = Move(src, dst, comm, dtype, label, None if fits else limit, scale, out_dtype)
+            limit = None if fits else limit
+            known = Move(src, dst, comm, dtype, label, limit, scale, out_dtype, strided=strided and limit is not None)
             if not known.depends_on_data:
                 moves.put(key, known)  # which keeps the layouts, so that their ids stay their own
         return known
@@ -298,7 +302,7 @@ class Move:
     @cached_property
     def transfer(self) -> Transfer:
         """How the bytes travel; equal layouts share plans."""
-        return plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.limit, self.comm)
+        return plan_for_rank(self.src, self.dst, self.dtype.itemsize, self.limit, self.comm, not self.strided)
 
     @cached_property
     def rows(self) -> RowPart | None:
@@ -351,7 +355,8 @@ class Move:
         under = self.src.pending.divisor if self.src.pending else 1
         label, scale = f"{self.label} (backward)", (self.scale[0] * over, self.scale[1] * under)
         src, dst = dual_layout(self.dst), dual_layout(self.src)
-        made = Move(src, dst, self.comm, self.dtype, label, self.limit, scale)
+        strided = self.limit is not None  # gradients may have any strides
+        made = Move(src, dst, self.comm, self.dtype, label, self.limit, scale, strided=strided)
         made.__dict__["dual"] = self
         return made
 
@@ -502,7 +507,7 @@ class Move:
         """The move in words that are the same on every rank."""
         between = f"{format_layout_text(self.src)} -> {format_layout_text(self.dst)}"
         out = self.out_dtype or self.dtype
-        return f"{self.label}: {self.dtype} {between} x {self.scale} in {self.limit} as {out}"
+        return f"{self.label}: {self.dtype} {between} x {self.scale} in {self.limit} as {out}" + ", strided" * self.strided
 
     @cached_property
     def number(self) -> int:
@@ -544,6 +549,7 @@ class MovableTensor(Protocol):
     local_parts: Tensors
     comm: Comm
     _anchor: Tensor | None
+    _dense_strides: tuple[int, ...] | None
     _copied_from: CopiedView | None
 
     @property
@@ -555,7 +561,8 @@ class MovableTensor(Protocol):
 def find_move(held: MovableTensor, dst: Layout, label: str, max_buffer_bytes: int | None = None) -> Move:
     """The move of a tensor to a layout."""
     limit = DEFAULT_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
-    move = Move.of(held.sharding, dst, held.comm, held.dtype, label, limit=limit)
+    strided = held._dense_strides is not None
+    move = Move.of(held.sharding, dst, held.comm, held.dtype, label, limit=limit, strided=strided)
     return move if held.local_parts else move.beside(held.device)
 
 

@@ -96,10 +96,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= LOW_PRECISION_BYTES else dtype
 
 
-def plan_for_rank(src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, comm: Comm) -> Transfer:
+def plan_for_rank(
+    src: Layout, dst: Layout, itemsize: int, max_buffer_bytes: int | None, comm: Comm, contiguous: bool = False
+) -> Transfer:
     """The plan from which a rank works, for the hosts of its comm: whole in small worlds, else this rank's part."""
     small = len(src.ranks) + len(dst.ranks) <= 2 * WHOLE_PLAN_RANKS or max_buffer_bytes is not None
-    return _plan_cached(src, dst, itemsize, max_buffer_bytes, None if small else comm.rank, comm.find_topology())
+    contiguous = contiguous and max_buffer_bytes is not None
+    rank = None if small else comm.rank
+    return _plan_cached(src, dst, itemsize, max_buffer_bytes, contiguous, rank, comm.find_topology())
 
 
 @cache_plans
@@ -108,10 +112,19 @@ def _plan_cached(
     dst: Layout,
     itemsize: int,
     max_buffer_bytes: int | None,
+    contiguous: bool,
     rank: int | None,
     topology: Topology | None = None,
 ) -> Transfer:
-    return plan_transfer(src, dst, itemsize=itemsize, topology=topology, max_buffer_bytes=max_buffer_bytes, rank=rank)
+    return plan_transfer(
+        src,
+        dst,
+        itemsize=itemsize,
+        topology=topology,
+        max_buffer_bytes=max_buffer_bytes,
+        contiguous=contiguous,
+        rank=rank,
+    )
 
 
 @cache_plans

@@ -519,7 +519,7 @@ def relay_moves(moves: Routes, outline: StepOutline, topology: Topology) -> Rela
     cut = Routes(*parts.columns()[:4], starts, sizes, *parts.columns()[6:]).take(np.flatnonzero(taken))
     rest = np.ones(len(moves), bool)
     rest[far.rows] = False
-    both = _concatenate(moves.take(np.flatnonzero(rest)), cut)
+    both = moves.take(np.flatnonzero(rest)).with_routes(cut)
     order = np.argsort(both.dst_rows, kind="stable")
     return RelayedMoves(both.take(order), _pass_on(parts, starts, sizes, far, np.flatnonzero(taken)))
 
@@ -594,8 +594,6 @@ def _pass_on(parts: Routes, starts: IntArray, sizes: IntArray, far: FarMoves, gi
     return passed.take(np.argsort(passed.dst_rows, kind="stable"))
 
 
-def _concatenate(a: Routes, b: Routes) -> Routes:
-    return Routes(*(np.concatenate(pair) for pair in zip(a.columns(), b.columns(), strict=True)))
 
 
 MOST_BOUND_REGIONS = 1 << 15

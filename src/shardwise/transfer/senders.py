@@ -375,6 +375,10 @@ class Routes:
         """The number of elements of each move."""
         return box_volumes(self.sizes)
 
+    def with_routes(self, other: Routes) -> Routes:
+        """These, followed by others."""
+        return Routes(*(np.concatenate(pair) for pair in zip(self.columns(), other.columns(), strict=True)))
+
     def same_as(self, other: Routes) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(self.columns(), other.columns(), strict=True))
 

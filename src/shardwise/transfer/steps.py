@@ -27,6 +27,9 @@ With at most `degree` messages in and out of a rank, each message of a round may
 
 Both sides of an edge compute the same rounds from the edge's own boxes. To count the rounds, parts
 are not listed: what comes before the last part of an edge decides.
+
+Where local tensors are known to be contiguous, only what passes through a buffer counts: an edge of one box that is one
+run of memory on both sides, and that nothing is combined with, goes straight from tensor to tensor in one round.
 """
 
 from __future__ import annotations
@@ -95,6 +98,58 @@ def split_in_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> R
     return _assign_rounds(cut, per_message - part + 1)
 
 
+def split_buffered(routes: Routes, outline: StepOutline, itemsize: int, limit: int) -> Routes:
+    """The same for contiguous local tensors, where a limit holds for buffers alone.
+
+    An edge of several boxes is packed and unpacked; of one box that is no run of memory, on the side where it is none.
+    A box of an edge of its own is cut into one part for each round, which needs no packing where the box is a run.
+    """
+    if len(routes) == 0:
+        return routes
+    edge, first = _number_edges(routes)
+    alone = np.bincount(edge) == 1
+    packed = ~(alone & _are_runs(routes.src_rows, routes.sizes, outline.src)[first])
+    unpacked = ~(alone & _are_runs(routes.dst_rows, routes.sizes, outline.dst)[first])
+    if outline.op is not None and max(map(len, outline.terms)) > 1:
+        unpacked[:] = True
+    sent, received = np.bincount(routes.src_ranks[first[packed]]), np.bincount(routes.dst_ranks[first[unpacked]])
+    buffers = np.zeros(max(len(sent), len(received)), np.int64)
+    buffers[: len(sent)] += sent
+    buffers[: len(received)] += received
+    degree = int(buffers.max(initial=0))
+    if degree == 0:
+        return routes
+    per_message, part = _message_sizes(degree, itemsize, limit)
+    buffered = packed | unpacked
+    straight = routes.take(np.flatnonzero(~buffered[edge]))
+    boxes = _cut_boxes(routes.take(np.flatnonzero((buffered & alone)[edge])), per_message)
+    number, start = _number_edges(boxes)
+    boxes = replace(boxes, rounds=np.arange(len(boxes)) - start[number])
+    packs = _assign_rounds(_cut_boxes(routes.take(np.flatnonzero((~alone)[edge])), part), per_message - part + 1)
+    together = straight.with_routes(boxes).with_routes(packs)
+    return _sort_by_edge(together, np.ones(len(together), bool))
+
+
+def _number_edges(routes: Routes) -> tuple[IntArray, IntArray]:
+    """The number of the edge that each move goes along, and the first move of each edge; moves are sorted by edge."""
+    if len(routes) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    new = (np.diff(routes.src_ranks) != 0) | (np.diff(routes.dst_ranks) != 0)
+    return np.concatenate([[0], np.cumsum(new)]), np.concatenate([[0], np.flatnonzero(new) + 1])
+
+
+def _are_runs(rows: IntArray, sizes: IntArray, layout: Layout) -> npt.NDArray[np.bool_]:
+    """Whether boxes of these sizes are each one run of memory in the local tensor of a table's row."""
+    table = layout.table
+    _, tensor = np.unique(np.stack([table.ranks, table.slots], axis=1), axis=0, return_inverse=True)
+    tensor = tensor.reshape(-1)
+    shapes = np.zeros((int(tensor.max(initial=-1)) + 1, table.sizes.shape[1]), np.int64)
+    np.maximum.at(shapes, tensor, table.local_offsets + table.sizes)
+    several = np.logical_or.accumulate(sizes > 1, axis=1)  # a dim of several rows: all later ones have to be whole
+    whole: npt.NDArray[np.bool_] = (~several[:, :-1] | (sizes == shapes[tensor[rows]])[:, 1:]).all(axis=1)
+    return whole
+
+
 def _message_sizes(degree: int, itemsize: int, limit: int) -> tuple[int, int]:
     """The most elements of a message, and of a part."""
     per_message = limit // max(1, degree * itemsize)
@@ -130,10 +185,8 @@ def _assign_rounds(routes: Routes, step: int) -> Routes:
     """Number the rounds along each edge; the routes are sorted by edge already."""
     elements = routes.elements()
     before = np.cumsum(elements) - elements
-    new_edge = (np.diff(routes.src_ranks) != 0) | (np.diff(routes.dst_ranks) != 0)
-    first = np.concatenate([[0], np.flatnonzero(new_edge) + 1]) if len(routes) else np.zeros(0, np.int64)
-    edge = np.concatenate([[0], np.cumsum(new_edge)]) if len(routes) else np.zeros(0, np.int64)
-    rounds = (before - before[first][edge]) // step if len(routes) else before
+    edge, first = _number_edges(routes)
+    rounds = (before - before[first][edge]) // step
     return replace(routes, rounds=rounds)
 
 
@@ -173,8 +226,7 @@ def count_rounds(routes: Routes, degree: int, itemsize: int, limit: int) -> int:
     per_message, most = _message_sizes(degree, itemsize, limit)
     if len(routes) == 0:
         return 0
-    new = (np.diff(routes.src_ranks) != 0) | (np.diff(routes.dst_ranks) != 0)
-    first = np.concatenate([[0], np.flatnonzero(new) + 1])
+    first = _number_edges(routes)[1]
     last = np.append(first[1:], len(routes)) - 1
     sizes = routes.sizes[last]
     part = _part_sizes(sizes, most)
@@ -240,6 +292,8 @@ class PlanOptions:
     itemsize: int
     topology: Topology | None = None
     max_buffer_bytes: int | None = None
+    contiguous: bool = False
+    """Whether local tensors are, so that only what passes through buffers counts; for whole plans."""
 
 
 def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> list[Step]:
@@ -256,24 +310,30 @@ def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> l
     degree = 0
     if options.max_buffer_bytes is not None:
         degree = _max_degree(moves) if len(passed_on) else _degree(outline, options, moves if rank is None else None)
-    routes, copies = _routes_of(moves, options, rank, degree)
+    routes, copies = _routes_of(moves, options, rank, degree, outline)
     fills, rounds = unreached_rows(outline, rank), int(routes.rounds.max(initial=-1)) + 1
     steps = [Step(src, dst, routes, copies, fills, outline.op, outline.scale, rounds)]
     if len(passed_on):
-        routes, none = _routes_of(passed_on, options, rank, _max_degree(passed_on))
+        routes, none = _routes_of(passed_on, options, rank, _max_degree(passed_on), replace(outline, src=dst, op=None))
         rounds = int(routes.rounds.max(initial=-1)) + 1
         steps.append(Step(dst, dst, routes, none, none.dst_rows, None, (1, 1), rounds, in_place=True))
     return steps
 
 
-def _routes_of(moves: Routes, options: PlanOptions, rank: int | None, degree: int) -> tuple[Routes, Routes]:
+def _routes_of(
+    moves: Routes, options: PlanOptions, rank: int | None, degree: int, outline: StepOutline
+) -> tuple[Routes, Routes]:
     """The moves between ranks, in rounds if buffers are limited, and those within a rank; with `rank`, its part."""
     local, mine = moves.src_ranks == moves.dst_ranks, np.ones(len(moves), bool)
     if rank is not None:
         mine = (moves.src_ranks == rank) | (moves.dst_ranks == rank)
     routes, copies = _sort_by_edge(moves, mine & ~local), _sort_by_edge(moves, mine & local)
-    if options.max_buffer_bytes is not None:
-        routes = split_in_rounds(routes, degree, options.itemsize, options.max_buffer_bytes)
+    limit = options.max_buffer_bytes
+    if limit is not None and options.contiguous:
+        assert rank is None
+        routes = split_buffered(routes, outline, options.itemsize, limit)
+    elif limit is not None:
+        routes = split_in_rounds(routes, degree, options.itemsize, limit)
     return routes, copies
 
 

@@ -219,7 +219,7 @@ class Transfer:
 
     @property
     def _unlimited(self) -> PlanOptions:
-        return replace(self.options, max_buffer_bytes=None)
+        return replace(self.options, max_buffer_bytes=None, contiguous=False)
 
     @cached_property
     def is_listed(self) -> bool:
@@ -261,9 +261,9 @@ class Transfer:
     @cached_property
     def rounds_by_step(self) -> tuple[int, ...]:
         """The number of exchanges of each step; at most so many, if moves are not listed and ranks hold many pieces."""
-        if self.max_buffer_bytes is not None and not self._passes_on:
+        if self.max_buffer_bytes is not None and not self._passes_on and not self.options.contiguous:
             return plan_rounds(self.outlines, self.options, self.unsplit_steps if self.is_listed else None)
-        if self.is_listed:
+        if self.is_listed or self.max_buffer_bytes is not None:
             return tuple(step.rounds for step in self.steps)
         return tuple(int(total.boxes_out.any()) for total in self.totals)
 
@@ -396,6 +396,8 @@ class Transfer:
             return found
         links = topology or self.options.topology or EACH_ON_ITS_OWN
         whole = wider * self.src.table.sizes.prod(axis=1).max() * self.itemsize
+        if self.max_buffer_bytes is not None and self.max_buffer_bytes < 2 * whole:
+            return None  # wider copies of the tensors are buffers too
         made = collective_seconds(found.kind, float(whole), found.groups, links)
         return found if made < self._estimate_exchanges(links) else None
 
@@ -458,6 +460,7 @@ class Transfer:
             "itemsize": self.itemsize,
             "topology": topology,
             "max_buffer_bytes": self.max_buffer_bytes,
+            "contiguous": self.options.contiguous,
             "rank": self.rank,
             "moved_bytes": self.moved_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
@@ -563,6 +566,7 @@ def plan_transfer(
     itemsize: int | None = None,
     topology: Topology | None = None,
     max_buffer_bytes: int | None = None,
+    contiguous: bool = False,
     rank: int | None = None,
 ) -> Transfer:
     """The plan that turns `src` into `dst`, both of one shape, on the same, overlapping or disjoint ranks.
@@ -571,6 +575,8 @@ def plan_transfer(
     - `itemsize`: bytes per element; a tensor in notation says it.
     - `topology`: which ranks share a host; replicas on the receiver's host are preferred.
     - `max_buffer_bytes`: the most bytes a rank has in flight, in and out together; the exchange is cut into rounds.
+    - `contiguous`: local tensors are, so that the limit holds for buffers alone: what goes from one run of memory to
+      another needs none, and travels in one round.
     - `rank`: plan only the part that this rank takes in.
 
     >>> from shardwise.geometry import ChunkSpec
@@ -582,7 +588,9 @@ def plan_transfer(
     """
     source, target, width = _read_plan_texts(src, dst, itemsize)
     _check_plan_arguments(source, target, width, max_buffer_bytes)
-    options = PlanOptions(width, topology, max_buffer_bytes)
+    if contiguous and rank is not None and max_buffer_bytes is not None:
+        raise LayoutError("a plan for contiguous tensors within a limit is of all ranks; leave out rank=")
+    options = PlanOptions(width, topology, max_buffer_bytes, contiguous and max_buffer_bytes is not None)
     transfer = Transfer(source, target, options, rank)
     if transfer.is_listed or max_buffer_bytes is not None:
         _ = transfer.rounds  # what cannot be planned is refused here
@@ -640,6 +648,7 @@ def transfer_from_json(data: dict[str, Any]) -> Transfer:
         itemsize=data["itemsize"],
         topology=topology,
         max_buffer_bytes=data["max_buffer_bytes"],
+        contiguous=data.get("contiguous", False),
         rank=data["rank"],
     )
     listed = data["bytes_by_edge"]
