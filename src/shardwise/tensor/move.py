@@ -506,8 +506,8 @@ class Move:
     def text(self) -> str:
         """The move in words that are the same on every rank."""
         between = f"{format_layout_text(self.src)} -> {format_layout_text(self.dst)}"
-        out = self.out_dtype or self.dtype
-        return f"{self.label}: {self.dtype} {between} x {self.scale} in {self.limit} as {out}" + ", strided" * self.strided
+        out, how = self.out_dtype or self.dtype, ", strided" if self.strided else ""
+        return f"{self.label}: {self.dtype} {between} x {self.scale} in {self.limit} as {out}{how}"
 
     @cached_property
     def number(self) -> int:
