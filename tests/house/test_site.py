@@ -29,6 +29,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(pages())
 
 
+def test_lines_of_prose_have_at_most_120_characters() -> None:
+    """Tables, pictures and code have the lines that they need."""
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        prose = re.sub(r"^(`{3,}).*?^\1$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        long = [row for row in prose.splitlines() if len(row) > 120 and not row.startswith(("|", "![", "`"))]
+        assert not long, f"{page.name}: {long[0]}"
+
+
 def test_every_page_starts_with_its_title() -> None:
     for page in DOCS.rglob("*.md"):
         assert page.read_text().startswith("# "), page.name
