@@ -14,18 +14,21 @@ from typing import Any
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "src")]
 
+from shardwise._version import __version__  # noqa: E402
 from tools.docs_text import link_outside, quote_code, shorten_signature, toctrees  # noqa: E402
 
 project = "Shardwise"
 author = "The Shardwise authors"
 copyright = author
-html_title = "Shardwise"
+version = release = __version__
+html_title = f"Shardwise {version}"
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 html_copy_source = False
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+copybutton_exclude = ".linenos, .gp, .go"  # what is copied can be pasted: no prompts, no output
 exclude_patterns = ["_*"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
 myst_heading_anchors = 4

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardwise
 from shardwise._lazy import read_stub
@@ -35,6 +36,16 @@ def test_every_public_name_has_an_example(package: str) -> None:
     documented = {n: v for n, v in public_names(package).items() if inspect.isclass(v) or inspect.isroutine(v)}
     assert len(documented) > 1
     assert [name for name, value in documented.items() if not has_example(value)] == []
+
+
+def test_every_method_of_a_sharded_tensor_has_an_example() -> None:
+    """Its own, and those that torch's tensors lack; the others do what torch says. Slots are shown by the class."""
+    tensor = shardwise.ShardedTensor
+    ours = [c for c in tensor.__mro__ if c.__module__.startswith("shardwise")]
+    own = {n: v for c in reversed(ours) for n, v in vars(c).items() if c is tensor or not hasattr(torch.Tensor, n)}
+    shown = {n: v for n, v in own.items() if not n.startswith("_") and n not in tensor.__slots__}
+    assert len(shown) > 20
+    assert [n for n, value in shown.items() if not has_example(value)] == []
 
 
 def test_names_that_need_transformers_have_an_example() -> None:

@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"by name, such as dict\(model.named_parameters\(\)\)",
     ),
     "a size before the spec": (lambda: any_.zeros(4, 4), r"the spec comes first.* zeros\(ChunkSpec\(0, 4\), 8, 4\)"),
-    "a tensor as a spec": (lambda: any_.ShardedTensor(X), r"shard\(x, spec\) lays out an existing tensor"),
+    "a tensor as a spec": (lambda: any_.ShardedTensor(X), r"shard\(x, spec\) shards an existing tensor"),
     "a text to replicate": (lambda: any_.replicate("x"), "replicate takes a tensor that every rank has, got str"),
     "a plain tensor as a DTensor": (lambda: shardwise.compat.from_dtensor(X), "takes a DTensor, got Tensor; shard"),
     "a package as a text": (lambda: shardwise.compat.install("torch"), r"a list of packages, .*; pass \['torch'\]"),

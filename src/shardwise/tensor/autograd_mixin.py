@@ -555,7 +555,12 @@ class TorchNamesMixin(AttributesMixin):
 
     @property
     def placements(self) -> tuple[Placement, ...] | None:
-        """What each mesh axis does, or None for layouts without a mesh."""
+        """What each mesh axis does, or None for layouts without a mesh.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4), "on dp=1,tp=2: R, S(0)").placements, 2)[0]
+        (Replicate(), Shard(0))
+        """
         spec = self.sharding.spec
         return spec.placements if isinstance(spec, MeshSpec) else None
 
@@ -564,6 +569,13 @@ class TorchNamesMixin(AttributesMixin):
         """Torch's DeviceMesh of this tensor's ranks; `sharding.spec.mesh` is ours, which needs no process group.
 
         The one that the tensor came from, else one is made: then every rank of the world has to ask.
+
+        >>> import torch.distributed as dist
+        >>> from shardwise import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shard(torch.ones(4), "tp: S(0)").device_mesh.mesh_dim_names
+        ('tp',)
+        >>> dist.destroy_process_group()
         """
         return find_device_mesh(self._mesh_spec("device_mesh").mesh, self.device.type, self.comm)
 
@@ -612,7 +624,12 @@ class TorchNamesMixin(AttributesMixin):
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor on every rank, as `full()`; `grad_placements` as for `to_local`."""
+        """The whole tensor on every rank, as `full()`; `grad_placements` as for `to_local`.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").full_tensor(), 2)[1]
+        tensor([0, 1, 2, 3])
+        """
         if grad_placements is None:
             whole: Tensor = self.full()
             return whole

@@ -171,6 +171,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     which boxes); `local_parts`, this rank's local tensors, which are on the autograd tape; `comm`, through which its
     ranks communicate. They are set once; operations return new tensors.
 
+    >>> x = run_local(lambda: shard(torch.arange(4), "tp: S(0)"), 2)[1]
+    >>> x.sharding.pieces[1], x.local_parts, x.comm.rank
+    (Piece(...), (tensor([2, 3]),), 1)
+
     They have slots, which are read and set faster than other attributes. `_fingerprint` is what the fast path keeps of
     a tensor; `_forget` drops it where a method replaces the layout or the local tensors.
     """
@@ -203,7 +207,7 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(
                 f"Expecting ShardingSpec but got: {type(sharding_spec)}; the spec comes first, then the size, as in "
-                "zeros(ChunkSpec(0, 4), 8, 4); shard(x, spec) lays out an existing tensor"
+                "zeros(ChunkSpec(0, 4), 8, 4); shard(x, spec) shards an existing tensor"
             )
         if layout != torch.strided:
             raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
@@ -253,19 +257,39 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     @property
     def layout(self) -> torch.layout:  # type: ignore[override]  # a property, as the others
-        """Torch's word for how elements are stored: always `torch.strided`. Where the pieces are is `sharding`."""
+        """Torch's word for how elements are stored: always `torch.strided`. Where the pieces are is `sharding`.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4), "tp: S(0)").layout, 2)
+        [torch.strided, torch.strided]
+        """
         return torch.strided
 
     def sharding_spec(self) -> ShardingSpec:
-        """The spec that this tensor was laid out by."""
+        """The spec of this tensor's layout.
+
+        >>> from shardwise import ChunkSpec, run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4), ChunkSpec(0, 2)).sharding_spec(), 2)[0]
+        ChunkSpec(dim=0, ranks=0-1)
+        """
         return self.sharding.spec
 
     def local_tensors(self) -> tuple[Tensor, ...]:
-        """This rank's local tensors, on the tape: none, one or many."""
+        """This rank's local tensors, on the tape: none, one or many.
+
+        >>> from shardwise import ChunkSpec, run_local, shard
+        >>> run_local(lambda: shard(torch.arange(3), ChunkSpec(0, (0, 1, 0))).local_tensors(), 2)
+        [(tensor([0]), tensor([2])), (tensor([1]),)]
+        """
         return self.local_parts
 
     def local_tensor(self) -> Tensor:
-        """This rank's only local tensor."""
+        """This rank's only local tensor.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").local_tensor(), 2)
+        [tensor([0, 1]), tensor([2, 3])]
+        """
         if len(self.local_parts) != 1:
             raise NotImplementedError(
                 f"Only single local shard is supported by local_tensor(). Number of shards: {len(self.local_parts)}; "
@@ -277,6 +301,13 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         """This rank's pieces with their metadata; the tensors are views of the local tensors.
 
         A tensor that is assigned to `shard.tensor` becomes the local tensor.
+
+        >>> from shardwise import run_local, shard
+        >>> def body():
+        ...     (piece,) = shard(torch.arange(4), "tp: S(0)").local_shards()
+        ...     return piece.metadata.shard_offsets, piece.tensor
+        >>> run_local(body, 2)
+        [([0], tensor([0, 1])), ([2], tensor([2, 3]))]
         """
         if "_shards" not in self.__dict__:
             self.__dict__["_shards"] = make_local_shards(self, self.metadata().shards_metadata)
@@ -284,7 +315,13 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return shards
 
     def metadata(self) -> ShardedTensorMetadata:
-        """The metadata of all pieces on all ranks."""
+        """The metadata of all pieces on all ranks.
+
+        >>> from shardwise import run_local, shard
+        >>> metadata = run_local(lambda: shard(torch.arange(4), "tp: S(0)").metadata(), 2)[0]
+        >>> [(piece.shard_offsets, piece.shard_sizes) for piece in metadata.shards_metadata]
+        [([0], [2]), ([2], [2])]
+        """
         if "_described" not in self.__dict__:
             properties = TensorProperties(
                 dtype=self.dtype, requires_grad=self.requires_grad, pin_memory=self.is_pinned()
@@ -294,7 +331,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return described
 
     def shard_size(self) -> torch.Size:
-        """The global shape."""
+        """The global shape.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4, 3), "tp: S(0)").shard_size(), 2)[0]
+        torch.Size([4, 3])
+        """
         return self.shape
 
     # Moving
@@ -341,6 +383,13 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         mesh with `placements`. Torch's DeviceMesh and placements are read as ours; `device_mesh` and `placements` may
         be passed by name, as DTensor has them. With `async_op`, a Handle whose `wait()` returns the tensor (outside
         autograd).
+
+        >>> from shardwise import run_local, shard
+        >>> def body():
+        ...     rows = shard(torch.arange(6).reshape(2, 3), "tp: S(0)")
+        ...     return rows.redistribute("S(1) sizes(1,2)").local_tensor().tolist()
+        >>> run_local(body, 2)
+        [[[0], [3]], [[1, 2], [4, 5]]]
         """
         dst: Layout | None = None
         problem: Exception | None = None
@@ -362,13 +411,25 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
         It is a copy in every layout: later writes to this tensor do not change it. Where each rank holds the whole,
         `local_tensor()` returns it without a copy.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.arange(3), "tp: S(0)").sum().full(), 2)
+        [tensor(3), tensor(3)]
         """
         dst = replicated_layout(tuple(self.shape), self.comm.ranks)
         whole = check_and_move(self, dst, "full", {"max_buffer_bytes": max_buffer_bytes})[0][0]
         return whole.clone() if self.sharding == dst else whole
 
     def gather(self, dim: Any = None, index: Any = None, **options: Any) -> Any:
-        """The elements at `index` along `dim`, as `torch.gather`; the whole tensor on one rank is `gather_to(rank)`."""
+        """The elements at `index` along `dim`, as `torch.gather`; the whole tensor on one rank is `gather_to(rank)`.
+
+        >>> from shardwise import run_local, shard
+        >>> def body():
+        ...     rows, index = shard(torch.arange(6).reshape(2, 3), "tp: S(0)"), shard(torch.tensor([[2], [0]]), "tp: S(0)")
+        ...     return rows.gather(1, index).tolist()
+        >>> run_local(body, 2)[0]
+        [[2], [3]]
+        """
         if index is None:
             raise TypeError(
                 "gather(dim, index) picks elements, as torch.Tensor.gather does, and no index was passed; "
@@ -418,7 +479,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return None
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """This very tensor, moved to another spec in place; `redistribute` returns a new tensor instead."""
+        """This very tensor, moved to another spec in place; `redistribute` returns a new tensor instead.
+
+        >>> from shardwise import ChunkSpec, run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4, 2), ChunkSpec(0, 2)).reshard(ChunkSpec(1, 2)).local_tensor().shape, 2)[0]
+        torch.Size([4, 1])
+        """
         if not isinstance(resharding_spec, ShardingSpec):
             raise ValueError(f"reshard takes a ShardingSpec, got {type(resharding_spec)}")
         with torch.no_grad():
@@ -437,7 +503,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
     @on_local_tensors
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable."""
+        """Convert dtype or device of every local tensor; the same object if nothing changes. Differentiable.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: str(shard(torch.ones(4), "tp: S(0)").to(torch.bfloat16)), 2)[0]
+        'ShardedTensor(bf16[4] on tp=2: S(0), rank 0 holds (2,))'
+        """
         group = kwargs.pop("process_group", None)
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         moved_probe = probe.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
@@ -458,7 +529,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
     ) -> ShardedTensor:
-        """This tensor with its local tensors in CPU memory."""
+        """This tensor with its local tensors in CPU memory.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.ones(4), "tp: S(0)").cpu().device, 2)[0]
+        device(type='cpu')
+        """
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
@@ -468,7 +544,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: Any = None,
     ) -> ShardedTensor:
-        """This tensor with its local tensors on this rank's current GPU."""
+        """This tensor with its local tensors on this rank's current GPU.
+
+        >>> from shardwise import run_local, shard
+        >>> if torch.cuda.is_available():
+        ...     assert run_local(lambda: shard(torch.ones(4), "tp: S(0)").cuda().is_cuda, 2) == [True, True]
+        """
         place = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         return self.to(place, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
 
@@ -502,7 +583,12 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         return format(self.item(), format_spec) if self.ndim == 0 else object.__format__(self, format_spec)
 
     def tolist(self) -> Any:
-        """The values as nested lists, gathered where this rank has not all of them; every rank asks."""
+        """The values as nested lists, gathered where this rank has not all of them; every rank asks.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").tolist(), 2)[1]
+        [0, 1, 2, 3]
+        """
         return self._gather_values().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -510,6 +596,10 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
         Where every rank has all of them the array shares this rank's memory. Else it is a gathered copy, which cannot
         be written: writes would not reach the tensor.
+
+        >>> from shardwise import run_local, shard
+        >>> run_local(lambda: shard(torch.arange(4), "tp: S(0)").numpy(), 2)[1]
+        array([0, 1, 2, 3])
         """
         values = self._gather_values()
         array = values.numpy(force=force)

@@ -35,7 +35,7 @@ function stepFigures(facts) {
     ["Moving", part("move"), `${formatBytes(bytes)} in all`],
     ["Waiting", part("wait"), "for other ranks"],
     [
-      "In no event",
+      "Outside of events",
       `${Math.max(0, 100 - (100 * Object.values(sums).reduce((a, b) => a + b, 0)) / all).toFixed(1)} %`,
       "of the time of all ranks",
     ],
