@@ -425,8 +425,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
 
         >>> from shardwise import run_local, shard
         >>> def body():
-        ...     rows, index = shard(torch.arange(6).reshape(2, 3), "tp: S(0)"), shard(torch.tensor([[2], [0]]), "tp: S(0)")
-        ...     return rows.gather(1, index).tolist()
+        ...     rows = shard(torch.arange(6).reshape(2, 3), "tp: S(0)")
+        ...     return rows.gather(1, shard(torch.tensor([[2], [0]]), "tp: S(0)")).tolist()
         >>> run_local(body, 2)[0]
         [[2], [3]]
         """
@@ -482,8 +482,8 @@ class ShardedTensor(LocalMemoryMixin, AutogradMixin, TorchNamesMixin):
         """This very tensor, moved to another spec in place; `redistribute` returns a new tensor instead.
 
         >>> from shardwise import ChunkSpec, run_local, shard
-        >>> run_local(lambda: shard(torch.ones(4, 2), ChunkSpec(0, 2)).reshard(ChunkSpec(1, 2)).local_tensor().shape, 2)[0]
-        torch.Size([4, 1])
+        >>> run_local(lambda: str(shard(torch.ones(4, 2), ChunkSpec(0, 2)).reshard(ChunkSpec(1, 2))), 2)[0]
+        'ShardedTensor(f32[4,2] as chunk(1) over 0-1, rank 0 holds (4, 1))'
         """
         if not isinstance(resharding_spec, ShardingSpec):
             raise ValueError(f"reshard takes a ShardingSpec, got {type(resharding_spec)}")
