@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "shardwise.cli.plan:plan",
     "view": "shardwise.cli.view:view",
     "model": "shardwise.cli.model:model",
+    "topology": "shardwise.cli.plan:topology",
     "demo": "shardwise.cli.demo:demo",
     "doctor": "shardwise.cli.doctor:doctor",
     "check-rule": "shardwise.cli.check_rule:check_rule",
@@ -78,6 +79,7 @@ def main(
       shardwise show "f32[8,6] on dp=2,tp=2: S(0), S(1)"
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise model llama/config.json --mesh dp=128,tp=8 --dtype bf16
+      shardwise topology --ranks 4 -o machine.toml
       shardwise view runs/step-1000
       shardwise inspect runs/step-1000 --verify
       shardwise diff runs/step-1000 runs/step-2000

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.output import NO, AsJson, parse_bytes, print_json, table_lines
+from shardwise.cli.plan import TopologyText, find_topology, read_device
 from shardwise.geometry import LayoutError
-from shardwise.transfer import Link, Topology
-from shardwise.transfer.topology import BETWEEN_HOSTS, WITHIN_HOST
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.nn import ModelPlan
     from shardwise.planner import Estimate
     from shardwise.planner.rehearsal import ModelSource
+    from shardwise.transfer.cost import Device
 
 Source = Annotated[
     str,
@@ -40,10 +40,6 @@ Sequence = Annotated[int, typer.Option(min=1, metavar="N", help="Length of a seq
 Optimizer = Annotated[str, typer.Option(metavar="NAME", help="adamw, adamw-fp32, adamw8bit, sgd, momentum and others")]
 DtypeText = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the parameters, such as bf16.")]
 ComputeDtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="Of operators, where autocast casts.")]
-TopologyText = Annotated[
-    str,
-    typer.Option("--topology", metavar="N[:A:B]", help="Ranks per host, bandwidth within and between: 8:300GB:25GB."),
-]
 DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="h100, h200, a100, b200 or mi300x.")]
 Again = Annotated[bool, typer.Option("--checkpoint", help="Blocks are computed again in the backward pass.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="The time of a step under shardwise.compile.")]
@@ -60,8 +56,8 @@ def model(
     optimizer: Optimizer = "adamw",
     dtype: DtypeText = None,
     compute_dtype: ComputeDtype = None,
-    topology: TopologyText = "8",
-    device: DeviceName = "h100",
+    topology: TopologyText = None,
+    device: DeviceName = "",
     memory: Memory = None,
     again: Again = False,
     compiled: Compiled = False,
@@ -81,37 +77,19 @@ def model(
     if (plan is None) == (mesh is None):
         raise LayoutError("pass one of --plan (a file) and --mesh (a plan is made for it)")
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "compute_dtype": compute_dtype}
-    options |= {"batch": batch, "sequence": sequence, "topology": read_topology(topology)}
+    options |= {"batch": batch, "sequence": sequence, "topology": find_topology(topology or "8")}
     options |= {"again": again, "compiled": compiled}
     size = None if memory is None else parse_bytes(memory)
-    if not report_model(source, plan or mesh or "", compare, (device, size), options, as_json):
+    measured = device or read_device(topology or "8") or "h100"
+    if not report_model(source, plan or mesh or "", compare, (measured, size), options, as_json):
         raise typer.Exit(NO)
-
-
-def read_topology(text: str) -> Topology:
-    """Ranks per host, and the bandwidths within and between hosts if they are given.
-
-    >>> read_topology("4:450GB:50GB").between.bandwidth
-    50000000000.0
-    """
-    count, *rates = text.split(":")
-    if not count.isdecimal() or int(count) < 1 or len(rates) not in (0, 2):
-        raise LayoutError(
-            f"{text!r} is not a topology; write the ranks of a host, as in 8, or with the bandwidths within and "
-            "between hosts, as in 8:300GB:25GB"
-        )
-    if not rates:
-        return Topology(ranks_per_host=int(count))
-    within, between = (float(parse_bytes(rate)) for rate in rates)
-    links = Link(WITHIN_HOST.latency, within), Link(BETWEEN_HOSTS.latency, between)
-    return Topology(int(count), within=links[0], between=links[1])
 
 
 def report_model(
     source: str,
     plan: Path | str,
     compare: Path | None,
-    device: tuple[str, int | None],
+    device: tuple[str | Device, int | None],
     options: dict[str, Any],
     as_json: bool,
 ) -> bool:

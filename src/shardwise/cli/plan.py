@@ -1,26 +1,45 @@
 """`shardwise plan`: print the transfer between two layouts.
 
 `shardwise show`: draw a layout.
+
+`shardwise topology`: measure the links between ranks and what a rank computes, once, for all estimates.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shorten_title, terminal_width
 from shardwise.geometry import LayoutError, TensorType, layout_to_json, parse_layout
-from shardwise.transfer import Topology, Transfer, plan_transfer
+from shardwise.transfer import Link, Topology, Transfer, plan_transfer
+from shardwise.transfer.cost import Device
+from shardwise.transfer.topology import BETWEEN_HOSTS, WITHIN_HOST
 from shardwise.transfer.transfer import format_between_hosts, format_bytes
 from shardwise.view import Line, draw_layout, draw_ranks, draw_table, line, print_lines
+
+if TYPE_CHECKING:
+    from shardwise.planner.calibrate import Calibration
 
 SHOWN_EDGES = 16
 
 SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its layout, in the notation.")]
 TargetText = Annotated[str, typer.Argument(metavar="DST", help="The target layout; dtype and shape may be omitted.")]
 RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
+TopologyText = Annotated[
+    str | None,
+    typer.Option(
+        "--topology",
+        metavar="FILE|N[:A:B]",
+        help="What shardwise topology measured; or ranks per host, bandwidths within and between: 8:300GB:25GB.",
+    ),
+]
 Buffer = Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum bytes a rank has in flight, such as 64MB.")]
 
 AllEdges = Annotated[bool, typer.Option("--edges", help="List every edge in the JSON, also of very large plans.")]
@@ -30,6 +49,7 @@ def plan(
     src: SourceText,
     dst: TargetText,
     ranks_per_host: RanksPerHost = 8,
+    links: TopologyText = None,
     buffer: Buffer = None,
     as_json: AsJson = False,
     edges: AllEdges = False,
@@ -43,7 +63,7 @@ def plan(
     """
     source = parse_layout(src)
     target = parse_layout(dst, like=source)
-    topology = Topology(ranks_per_host=ranks_per_host)
+    topology = Topology(ranks_per_host=ranks_per_host) if links is None else find_topology(links)
     transfer = plan_between(source, target, topology, None if buffer is None else parse_bytes(buffer))
     if as_json:
         print_json(plan_to_json(source, target, transfer, topology, edges or None))
@@ -105,7 +125,8 @@ def _busiest(entry: tuple[int, int] | None) -> str:
 
 def _estimate(transfer: Transfer, topology: Topology) -> str:
     within, between = (format_bytes(link.bandwidth) for link in (topology.within, topology.between))
-    hosts = f"{topology.ranks_per_host} ranks per host, {within}/s within and {between}/s between hosts"
+    count = "uneven numbers of" if topology.ranks_per_host is None else topology.ranks_per_host
+    hosts = f"{count} ranks per host, {within}/s within and {between}/s between hosts"
     return f"{format_seconds(transfer.estimate(topology))} ({hosts})"
 
 
@@ -180,3 +201,107 @@ def tensor_to_json(tensor: TensorType) -> dict[str, Any]:
         "bytes": layout.numel * tensor.itemsize,
         "ranks": ranks,
     }
+
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="A file for what was measured.")]
+RankCount = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Local ranks to start.")]
+DeviceKind = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="What ranks compute on.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="How often each move is made.")]
+
+
+def topology(
+    output: Output = None,
+    ranks: RankCount = 2,
+    device: DeviceKind = None,
+    repeats: Repeats = 9,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the links between ranks and what each rank computes, for plan, model and estimates of your own.
+
+    Under torchrun (--no-python shardwise topology ...) it measures between the ranks of that job, on one host or
+    several; by itself it starts local ranks.
+    Measure while the machine does nothing else.
+
+    \b
+    Examples:
+      shardwise topology --ranks 4 -o machine.toml
+      shardwise topology --device cuda --ranks 8 --repeats 25 --json
+    """
+    from shardwise.comm import launch  # these load torch
+    from shardwise.planner.calibrate import calibrate
+
+    found: Calibration = launch(calibrate, ranks, repeats, device=device)[0]
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if output is not None:
+        found.save(output)
+    if as_json:
+        print_json({**found.to_json(), "errors": list(found.errors)})
+    else:
+        print_lines([line(text) for text in calibration_lines(found, output)], sys.stdout)
+
+
+def calibration_lines(found: Calibration, output: Path | None) -> list[str]:
+    """The figures of the links and the device, and how far the fit is from the samples."""
+    links, device = found.topology, found.device
+    rows = [("ranks", f"{found.ranks}, {links.ranks_per_host or 'uneven numbers'} per host")]
+    used = [("within hosts", links.within)] if found.samples else []
+    if found.samples and len(set(links.host_of(np.arange(found.ranks)).tolist())) > 1:
+        used.append(("between hosts", links.between))
+    for name, link in used:
+        call = format_seconds(link.call + link.latency + link.overhead)
+        rows.append((name, f"{format_bytes(link.bandwidth)}/s, {call} for an empty message"))
+    if found.samples:
+        rows.append(("sums", f"{format_bytes(links.memory)}/s, as {links.collectives}"))
+    rate = max(row[3] for own in device.products.values() for row in own)
+    rows += [
+        ("device", f"{device.name}, {format_bytes(device.memory_bytes)} for each rank"),
+        ("products", f"{rate / 1e9:,.0f} billion operations per second"),
+        ("memory", f"{format_bytes(device.bandwidth)}/s"),
+        ("operator", f"{format_seconds(device.eager_call)} of Python"),
+    ]
+    lines = [f"{name:<15}{text}" for name, text in rows]
+    if found.errors:
+        off = [abs(error) for error in found.errors]
+        lines.append(f"estimates of {len(off)} moves: {median(off):.0%} off in the median, {max(off):.0%} at worst")
+    if found.errors and not found.is_close:
+        lines.append("that is too far to rely on: measure again while the machine does nothing else, with --repeats 25")
+    return [*lines, *([f"written to {output}"] if output is not None else [])]
+
+
+def find_topology(text: str) -> Topology:
+    """What a file says, or a short text."""
+    return Topology.from_file(text) if names_file(text) else read_topology(text)
+
+
+def read_topology(text: str) -> Topology:
+    """Ranks per host, and the bandwidths within and between hosts if they are given.
+
+    >>> read_topology("4:450GB:50GB").between.bandwidth
+    50000000000.0
+    """
+    count, *rates = text.split(":")
+    if not count.isdecimal() or int(count) < 1 or len(rates) not in (0, 2):
+        raise LayoutError(
+            f"{text!r} is not a topology; write the ranks of a host, as in 8, or with the bandwidths within and "
+            "between hosts, as in 8:300GB:25GB, or the file that shardwise topology wrote"
+        )
+    if not rates:
+        return Topology(ranks_per_host=int(count))
+    within, between = (float(parse_bytes(rate)) for rate in rates)
+    links = Link(WITHIN_HOST.latency, within), Link(BETWEEN_HOSTS.latency, between)
+    return Topology(int(count), within=links[0], between=links[1])
+
+
+def read_device(text: str) -> Device | None:
+    """The device that was measured with a topology, where the text names a file."""
+    return Device.from_file(text) if names_file(text) else None
+
+
+def names_file(text: str) -> bool:
+    """Whether a topology is given as a file.
+
+    >>> names_file("machine.toml"), names_file("8:300GB:25GB")
+    (True, False)
+    """
+    return text.endswith(".toml") or not text[:1].isdecimal()

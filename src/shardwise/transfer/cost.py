@@ -25,15 +25,17 @@ A computation takes the longer of its operations and its bytes (a roofline), and
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from shardwise.geometry.box import LayoutError
 from shardwise.geometry.mesh import IntArray
 from shardwise.geometry.notation import DType, find_dtype
-from shardwise.transfer.topology import Link, Topology
+from shardwise.transfer.topology import Link, Topology, read_toml
 
 if TYPE_CHECKING:
     from shardwise.transfer.transfer import Transfer
@@ -63,6 +65,17 @@ class Device:
     eager_call: float = 20e-6
     asynchronous: bool = True
     products: Mapping[str, tuple[tuple[float, float, float, float], ...]] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Device:
+        """The device that `shardwise topology -o FILE` measured."""
+        data = read_toml(path).get("device")
+        if data is None:
+            raise LayoutError(f"{path} describes no device; make one that does: shardwise topology -o {path}")
+        try:
+            return cls(**{**data, "products": {k: tuple(map(tuple, v)) for k, v in data["products"].items()}})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise LayoutError(f"{path} describes no device that can be used: {error}") from error
 
 
 GB, TERA = 10**9, 1e12

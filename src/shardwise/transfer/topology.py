@@ -6,8 +6,11 @@ bandwidth, which ranks that send through one port share; and what a call costs b
 
 from __future__ import annotations
 
+import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -140,4 +143,25 @@ class Topology:
             Link(**link) if isinstance(link, Mapping) else Link(*link) for link in (data["within"], data["between"])
         ]
         more = {name: data[name] for name in ("memory", "collectives", "calibrated") if name in data}
-        return cls(data["ranks_per_host"], data["hosts"], *links, **more)
+        return cls(data.get("ranks_per_host"), data.get("hosts"), *links, **more)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Topology:
+        """The topology that `shardwise topology -o FILE` measured."""
+        data = read_toml(path)
+        try:
+            return cls.from_json(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"{path} is no topology: {_problem_of(error)}; make one: shardwise topology") from error
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The data of a TOML file; what cannot be read, or is not TOML, is a LayoutError that names it."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LayoutError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _problem_of(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

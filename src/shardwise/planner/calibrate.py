@@ -1,0 +1,374 @@
+"""How fast is this machine? Moves and computations are timed once on all ranks, and a topology is fitted to them.
+
+1. Moves of many sizes are made as a program makes them: one message, messages to all, gathers, sums; where ranks are on
+   several hosts also inside each of them.
+2. The rows of `transfer/cost.py` are linear in the figures of the links. Those that fit the samples best are kept, by
+   relative error, none below zero. Collectives are taken to be native or messages, whichever fits.
+3. Products, passes over memory and a small step are timed on all ranks at once, since ranks of a host share it.
+4. The result is written with its samples, so that the fit can be checked and repeated: `Topology.from_file`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.comm import Comm, LocalComm, default_comm, use_comm
+from shardwise.comm.agree import gather_values
+from shardwise.geometry import Mesh, parse_layout
+from shardwise.nn.plan import ModelPlan
+from shardwise.nn.shard_module import shard_module
+from shardwise.planner.estimate import estimate
+from shardwise.tensor import from_local
+from shardwise.transfer import Link, Topology, Transfer, plan_transfer
+from shardwise.transfer.cost import Device
+from shardwise.transfer.topology import Collectives
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+MOVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23)
+PRODUCTS = (64, 256, 1024)
+FASTEST = 1e-12  # seconds per byte, where the samples show no cost of bytes
+TOO_FAR = 0.25
+TURNS, PREFER = 8, 0.3
+LEAST_STEP = (1e-8, 1e-9, 1e-9, 1e-13)  # of call, latency, overhead, byte
+
+
+@dataclass(frozen=True)
+class MoveSample:
+    """A move between two layouts, in the notation, and the seconds that it took."""
+
+    src: str
+    dst: str
+    seconds: float
+
+    def transfer(self) -> Transfer:
+        source = parse_layout(self.src)
+        return plan_transfer(source.layout, parse_layout(self.dst, like=source).layout, itemsize=source.itemsize)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured: the fitted topology, the device, and the samples with the error of the fit for each.
+
+    - `errors`: estimated seconds over measured ones, less 1. `is_close`: whether half of them are within 25 %.
+    """
+
+    topology: Topology
+    device: Device
+    samples: tuple[MoveSample, ...]
+    errors: tuple[float, ...]
+    ranks: int
+
+    @property
+    def is_close(self) -> bool:
+        return median(map(abs, self.errors)) <= TOO_FAR
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file has."""
+        links = {key: value for key, value in self.topology.to_json().items() if value is not None}
+        own = asdict(self.device)
+        own["products"] = {dtype: [list(row) for row in rows] for dtype, rows in self.device.products.items()}
+        samples = [asdict(sample) for sample in self.samples]
+        made = f"{date.today()}, {self.ranks} ranks on {self.device.name}, torch {torch.__version__}"
+        return {"version": 1, "measured": made, **links, "device": own, "sample": samples}
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `Topology.from_file` and `Device.from_file` read."""
+        beside = Path(f"{path}.{os.getpid()}")
+        beside.write_text(_to_toml(self.to_json()))
+        beside.replace(path)
+
+
+def _to_toml(data: Mapping[str, Any]) -> str:
+    """Tables, one level of tables in them, and lists of tables; JSON's strings, numbers and lists are valid TOML.
+
+    >>> print(_to_toml({"a": 1e-6, "b": {"c": {"d": [1.5]}}, "e": [{"f": "g"}]}), end="")
+    a = 1e-06
+    [b]
+    c.d = [1.5]
+    [[e]]
+    f = "g"
+    """
+    tables = {key: value for key, value in data.items() if isinstance(value, dict)}
+    lists = {key: value for key, value in data.items() if isinstance(value, list) and value and type(value[0]) is dict}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in data.items() if key not in tables and key not in lists]
+    named = [(f"[{key}]", value) for key, value in tables.items()]
+    named += [(f"[[{key}]]", value) for key, values in lists.items() for value in values]
+    for head, table in named:
+        lines.append(head)
+        for key, value in table.items():
+            inner = value.items() if isinstance(value, dict) else [(None, value)]
+            lines += [f"{key if more is None else f'{key}.{more}'} = {json.dumps(each)}" for more, each in inner]
+    return "\n".join(lines) + "\n"
+
+
+def calibrate(comm: Comm | None = None, repeats: int = 9) -> Calibration:
+    """Measure the links between the ranks of a comm and what each of them computes; collective, same on all ranks.
+
+    >>> found = calibrate(LocalComm.alone(), repeats=1)
+    >>> found.ranks, found.samples, found.device.products["f32"][0][:3]
+    (1, (), (64, 64, 64))
+    """
+    comm = comm or default_comm()
+    hosts = comm.find_topology()
+    samples = tuple(_time_moves(comm, hosts, repeats))
+    device = _time_device(comm, repeats)
+    topology = fit_topology(samples, _host_numbers(comm, hosts))
+    errors = tuple(sample.transfer().estimate(topology) / sample.seconds - 1 for sample in samples)
+    return Calibration(topology, device, samples, errors, comm.world_size)
+
+
+# Moves
+
+
+def _host_numbers(comm: Comm, topology: Topology | None) -> Topology:
+    """The hosts in short form where they have equal numbers of successive ranks."""
+    if topology is None:
+        return Topology(ranks_per_host=comm.world_size)
+    hosts = topology.host_of(np.array(sorted(comm.ranks))).tolist()
+    size = hosts.count(hosts[0])
+    regular = hosts == [rank // size for rank in range(len(hosts))]
+    return Topology(ranks_per_host=size) if regular else Topology(hosts=hosts)
+
+
+def _time_moves(comm: Comm, topology: Topology | None, repeats: int) -> list[MoveSample]:
+    """Moves between all ranks, and side by side in groups: hosts where there are several of one size, else pairs.
+
+    Every turn makes all of them, so that a slow moment of the machine falls on all alike.
+    """
+    if comm.world_size == 1:
+        return []
+    ranks, inner = list(comm.ranks), 2
+    if topology is not None:
+        numbers = topology.host_of(np.array(ranks)).tolist()
+        ranks = [rank for _, rank in sorted(zip(numbers, ranks, strict=True))]
+        inner = numbers.count(numbers[0]) if len({numbers.count(each) for each in numbers}) == 1 else 1
+    moves, runs = list_moves(ranks, inner), []
+    for src, dst in moves:
+        source = parse_layout(src)
+        ones = torch.ones(source.layout.local_shapes(comm.rank)[0], device=comm.device)
+        x = from_local(ones, source.layout, comm=comm)
+        runs.append(partial(x.redistribute, parse_layout(dst, like=source).layout))
+    turns = [[_time(run, 1, comm, before=0 if turn else 2)[0] for run in runs] for turn in range(repeats)]
+    found = _slowest(list(zip(*turns, strict=True)), comm)
+    return [MoveSample(src, dst, seconds) for (src, dst), seconds in zip(moves, found, strict=True)]
+
+
+def list_moves(ranks: Sequence[int], inner: int = 1) -> list[tuple[str, str]]:
+    """What is timed, by growing size: one message, messages to all, a gather, two kinds of sums; then in groups.
+
+    >>> list_moves([0, 1])[1]
+    ('f32[4,64] on x=2 @ 0,1: S(0)', 'on x=2 @ 0,1: S(1)')
+    >>> list_moves(range(4), 2)[5]
+    ('f32[8,32] on g=2,x=2 @ 0,1,2,3: R, S(0)', 'on g=2,x=2 @ 0,1,2,3: R, R')
+    """
+    count, grouped = len(ranks), 1 < inner < len(ranks) and len(ranks) % inner == 0
+    order, turned = (",".join(map(str, each)) for each in (ranks, [*ranks[1:], ranks[0]]))
+    mesh, groups = f"on x={count} @ {order}:", f"on g={count // inner},x={inner} @ {order}: R,"
+    found = []
+    for nbytes in MOVE_BYTES:
+        rows = 2 * count
+        tensor = f"f32[{rows},{max(1, nbytes // 4 // rows // rows) * rows}]"
+        kinds = [("S(0)", "S(1)"), ("S(0)", "R"), ("P", "R"), ("P", "S(0)")]
+        found.append((f"{tensor} {mesh} S(0)", f"on x={count} @ {turned}: S(0)"))
+        found += [(f"{tensor} {mesh} {a}", f"{mesh} {b}") for a, b in kinds]
+        found += [(f"{tensor} {groups} {a}", f"{groups} {b}") for a, b in kinds[1:3] if grouped]
+    return found
+
+
+def _slowest(spans: Sequence[Sequence[float]], world: Comm) -> list[float]:
+    """The median over turns, each turn as long as on its slowest rank."""
+    every = list(gather_values(world, spans, label="calibrate").values())
+    return [median(max(turn) for turn in zip(*(own[i] for own in every), strict=True)) for i in range(len(spans))]
+
+
+def _time(run: Callable[[], Any], repeats: int, world: Comm, calls: int = 1, before: int = 2) -> list[float]:
+    """Seconds of a call, which all ranks begin together; some turns more come first."""
+    spans = []
+    for _ in range(repeats + before):
+        world.barrier(label="calibrate")
+        _wait_for_device(world.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        _wait_for_device(world.device)
+        spans.append((time.perf_counter() - start) / calls)
+    return spans[before:]
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# The fit
+
+
+def fit_topology(samples: Sequence[MoveSample], hosts: Topology) -> Topology:
+    """The topology on these hosts whose estimates are closest to the samples.
+
+    >>> made = Topology(4, within=Link(2e-6, 5e9, 1e-6, 1e-4), memory=4e9, collectives="messages")
+    >>> moves = [MoveSample(src, dst, 1.0) for src, dst in list_moves(range(4))]
+    >>> samples = [replace(move, seconds=move.transfer().estimate(made)) for move in moves]
+    >>> found = fit_topology(samples, Topology(4))
+    >>> round(found.within.bandwidth / 1e9, 2), round(found.memory / 1e9, 2), found.collectives
+    (5.0, 4.0, 'messages')
+    """
+    if not samples:
+        return _with_figures(hosts, _figures_of(hosts), hosts.collectives, calibrated=False)
+    transfers, seconds = [sample.transfer() for sample in samples], np.array([sample.seconds for sample in samples])
+    kinds: tuple[Collectives, ...] = ("messages", "native")
+    fits = [(_fit_figures(transfers, seconds, hosts, kind), kind) for kind in kinds]
+    (_, figures), kind = min(fits, key=lambda fit: fit[0][0])
+    return _with_figures(hosts, figures, kind, calibrated=True)
+
+
+def _figures_of(topology: Topology) -> Array:
+    """What is fitted, in seconds: call, latency, overhead, byte of both links, and a byte of a rank's own memory."""
+    links = [[k.call, k.latency, k.overhead, 1 / k.bandwidth] for k in (topology.within, topology.between)]
+    return np.array([*links[0], *links[1], 1 / topology.memory])
+
+
+def _with_figures(hosts: Topology, figures: Array, kind: Collectives, *, calibrated: bool) -> Topology:
+    """The same hosts with other figures."""
+    links = [
+        Link(latency=float(a), bandwidth=float(1 / max(b, FASTEST)), overhead=float(o), call=float(c))
+        for c, a, o, b in (figures[:4], figures[4:8])
+    ]
+    memory = float(1 / max(figures[8], FASTEST))
+    return Topology(hosts.ranks_per_host, hosts.hosts, *links, memory=memory, collectives=kind, calibrated=calibrated)
+
+
+def _fit_figures(
+    transfers: Sequence[Transfer], seconds: Array, hosts: Topology, kind: Collectives
+) -> tuple[float, Array]:
+    """The median relative error, and the figures.
+
+    Estimates are piecewise linear and homogeneous in the figures: each turn solves with the slopes at the last ones.
+    Weights are those of the least absolute relative error, so a turn of the machine that was slow does not count much.
+    """
+
+    def predict(figures: Array) -> Array:
+        made = _with_figures(hosts, figures, kind, calibrated=True)
+        return np.array([transfer.estimate(made) for transfer in transfers])
+
+    figures, best = _figures_of(hosts), (np.inf, _figures_of(hosts))
+    weights = 1 / seconds
+    # what a call, a message and a hop take can hardly be told apart between few ranks: rather the call
+    prefer = PREFER * np.diag([0, 1, 1, 0, 0, 1, 1, 0, 0.0]) * weights.max()
+    for _ in range(TURNS):
+        now = predict(figures)
+        slopes = np.zeros((len(seconds), len(figures)))
+        for column, value in enumerate(figures):
+            step = max(1e-3 * value, LEAST_STEP[column % 4 if column < 8 else 3])
+            slopes[:, column] = (predict(figures + step * (np.arange(len(figures)) == column)) - now) / step
+        used = slopes.any(axis=0)
+        solved = figures.copy()
+        rows = np.vstack([slopes * weights[:, None], prefer])
+        wanted = np.append(seconds * weights, np.zeros(len(prefer)))
+        solved[used] = solve_nonnegative(rows[:, used], wanted)
+        figures = solved
+        relative = np.abs(predict(figures) / seconds - 1)
+        best = min(best, (float(np.median(relative)), figures), key=lambda found: found[0])
+        weights = 1 / seconds / np.sqrt(np.maximum(relative, 0.05))
+    return best
+
+
+def solve_nonnegative(rows: Array, wanted: Array) -> Array:
+    """The figures of at least zero with the least squared error: the best of all choices of those that are zero.
+
+    >>> solve_nonnegative(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.0, 0.9, 0.8])).round(2).tolist()
+    [0.9, 0.0]
+    """
+    count, best, error = rows.shape[1], np.zeros(rows.shape[1]), np.inf
+    for chosen in itertools.product((True, False), repeat=count):
+        columns = np.flatnonzero(chosen)
+        found = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0] if len(columns) else np.zeros(0)
+        left = float(((rows[:, columns] @ found - wanted) ** 2).sum())
+        if (found >= 0).all() and left < error - 1e-12:
+            best, error = np.zeros(count), left
+            best[columns] = found
+    return best
+
+
+# The device
+
+
+def _time_device(comm: Comm, repeats: int) -> Device:
+    """What one rank computes while the others do: products, sums of large tensors, a step of small operators."""
+    device = comm.device
+    names = ("f32",) if device.type == "cpu" else ("f32", "bf16")
+    shapes = list(itertools.product(PRODUCTS[:2] if device.type == "cpu" else PRODUCTS, PRODUCTS, PRODUCTS))
+    products: dict[str, tuple[tuple[float, float, float, float], ...]] = {}
+    for name in names:
+        kind = torch.float32 if name == "f32" else torch.bfloat16
+        ones = partial(torch.ones, dtype=kind, device=device)
+        pairs = [(ones(m, k), ones(k, n)) for m, n, k in shapes]
+        calls = [max(1, min(50, int(1e8 / (2 * m * n * k)))) for m, n, k in shapes]
+        spans = [_time(partial(torch.mm, *p), min(repeats, 5), comm, c) for p, c in zip(pairs, calls, strict=True)]
+        found = _slowest(spans, comm)
+        products[name] = tuple((m, n, k, 2 * m * n * k / s) for (m, n, k), s in zip(shapes, found, strict=True))
+    large, small = (torch.ones(n, device=device) for n in (1 << 20, 8))
+    spans = [_time(partial(torch.add, x, x), repeats, comm, calls) for x, calls in ((large, 1), (small, 200))]
+    passing, launch = _slowest(spans, comm)
+    fastest = max(row[3] * (2 if name == "f32" else 1) for name, rows in products.items() for row in rows)
+    made = Device(
+        _device_name(device),
+        _memory_of(device, comm),
+        fastest,
+        efficiency=1.0,
+        bandwidth=12 * large.numel() / passing,
+        launch=launch,
+        eager_call=0.0,
+        asynchronous=device.type != "cpu",
+        products=products,
+    )
+    return replace(made, eager_call=_time_eager_call(made, comm, repeats))
+
+
+def _time_eager_call(device: Device, comm: Comm, repeats: int) -> float:
+    """What an operator of a sharded model takes beside its computation: a small step of each rank, without moves."""
+    plan, alone = ModelPlan(Mesh.of(x=1), {}, input_plan="replicated"), LocalComm.alone()
+
+    def build() -> nn.Module:
+        layers = [(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4)]
+        return nn.Sequential(*itertools.chain(*layers))
+
+    inputs = torch.ones(8, 32, device=comm.device)
+    found = estimate(build(), plan, inputs=(inputs,), device=replace(device, eager_call=1.0, asynchronous=False))
+    operators = round(found.compute_seconds)
+    with use_comm(alone):
+        model = shard_module(build().to(comm.device), plan, process_group=alone)
+        spans = _time(lambda: model(inputs).sum().backward(), repeats, comm)
+    return max(0.0, (_slowest([spans], comm)[0] - (found.compute_seconds - operators)) / operators)
+
+
+def _device_name(device: torch.device) -> str:
+    return platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _memory_of(device: torch.device, comm: Comm) -> int:
+    """The memory of a GPU, or this rank's share of the host's."""
+    if device.type != "cpu":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    hosts = comm.find_topology()
+    sharing = comm.world_size
+    if hosts is not None:
+        numbers = hosts.host_of(np.array(comm.ranks)).tolist()
+        sharing = max(numbers.count(number) for number in numbers)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing
