@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise.hf
 from shardwise.comm import Comm, run_local
 from shardwise.geometry import Mesh
-from shardwise.nn import ModelPlan, describe_plan, shard_module
+from shardwise.nn import ModelPlan, PlanError, describe_plan, shard_module
 from shardwise.tensor import ShardedTensor
 
 TP = Mesh.of(tp=2)
@@ -180,3 +180,43 @@ def test_a_gathered_half_head_still_gives_the_right_values() -> None:
         results = run_local(body, 4)
     for found in results:
         torch.testing.assert_close(found, expected)
+
+
+class Routed(nn.Module):
+    """Splits its rows by counts that it reads, as mixtures of experts do: a pass without values cannot follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = (x[:, 0] > 0).long().bincount(minlength=2)
+        parts = x.split(counts.tolist())
+        self.seen.append(parts[0])
+        y: Tensor = torch.cat([self.down(F.relu(self.up(part))) for part in parts])
+        return y
+
+
+def test_a_model_that_reads_values_is_followed_with_its_own_parameters() -> None:
+    model = Routed()
+    plan = shardwise.hf.plan(model, TP, {"x": torch.randn(6, 4)})
+    assert plan.parameters == {"up.*": "tp: S(0)", "down.weight": "tp: S(1)"} and not model.seen
+    with torch.device("meta"):
+        bare = Routed()
+    with pytest.raises(PlanError, match="a forward pass without values fails"):
+        shardwise.hf.plan(bare, TP, {"x": torch.randn(6, 4)})
+
+
+class Chunked(Block):
+    """Computes sizes as tensors, as exporters like it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.div(x.shape[0], 2, rounding_mode="trunc")
+        return super().forward(x.view(parts, 2, x.shape[1]))
+
+
+def test_sizes_that_are_tensors_are_numbers_in_a_pass_without_values() -> None:
+    with torch.device("meta"):
+        model = Chunked()
+    assert "up.*" in shardwise.hf.plan(model, TP, {"x": torch.ones(4, 16)}).parameters

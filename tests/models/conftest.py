@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.models.environment import make_torchvision_importable
+from tests.models.every_family import write_families
 from tests.models.families import write_table
 
 RESULTS: dict[tuple[str, str], str] = {}
+CELLS: dict[tuple[str, str], dict[str, str]] = {}
 
 
 make_torchvision_importable()
@@ -29,9 +31,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     cell = dict(report.user_properties)
     if report.when == "call" and "family" in cell:
         RESULTS[str(cell["family"]), str(cell["layout"])] = str(cell.get("shown", "")) if report.passed else ""
+    if report.when == "call" and "kind" in cell:
+        found = {name: str(value) for name, value in cell.items()}
+        CELLS[found["kind"], found["cell"]] = {**found, "outcome": report.outcome}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("SHARDWISE_MODELS_TABLE")
     if path and RESULTS:
-        Path(path).write_text(write_table(RESULTS))
+        Path(path).write_text(write_table(RESULTS) + write_families(CELLS))

@@ -19,6 +19,8 @@ forward pass keeps in the model stays in the copy. Each tensor has an origin:
 - *columns*: computed from outputs of these linear layers, and from nothing of the stream since;
 - none: masks, positions, parameters, which go with anything.
 
+A model that needs values on the way (it splits rows by numbers that it counted) is followed with its own parameters.
+
 1. A linear layer that reads the stream is a candidate for columns: its output has it as origin.
 2. A linear layer that reads columns is their row: the sum over ranks ends there, and its output is stream.
 3. Columns that meet the stream outside of a linear layer would have to be gathered, and stay whole.
@@ -34,7 +36,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -149,18 +151,25 @@ def out_features(part: nn.Module) -> int:
     return int(part.out_features if isinstance(part, nn.Linear) else part.nf)  # type: ignore[arg-type]  # of Conv1D
 
 
-def find_linear_pairs(module: nn.Module, inputs: Mapping[str, Any]) -> LinearPairs:
-    """Follow a forward pass of a model on the meta device.
+def find_linear_pairs(module: nn.Module, inputs: Mapping[str, Any], device: torch.device | None = None) -> LinearPairs:
+    """Follow a forward pass of a model on the meta device; on the device of its parameters if it needs values.
 
     >>> block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> find_linear_pairs(block, {"input": torch.ones(2, 4)}).rows
     {'2': {'0'}}
     """
-    found, given = LinearPairs(), pytree.tree_map(_put_on_meta, dict(inputs))
-    twin = copy_on_meta(module).eval()  # layers that are left out at random would need values
-    with torch.no_grad(), torch.device("meta"), _hooks(twin, found), _OriginMode(found), _global_caches_restored(twin):
+    device = torch.device("meta") if device is None else device
+    found, given = LinearPairs(), pytree.tree_map_only(Tensor, lambda t: _put_on(t, device), dict(inputs))
+    twin = (copy_on_meta(module) if device.type == "meta" else _copy_but_parameters(module)).eval()
+    # In evaluation: layers that are left out at random would need values.
+    with torch.no_grad(), device, _hooks(twin, found), _OriginMode(found, device), _global_caches_restored(twin):
         twin(**given)
     return found
+
+
+def _copy_but_parameters(module: nn.Module) -> nn.Module:
+    """A copy of a model that shares the parameters with it and nothing else."""
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
 def copy_on_meta(module: nn.Module) -> nn.Module:
@@ -233,10 +242,8 @@ def _has_meta(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
 
 
-def _put_on_meta(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    moved = value.to("meta")
+def _put_on(value: Tensor, device: torch.device) -> Tensor:
+    moved = torch.zeros_like(value, device=device) if value.is_meta else value.detach().clone().to(device)
     if moved.is_floating_point():
         _set_origin(moved, STREAM)
     return moved
@@ -254,18 +261,23 @@ def _set_origin(value: Any, origin: Origin) -> None:
 class _OriginMode(TorchFunctionMode):
     """Gives each result the origin of the arguments, and notes heads and fused groups."""
 
-    def __init__(self, found: LinearPairs) -> None:
+    def __init__(self, found: LinearPairs, device: torch.device) -> None:
         super().__init__()
         self.found = found
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_VALUES:
-            return False  # there are no values: no padding, no layer left out
-        if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2:  # without values torch takes bfloat16 only
-            func, args, kwargs = torch.matmul, (args[0], args[1][0] if args[1].ndim == 3 else args[1]), {}
-        if any(isinstance(v, Tensor) and not v.is_meta for v in pytree.tree_leaves((args, kwargs))):
-            # A table that a function remembers, or one made from numbers.
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
+        if self.device.type == "meta":
+            if func in _READS_VALUES and args[0].is_meta:
+                return False  # there are no values: no padding, no layer left out
+            if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2:  # torch takes bfloat16 only there
+                func, args, kwargs = torch.matmul, (args[0], args[1][0] if args[1].ndim == 3 else args[1]), {}
+            if func in _VIEWS:  # sizes that were computed as tensors
+                sizes = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else int(t), args[1:])
+                args = (args[0], *sizes)
+            if any(isinstance(v, Tensor) and not v.is_meta for v in pytree.tree_leaves((args, kwargs))):
+                # A table that a function remembers, or one made from numbers.
+                args, kwargs = pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
         result = func(*args, **(kwargs or {}))
         leaves = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         if not leaves:
@@ -579,6 +591,10 @@ def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearP
     try:
         return find_linear_pairs(model, example)
     except Exception as error:
+        device = next((p.device for p in model.parameters()), torch.device("meta"))
+        if device.type != "meta":
+            with suppress(Exception):  # of any kind: that of the pass without values says more
+                return find_linear_pairs(model, example, device)
         raise PlanError(
             f"{type(model).__name__} has no tp_plan, and a forward pass without values fails: {error}; pass "
             "example=, the arguments of one forward pass, or write a ModelPlan"
@@ -586,7 +602,7 @@ def _run_without_values(model: nn.Module, example: Mapping[str, Any]) -> LinearP
 
 
 def _make_images(config: Any, dtype: torch.dtype | None) -> Tensor:
-    size = getattr(config, "image_size", 224)  # convolutions take any size
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 224)
     sides = size if isinstance(size, list | tuple) else (size, size)
     return torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype, device="meta")
 

@@ -7,8 +7,8 @@ Operators that speak of strides, and views in place: the tensor itself gets anot
 
 1. `unsqueeze_`, `squeeze_`, `transpose_`, `t_`: the view is taken by its own rule, and the tensor becomes it.
 2. `as_strided` and the like count elements of memory. A ShardedTensor is read as if the whole were contiguous, which is
-   what its `stride()` says; that is the memory of a replicated tensor, so others are gathered first. Where a rank's
-   memory says otherwise (a slice, a transposed view) torch would read other elements: all ranks refuse.
+   what its `stride()` says; that is the memory of a replicated tensor, so others are gathered first. Of transposed
+   dims the memory is in another order, which is gathered. Of a slice torch would read other elements: all ranks refuse.
 3. `resize_`: another shape for as many elements, or any shape for a tensor that has none.
 
 Joining and repeating: cat, stack, repeat, pad, diagonals.
@@ -400,6 +400,20 @@ for _op, _view in _VIEWS.items():
     register_sharding(_op, Steps(partial(_view_in_place, _view)))
 
 
+def _memory_order(tensor: ShardedTensor) -> tuple[int, ...] | None:
+    """The order of dims in which a tensor with transposed dims is contiguous; None where it is anyway, or never.
+
+    Only an order in which each step is as long as everything inside of it leaves no gaps: (2, 8) steps of (1, 2).
+    """
+    strides, shape = tensor._dense_strides, tensor.shape
+    if strides is None:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
+    inside = [math.prod(shape[dim] for dim in order[i + 1 :]) for i in range(len(order))]
+    dense = all(shape[dim] == 1 or strides[dim] == step for dim, step in zip(order, inside, strict=True))
+    return order if dense and tensor.numel() else None
+
+
 def _replicate_memory(tensor: ShardedTensor, name: str) -> ShardedTensor:
     """The tensor whole on every rank, in contiguous memory of its own."""
     spec = _check_memory(tensor, name)
@@ -431,6 +445,9 @@ def _is_all_of_its_memory(local: Tensor) -> bool:
 
 def _call_on_memory(op: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     """Compute on the whole tensor's memory; other tensors are wanted whole as well."""
+    order = None if op is aten.as_strided_scatter.default else _memory_order(tensor)
+    if order is not None:
+        tensor = compute(aten.permute.default, (tensor, order), {})
     whole = _replicate_memory(tensor, str(op))
     values = [_whole_local(a, whole, str(op)) if isinstance(a, ShardedTensor) else a for a in args]
     result = op(whole.local_parts[0], *values, **kwargs)

@@ -1,0 +1,122 @@
+"""Every family of transformers in every layout: loss and gradients are those of the dense model, or it is refused.
+
+All cells run in `make test-models`, which writes the page from them; elsewhere a sample of ten.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise.hf
+from shardwise import Comm, LayoutError, PlanError, ShardedTensor, run_local, shard_module
+from shardwise.tensor.dispatch import UnsupportedOpError
+from tests.models.environment import import_or_skip
+from tests.models.every_family import NotTried, build, find_loss, list_families, make_batch
+from tests.models.families import LAYOUTS
+from tests.models.test_gallery import rows_of
+
+transformers = import_or_skip("transformers")
+
+SAMPLE = {
+    "mixtral": "tp2",
+    "mamba2": "fsdp2",
+    "longformer": "dp2",
+    "qwen2_vl": "tp2",
+    "led": "2x2",
+    "segformer": "fsdp2",
+    "jetmoe": "tp2",
+    "wav2vec2": "dp2",
+    "switch_transformers": "tp2",
+    "resnet": "fsdp2",
+}
+FAMILIES = list_families()
+CELLS = [(kind, layout) for kind in FAMILIES for layout in LAYOUTS]
+CELLS = [cell for cell in CELLS if "SHARDWISE_MODELS_TABLE" in os.environ or cell in SAMPLE.items()]
+REFUSALS = (PlanError, LayoutError, UnsupportedOpError)
+NO_PAIRS = "no layers were found that can be split over 2 ranks of axis 'tp'"
+REFUSED: dict[str, dict[str, str]] = {}
+
+
+@functools.lru_cache(maxsize=1)
+def run_dense(kind: str) -> tuple[nn.Module, dict[str, Any], Tensor, dict[str, Tensor]] | str:
+    """A model, its batch, and the loss and gradients of a step; or why there is no small one."""
+    head, name = FAMILIES[kind]
+    try:
+        start = build(kind, name)
+        batch = make_batch(start, head)
+        dense = copy.deepcopy(start)
+        loss = find_loss(dense(**batch))
+        loss.backward()
+    except Exception as error:  # of any kind: the family is not tried
+        return str(error).strip().partition("\n")[0] if isinstance(error, NotTried) else type(error).__name__
+    if not loss.isfinite():
+        return "the loss is not finite"
+    return start, batch, loss.detach(), {n: p.grad for n, p in dense.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "layout"), CELLS, ids=map("-".join, CELLS))
+def test_a_family_has_the_loss_and_gradients_of_the_dense_model(
+    kind: str, layout: str, record_property: Callable[[str, object], None]
+) -> None:
+    for name, value in dict(kind=kind, head=FAMILIES[kind][0], cell=layout).items():
+        record_property(name, value)
+    ran = run_dense(kind)
+    if isinstance(ran, str):
+        record_property("skipped", ran)
+        pytest.skip(ran)
+    start, batch, expected, wanted = ran
+    mesh = LAYOUTS[layout]
+
+    def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor], bool]:
+        model = copy.deepcopy(start)
+        try:
+            plan = shardwise.hf.plan(model, mesh)
+        except PlanError as error:
+            if "pass example=" not in str(error):
+                raise
+            plan = shardwise.hf.plan(model, mesh, batch)
+        shard_module(model, plan)
+        output = model(**rows_of(batch, mesh, comm.rank))
+        loss = find_loss(output)
+        loss.backward()
+        return (
+            whole(loss),
+            {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+            (getattr(output, "loss", None) is not None),
+        )
+
+    try:
+        results = run_local(body, mesh.size, timeout=60.0)
+    except REFUSALS as error:
+        record_property("refused", sentence := str(error).partition("\n")[0])
+        assert re.search(REFUSED.get(kind, {}).get(layout, "(?!)"), sentence), sentence
+        return
+    assert kind not in REFUSED or layout not in REFUSED[kind], "what is listed as refused works"
+    for loss, gradients, of_all in results:
+        if not of_all:  # each rank has made one from the outputs of its rows
+            axes = [axis for axis in mesh.axes if axis in ("dp", "fsdp")]
+            first = [
+                rank
+                for rank in range(mesh.size)
+                if all(mesh.coordinates(rank)[a] == 0 for a in mesh.axes if a not in axes)
+            ]
+            loss = sum(results[rank][0] for rank in first)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert gradients.keys() == wanted.keys()
+        largest = max(float(g.norm()) for g in wanted.values())  # gradients of keys' biases are noise beside it
+        for name, gradient in wanted.items():
+            off = float((gradients[name] - gradient).norm())
+            assert off <= 1e-3 * float(gradient.norm()) + 1e-5 * largest, f"{name}: {off} of {gradient.norm()}"
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full() if isinstance(value, ShardedTensor) else value.detach()
