@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.api import shard_parameter as torch_shard_parameter
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TorchChunkSpec
 
-from shardwise import ChunkSpec, Mesh, ShardedTensor
+from shardwise import ChunkSpec, Mesh, ShardedTensor, explain, shard
 from shardwise.nn import (
     BalancedPlanner,
     ModelPlan,
@@ -22,6 +22,7 @@ from shardwise.nn import (
     shard_parameter,
 )
 from shardwise.nn import lookup_fetch as lookup_call
+from shardwise.ops.propagation import prefer_strategies
 from tests.world import Ranks, world_fixture
 
 world = world_fixture(3)
@@ -154,3 +155,27 @@ def _bad_ids() -> None:
 def test_an_id_that_is_out_of_range_on_one_rank_is_told_to_all(world: Ranks) -> None:
     for outcome in world.outcomes(_bad_ids):
         assert "rank 1: Index out of range in Input: ids from 12 to 12, and the table has 12 rows" in str(outcome.error)
+
+
+def _attend_in_a_ring(length: int) -> list[tuple[Tensor, Tensor]]:
+    """Blocks of keys travel between processes, large ones beside computation."""
+    drawn = torch.Generator().manual_seed(2)
+    whole = [torch.randn(1, 2, length, 8, dtype=torch.float64, generator=drawn).requires_grad_() for _ in range(3)]
+    held = [shard(t.detach(), "on cp=3: S(2) zigzag", None).requires_grad_() for t in whole]
+    with prefer_strategies("ring"), explain() as log:
+        made = F.scaled_dot_product_attention(*held, is_causal=True)
+    assert [e.name for e in log.entries[:-1]] == ["attention (ring)"] * 4
+    dense = F.scaled_dot_product_attention(*whole, is_causal=True)
+    for out in (made, dense):
+        out.square().sum().backward()
+    return [
+        (made.full().detach(), dense.detach()),
+        *((a.grad.full(), b.grad) for a, b in zip(held, whole, strict=True)),
+    ]
+
+
+@pytest.mark.parametrize("length", [7, 1201])
+def test_a_ring_of_processes_attends_as_the_whole(world: Ranks, length: int) -> None:
+    for pairs in world.run(_attend_in_a_ring, length):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected)

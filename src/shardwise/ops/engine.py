@@ -68,7 +68,15 @@ from shardwise.ops.non_participating import (
     show_to_hooks,
     take_part,
 )
-from shardwise.ops.propagation import Decision, WrittenMoveError, cut_like, decide, first_positions
+from shardwise.ops.propagation import (
+    Decision,
+    WrittenMoveError,
+    active_preferences,
+    cut_like,
+    decide,
+    first_positions,
+    preferred_strategy,
+)
 from shardwise.ops.rule import (
     OperatorCall,
     Steps,
@@ -257,7 +265,8 @@ def _run_strategies(call: OperatorCall) -> Any:
     pointwise = find_rule(call.op) is None and is_pointwise(call.op)  # numbers of optimizers change at every step
     called = key_without_numbers(call) if pointwise else call.key
     kinds = tuple((id(t.sharding), t.dtype, is_summed(t), t._pinned_axes) for t in tensors)
-    key = (called, kinds, first_positions(tensors), recorded, tensors[0].device, is_any_autocast_enabled())
+    modes = is_any_autocast_enabled(), preferred_strategy.get() if active_preferences[0] else None
+    key = (called, kinds, first_positions(tensors), recorded, tensors[0].device, modes)
     known = _decisions.get(key)
     try:
         decision = decide(call, tensors, recorded) if known is None else known[0]
@@ -286,9 +295,11 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
             result = call.op(*args, **kwargs)
         else:
             shapes = tuple(tuple(t.shape) for t in tensors)
-            result = local(LocalView(comm.rank, decision.inputs, shapes), *args, **kwargs)
+            result = local(LocalView(comm, decision.inputs, shapes), *args, **kwargs)
     if is_function_recorded():
-        _note_run(call, tensors, decision, local is None and finish is None and not decision.result_targets)
+        named = decision.name  # then another strategy may be preferred at the next call
+        own = local is None and finish is None and not decision.result_targets and not named
+        _note_run(call, tensors, decision, own)
     outputs = _wrap_results(call, tensors, comm, decision, result)
     if decision.result_targets:
         outputs = _move_to_result_targets(outputs, decision, name)
@@ -296,7 +307,7 @@ def _run_decision(call: OperatorCall, tensors: Sequence[ShardedTensor], comm: Co
     if call.op is aten._to_copy.default:
         copy_mark(tensors[0], outputs)
     if is_explaining_or_forbidding():
-        _record_call(name, decision, outputs)
+        _record_call(f"{name} ({decision.name})" if decision.name else name, decision, outputs)
     return outputs if finish is None else finish(outputs)
 
 

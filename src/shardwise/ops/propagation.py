@@ -31,6 +31,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -68,6 +69,27 @@ from shardwise.tensor.dispatch import UnsupportedOpError
 from shardwise.tensor.move import format_layout_text
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.writes import gives_views
+
+preferred_strategy: ContextVar[str | None] = ContextVar("shardwise_preferred_strategy", default=None)
+active_preferences = [0]  # of all threads; at 0 nobody asks for the variable
+
+
+class prefer_strategies:  # used in `with`
+    """Choose strategies of this name wherever an operator has them, whatever they cost; None: by cost.
+
+    No generator, as one that a traced module leaves open would be closed later, in the context of something else.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = preferred_strategy.set(self._name)
+        active_preferences[0] += 1
+
+    def __exit__(self, *error: object) -> None:
+        active_preferences[0] -= 1
+        preferred_strategy.reset(self._token)
 
 
 def same_kind(one: Placement, other: Placement) -> bool:
@@ -211,7 +233,7 @@ def _find_free_strategy(strategies: Sequence[Strategy], operands: Sequence[Opera
             o.price_change(axis, then, 0) if then is not None and _is_possible(o, p, then) else 1
             for o, p, then in zip(operands, now, strategy.inputs, strict=True)
         )
-        if _is_for(strategy, axis) and not any(costs):
+        if _is_for(strategy, axis) and strategy.cost is None and not any(costs):
             return strategy
     return None
 
@@ -240,6 +262,9 @@ class _AxisPrices:
     def find_cheapest(self, axis: int) -> Strategy | None:
         prices = ((self._price(s, axis), i) for i, s in enumerate(self.strategies) if _is_for(s, axis))
         possible = [(price, i) for price, i in prices if price is not None]
+        name = preferred_strategy.get() if active_preferences[0] else None
+        if name is not None:
+            possible = [(price, i) for price, i in possible if self.strategies[i].name == name] or possible
         return self.strategies[min(possible)[1]] if possible else None
 
     def moves_pinned(self, axis: int) -> bool:
@@ -268,6 +293,8 @@ class _AxisPrices:
                 paid.add((operand.first, then))
                 nbytes = self._input_bytes(index, axis) * largest_share(then, operand.shape, ranks)
                 total += operand.price_change(axis, then, nbytes)
+        if strategy.cost is not None:
+            total += strategy.cost(axis) / self._result_parts(0, axis)
         result_targets = self._result_targets(axis)
         split = any(isinstance(o.spec.placements[axis], Shard) for o in self.operands)
         for number, (shape, size) in enumerate(self.results):
@@ -405,6 +432,7 @@ class Decision:
     """What was decided for a call: wanted layouts, varying axes, strategies; output layouts once they are known.
 
     `result_targets`: along an axis, the strategy to whose results pending ones are moved, and how that cuts its dim.
+    `name`: those of the strategies that have one.
     """
 
     inputs: tuple[Layout, ...]
@@ -417,6 +445,7 @@ class Decision:
     finish: Callable[[Any], Any] | None
     result_targets: tuple[tuple[Strategy, tuple[Shard, int] | None] | None, ...] = ()
     outputs: tuple[Layout | None, ...] | None = None
+    name: str = ""
 
 
 def first_positions(tensors: Sequence[ShardedTensor]) -> tuple[int, ...] | None:
@@ -460,9 +489,11 @@ def decide(call: OperatorCall, tensors: Sequence[ShardedTensor], recorded: Seque
     _log.debug("%s: %s of %s", call.op, chosen, wanted)
     vary = tuple(_find_varying_axes(i, chosen, mesh) for i in range(len(tensors)))
     local, finish = _find_local(chosen, wanted), next((s.finish for s in chosen if s.finish is not None), None)
-    return Decision(
-        wanted, vary, chosen, tuple(cuts), order, mesh, local, finish, _find_result_targets(choice, operands)
-    )
+    targets, name = _find_result_targets(choice, operands), ""
+    for strategy in chosen:
+        if strategy.name and strategy.name not in name:
+            name += f", {strategy.name}" if name else strategy.name
+    return Decision(wanted, vary, chosen, tuple(cuts), order, mesh, local, finish, targets, None, name)
 
 
 def _find_result_targets(

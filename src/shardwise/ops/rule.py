@@ -284,6 +284,8 @@ class Strategy:
     elements: for operators whose kernels cannot take such tensors. `finish` takes the results as ShardedTensors, before
     the caller gets them, and returns what the caller gets; it may communicate.
     `axes` are the numbers of the mesh axes for which it is right; None: for all.
+    `name`: `explain` shows it, and it may be preferred by it. `cost`: what it costs along an axis besides moving its
+    inputs and results, in bytes that a rank receives; a strategy with a cost is never taken without comparing.
 
     >>> from shardwise.geometry import Partial, Shard
     >>> inner = Strategy((Partial(),), (Shard(1), Shard(0)))  # a product whose inner dim is split leaves addends
@@ -297,6 +299,8 @@ class Strategy:
     local_if_empty: Callable[..., Any] | None = None
     finish: Callable[[Any], Any] | None = None
     axes: tuple[int, ...] | None = None
+    name: str = ""
+    cost: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -581,11 +581,15 @@ def put_on_tape(zeros: Tensor, *inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalView:
-    """What a strategy's `local` function may ask: this rank, and where its local tensors begin in the global ones."""
+    """What a strategy's `local` function may ask: the comm, and where its local tensors begin in the global ones."""
 
-    rank: int
+    comm: Comm
     layouts: tuple[Layout, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
 
     def interval(self, tensor: int, dim: int) -> tuple[int, int]:
         """The rows of a dim that this rank's local tensor holds; each rank must have one run, else all raise."""

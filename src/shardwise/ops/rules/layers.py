@@ -318,7 +318,7 @@ def _group_norm_of_whole_groups(
     assert spec is not None and cut is not None
     axis, lengths = cut
     own_weight, own_bias = (None if t is None else _local_channels(t, spec, axis, lengths) for t in (weight, bias))
-    view = LocalView(comm.rank, (x.sharding,), (tuple(x.shape),))
+    view = LocalView(comm, (x.sharding,), (tuple(x.shape),))
     out, mean, scale = _group_norm_part(c // group, view, x.local_parts[0], own_weight, own_bias, n, c, hxw, group, eps)
     groups = replace_placements(spec, (axis,), Shard(1, sizes=tuple(length // (c // group) for length in lengths)))
     stats = groups.layout((n, group))
