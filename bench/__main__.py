@@ -11,7 +11,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import checkpoint, compiled, first_use, gpu, hosts, layouts, modules, move, ops, ops_share, page, plans, sync
+from bench import (
+    checkpoint,
+    compiled,
+    estimates,
+    first_use,
+    gpu,
+    hosts,
+    layouts,
+    modules,
+    move,
+    ops,
+    ops_share,
+    page,
+    plans,
+    sync,
+)
 from bench.compare import compare, machine_of, read
 from bench.report import RESULTS, Figures, save, show
 
@@ -21,6 +36,7 @@ WIDTH = 150
 SECTIONS: dict[str, Section] = {
     "layouts": lambda tiny: layouts.run(layouts.TINY if tiny else layouts.LayoutBenchSizes()),
     "plans": lambda tiny: plans.run(plans.TINY if tiny else plans.PlanBenchSizes()),
+    "estimates": lambda tiny: estimates.run(estimates.TINY if tiny else estimates.EstimateBenchSizes()),
     "page": lambda tiny: page.run(page.TINY if tiny else page.PageBenchSizes()),
     "ops": lambda tiny: ops.run(ops.TINY if tiny else ops.OpBenchSizes()),
     "first_use": lambda tiny: first_use.run(first_use.TINY if tiny else first_use.FirstUseSizes()),

@@ -129,3 +129,13 @@ def test_compile_runs_all_ways_to_the_same_loss(tmp_path: Path, capsys: pytest.C
     (table,) = _tables("compile", tmp_path)
     assert isinstance(table["rows"], list)
     assert [row[1] for row in table["rows"]] == ["plain", "by hand", "ours", "ours, not compiled", "DTensor"]
+
+
+def test_estimates_are_compared_with_steps(tmp_path: Path) -> None:
+    moves, steps, agreement = _tables("estimates", tmp_path)
+    assert isinstance(moves["rows"], list) and all(row[3] > 0 for row in moves["rows"])
+    assert isinstance(steps["rows"], list) and [row[:2] for row in steps["rows"]] == [
+        ["tp=2", "eager"],
+        ["tp=2", "compiled"],
+    ]
+    assert isinstance(agreement["rows"], list) and len(agreement["rows"]) == 4
