@@ -19,8 +19,8 @@ from shardwise.cli.inspect import open_checkpoint
 from shardwise.cli.view import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.nn import plan_from_data
 from shardwise.page.document import render_document
+from shardwise.page.facts import step_facts
 from shardwise.page.plan_facts import plan_facts
-from shardwise.page.step_facts import step_facts
 from shardwise.planner import estimate
 from shardwise.transfer import Topology
 from tests.browser import Browser, find_browser

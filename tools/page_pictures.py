@@ -21,8 +21,8 @@ from shardwise.cli.inspect import open_checkpoint
 from shardwise.cli.view import CheckpointTarget, LayoutTarget, MoveTarget, StepTarget
 from shardwise.nn import ModelPlan, plan_from_data, shard_module
 from shardwise.page.document import render_document
+from shardwise.page.facts import read_trace
 from shardwise.page.plan_facts import SETTINGS, PlanTarget
-from shardwise.page.step_facts import read_trace
 from tests.browser import Browser
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

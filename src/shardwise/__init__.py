@@ -6,7 +6,7 @@ that needs torch the operators are loaded too.
 
 from shardwise._lazy import attach_stub, keep_moved_modules
 
-_WITHOUT_TORCH = ("shardwise._version", "shardwise.geometry", "shardwise.transfer", "shardwise.view.draw")
+_WITHOUT_TORCH = ("shardwise._version", "shardwise.geometry", "shardwise.transfer", "shardwise.view")
 
 __getattr__, __dir__, __all__ = attach_stub(
     __name__,

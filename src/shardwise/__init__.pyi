@@ -102,7 +102,7 @@ from shardwise.tensor.creation import (
 )
 from shardwise.tensor.random import manual_seed as manual_seed
 from shardwise.tensor.sharded_tensor import set_printoptions as set_printoptions
-from shardwise.tracing.trace import trace as trace
+from shardwise.tracing import trace as trace
 from shardwise.transfer import (
     Link as Link,
     Topology as Topology,
@@ -110,4 +110,4 @@ from shardwise.transfer import (
     plan_transfer as plan_transfer,
     transfer_from_json as transfer_from_json,
 )
-from shardwise.view.draw import draw as draw
+from shardwise.view import draw as draw

@@ -4,7 +4,7 @@ Loggers: one for each package, all below "shardwise", quiet until an application
 
 Tracebacks: errors that reach a caller show the caller's lines, and of ours the public call and where it was raised.
 
-Pictures of values in notebooks: classes of all layers have one, and `shardwise.view.draw`, above them, draws it.
+Pictures of values in notebooks: classes of all layers have one, and `shardwise.view`, above them, draws it.
 
 A notebook asks a value for its picture long after everything is loaded, so the drawing code is found by name then.
 """
@@ -76,12 +76,12 @@ def shorten_traceback(error: E) -> E:
 
 
 def draw_html(drawing: str, *args: Any) -> str:
-    """The HTML that a function of `shardwise.view.draw` makes.
+    """The HTML that a function of `shardwise.view` makes.
 
     >>> draw_html("table_html", "sizes", ("name", "bytes"), [("w", "96 B")])[:5]
     '<div>'
     """
-    made: str = resolve_name(f"shardwise.view.draw:{drawing}")(*args)
+    made: str = resolve_name(f"shardwise.view:{drawing}")(*args)
     return made
 
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint import NameMap, reshard
 from shardwise.cli.view import find_file_kind
 from shardwise.geometry import LayoutError
 from shardwise.nn import load_plan
-from shardwise.page.step_facts import read_trace
+from shardwise.page.facts import read_trace
 
 DEEP = 100_000
 BILLION = 10**9

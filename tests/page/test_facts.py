@@ -21,8 +21,15 @@ from shardwise.cli.plan import plan_between
 from shardwise.cli.view import CheckpointTarget, LayoutTarget, MoveTarget
 from shardwise.geometry import LayoutError, parse_layout
 from shardwise.page.document import bundle, content_policy, facts_to_json, read_front_file, render_document
-from shardwise.page.layout_facts import MATRIX_CELLS, MOST_OWNERS, SHOWN_RANKS, MoveQuestion, layout_facts, move_facts
-from shardwise.page.step_facts import step_facts
+from shardwise.page.facts import (
+    MATRIX_CELLS,
+    MOST_OWNERS,
+    SHOWN_RANKS,
+    MoveQuestion,
+    layout_facts,
+    move_facts,
+    step_facts,
+)
 from shardwise.transfer import Topology
 
 FRONT = Path(__file__).parents[2] / "src" / "shardwise" / "page" / "front"
@@ -127,7 +134,7 @@ def test_merged_cells_cover_the_tensor_and_keep_their_first_owner() -> None:
 
 
 def test_many_boxes_are_cut_off_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.page.layout_facts.MOST_BOXES", 100)
+    monkeypatch.setattr("shardwise.page.facts.MOST_BOXES", 100)
     boxes = ", ".join(f"{i % 4}[{i}:{i + 1}]" for i in range(105))
     facts = layout_of(f"f32[105] as pieces {boxes}")
     assert len(facts["boxes"]["starts"]) == 100 and facts["boxes"]["hidden"] == 5
@@ -230,7 +237,7 @@ def test_a_file_of_very_many_ranks_has_one_sender_of_each_row(monkeypatch: pytes
     assert detail["step"] == 128 and len(detail["ends"]) == MATRIX_CELLS
     assert spread_runs(detail, 16384).sum(axis=1).tolist() == facts["by_rank"]["sent"][::128]
     assert len(facts_to_json(facts)) < 3_000_000
-    monkeypatch.setattr("shardwise.page.layout_facts.MOST_RUNS", 10)
+    monkeypatch.setattr("shardwise.page.facts.MOST_RUNS", 10)
     assert MoveTarget(source, target).facts(written=True)["matrix"]["detail"] is None
 
 
@@ -292,7 +299,7 @@ def test_tracks_have_lanes_and_a_moment_belongs_to_what_began_last() -> None:
 
 
 def test_of_very_many_events_the_longest_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.page.step_facts.MOST_EVENTS", 10)
+    monkeypatch.setattr("shardwise.page.facts.MOST_EVENTS", 10)
     facts = step_facts("step.json", {"traceEvents": [event(0, 100 * i, i) for i in range(25)]})
     assert facts["durations"] == list(range(15, 25)) and facts["count"] == 25
     assert facts["totals"] == [[25, sum(range(25)), 24]]

@@ -16,8 +16,8 @@ from shardwise import ChunkSpec, Comm, run_local
 from shardwise.cli.main import app
 from shardwise.nn import ModelPlan, plan_from_data
 from shardwise.page.document import facts_to_json
+from shardwise.page.facts import read_trace, step_facts
 from shardwise.page.plan_facts import SETTINGS, PlanTarget, bytes_by_rank, moving_cost, plan_facts
-from shardwise.page.step_facts import read_trace, step_facts
 from shardwise.planner import Estimate, ParameterRow, estimate
 from shardwise.transfer import Topology
 

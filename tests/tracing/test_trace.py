@@ -23,7 +23,7 @@ from shardwise.comm.local import LocalComm
 from shardwise.nn import ShardingPlan
 from shardwise.tensor.execute import Running
 from shardwise.tensor.recorder import recorders
-from shardwise.tracing.trace import find_offset, merge_parts
+from shardwise.tracing import find_offset, merge_parts
 
 ROWS, COLUMNS = ChunkSpec(0, ranks=2), ChunkSpec(1, ranks=2)
 PLAN = ModelPlan(Mesh.of(tp=2), {"0.weight": "S(0)", "1.weight": "S(1)"}, input_plan="replicated")
@@ -102,7 +102,7 @@ def hold_clocks(monkeypatch: pytest.MonkeyPatch) -> list[RankClock]:
         clock.was_read.set()
         return now
 
-    for name in ("shardwise.tensor.recorder", "shardwise.tracing.trace"):
+    for name in ("shardwise.tensor.recorder", "shardwise.tracing"):
         monkeypatch.setattr(import_module(name), "time", SimpleNamespace(monotonic_ns=read_clock))
     return clocks
 

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise
 from shardwise import Box, ChunkSpec, Comm, EnumerableSpec, Layout, Mesh, ModelPlan, Piece, describe_plan, run_local
 from shardwise.geometry import parse_layout, shorten_layout
-from shardwise.view.draw import MOST_ROWS, table_html
+from shardwise.view import MOST_ROWS, table_html
 
 
 def parse(html: str) -> ElementTree.Element:

@@ -6,8 +6,21 @@ import textwrap
 import pytest
 
 from shardwise.geometry import parse_layout
-from shardwise.view import Limits, TextRun, Tile, draw_layout, draw_ranks, line, picture_of, plain_text, print_lines
-from shardwise.view.draw import PALETTE, colour_of, label, replace_unencodable
+from shardwise.view import (
+    PALETTE,
+    Limits,
+    TextRun,
+    Tile,
+    colour_of,
+    draw_layout,
+    draw_ranks,
+    label,
+    line,
+    picture_of,
+    plain_text,
+    print_lines,
+    replace_unencodable,
+)
 
 DRAWINGS = {
     "f32[10] on tp=4: S(0)": """

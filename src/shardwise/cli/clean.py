@@ -1,4 +1,7 @@
-"""`shardwise clean`: remove what killed saves and reshards left, and never a checkpoint that is still needed."""
+"""Commands that remove: `clean`, what killed saves left; `compact`, the versions of a chain that nobody needs.
+
+Neither removes a checkpoint that is still needed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.store import open_store
 from shardwise.checkpoint.verify import cleaning, find_checkpoint_problem, remove_leftover
 from shardwise.cli.inspect import detect_folder
-from shardwise.cli.output import NO, AsJson, format_count, print_json, table_lines
+from shardwise.cli.output import NO, AsJson, escape_for_terminal, format_count, print_json, table_lines
 from shardwise.transfer.transfer import format_bytes
 from shardwise.view import Line, line, print_lines
 
@@ -206,3 +209,32 @@ def leftovers_to_json(path: str, found: Sequence[Leftover], unfinished: Sequence
         for left in found
     ]
     return {"path": path, "done": done, "unfinished": [str(p) for p in unfinished], "leftovers": entries}
+
+
+Chain = Annotated[
+    str, typer.Argument(metavar="PATH", help="The full checkpoint of a chain; versions are in PATH.deltas.")
+]
+Version = Annotated[int | None, typer.Option("--version", help="The version; the newest one by default.")]
+
+
+def compact(path: Chain, version: Version = None, as_json: AsJson = False) -> None:
+    """Write a version of a chain (shardwise.sync.publish_files) as the full checkpoint, and remove older versions.
+
+    The old checkpoint is replaced at once. All tensors are in memory meanwhile. The publisher may go on.
+
+    \b
+    Examples:
+      shardwise compact runs/weights
+      shardwise compact s3://bucket/weights --version 1200
+    """
+    from shardwise.checkpoint.changes import list_versions  # these load torch
+    from shardwise.checkpoint.loading import compact as compact_chain
+
+    before = len(list_versions(path))
+    step = compact_chain(path, version)
+    after = len(list_versions(path))
+    if as_json:
+        print_json({"path": path, "version": step, "removed": before - after, "versions": after})
+        return
+    text = f"{path} is version {step}; {before - after} older versions were removed, {after} are there"
+    print_lines([line(escape_for_terminal(text))], sys.stdout)

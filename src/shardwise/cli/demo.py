@@ -19,8 +19,7 @@ from shardwise.cli.output import NO, AsJson, print_json, terminal_width
 from shardwise.cli.plan import plan_between, plan_lines, tensor_lines
 from shardwise.geometry import TensorType, parse_layout
 from shardwise.transfer import Topology
-from shardwise.view import Line, line, print_lines
-from shardwise.view.draw import wants_colour
+from shardwise.view import Line, line, print_lines, wants_colour
 
 BEFORE = "f32[8,8] on dp=2,tp=2: S(0), S(1)"
 AFTER = "on rows=4 @ 2,0,3,1: S(0) sizes(3,1,0,4)"

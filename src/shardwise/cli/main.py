@@ -21,9 +21,9 @@ COMMANDS = {
     "check-rule": "shardwise.cli.check_rule:check_rule",
     "inspect": "shardwise.cli.inspect:inspect",
     "diff": "shardwise.cli.diff:diff",
-    "digest": "shardwise.cli.digest:digest",
+    "digest": "shardwise.cli.diff:digest",
     "reshard": "shardwise.cli.reshard:command",
-    "compact": "shardwise.cli.compact:compact",
+    "compact": "shardwise.cli.clean:compact",
     "clean": "shardwise.cli.clean:clean",
 }
 SETTINGS = {"help_option_names": ["-h", "--help"]}

@@ -26,8 +26,7 @@ from typer.core import TyperGroup
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.geometry import LayoutError, NotationError
-from shardwise.view import Line, line
-from shardwise.view.draw import replace_unencodable, wants_colour
+from shardwise.view import Line, line, replace_unencodable, wants_colour
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

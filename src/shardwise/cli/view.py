@@ -27,8 +27,15 @@ from shardwise.cli.output import AsJson, parse_bytes, print_json
 from shardwise.cli.plan import Buffer, RanksPerHost, plan_between, read_topology
 from shardwise.geometry import LayoutError, NotationError, parse_layout
 from shardwise.page.document import PageServer, render_document
-from shardwise.page.layout_facts import MoveQuestion, layout_facts, move_facts
-from shardwise.page.step_facts import checkpoint_facts, read_trace, step_facts, tensor_facts
+from shardwise.page.facts import (
+    MoveQuestion,
+    checkpoint_facts,
+    layout_facts,
+    move_facts,
+    read_trace,
+    step_facts,
+    tensor_facts,
+)
 
 
 class PageTarget(Protocol):

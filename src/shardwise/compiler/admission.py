@@ -59,16 +59,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.stand_in import NotTraceableError, StandInComm
-from shardwise.compiler.reads import MISSING, SIMPLE, Entries, Reads
-from shardwise.compiler.trusted import (
+from shardwise.compiler.reads import (
     IMPURE_TRUSTED,
     KNOWN_PYTHONS,
     LRU_CACHE,
+    MISSING,
     NUMPY_READERS,
     OPAQUE_STDLIB,
     PLAIN_TYPES,
     PRISTINE,
     REFUSED_BUILTINS,
+    SIMPLE,
+    Entries,
+    Reads,
     is_allowed_stdlib,
     is_pure_builtin,
     is_python_class,

@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.geometry import LayoutError, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
-from shardwise.page.layout_facts import shorten
+from shardwise.page.facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
 from shardwise.planner.estimate import batch_for
 from shardwise.planner.rehearsal import Inputs, load_model
