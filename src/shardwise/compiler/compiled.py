@@ -54,6 +54,15 @@ from shardwise.compiler.guards import (
     mode_key,
     split_arguments,
 )
+from shardwise.compiler.replay import (
+    DEFAULT,
+    RECORDERS,
+    REDUCE_OVERHEAD,
+    GraphInputs,
+    Replay,
+    check_mode,
+    put_rates,
+)
 from shardwise.compiler.schedule import Schedule, schedule_moves
 from shardwise.compiler.state import NOT_AGAIN, ProgramState, check_traceable, collect_state
 from shardwise.compiler.tracing import (
@@ -177,6 +186,7 @@ class Kind:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     problem: str | None = None
     calls: int = 0
+    replay: Replay | None = None
 
 
 class CompiledProgram:
@@ -188,8 +198,16 @@ class CompiledProgram:
     [2.0, 2.0]
     """
 
-    def __init__(self, target: Callable[..., Any], backend: Backend, uses: Sequence[object], memory_limit: int) -> None:
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        backend: Backend,
+        uses: Sequence[object],
+        memory_limit: int,
+        mode: str = DEFAULT,
+    ) -> None:
         self._target, self._backend, self._uses, self._limit = target, backend, uses, memory_limit
+        self._mode, self._rates = mode, list[tuple[float, Tensor]]()
         self._function = target.forward if isinstance(target, nn.Module) else target
         self._state: ProgramState | None = None
         self._kinds: dict[Any, list[Kind]] = {}
@@ -205,10 +223,10 @@ class CompiledProgram:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledProgram:
         """A copy of a compiled module, which is traced again."""
         target, uses = copy.deepcopy((self._target, self._uses), memo)
-        return CompiledProgram(target, self._backend, uses, self._limit)
+        return CompiledProgram(target, self._backend, uses, self._limit, self._mode)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledProgram, (self._target, self._backend, self._uses, self._limit)
+        return CompiledProgram, (self._target, self._backend, self._uses, self._limit, self._mode)
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of a module that was compiled: `parameters()`, `train()` and others."""
@@ -419,7 +437,8 @@ class CompiledProgram:
         load_tracer()  # before frames are looked at
         try:
             with admission.watching(), torch.autograd.set_multithreading_enabled(False):
-                kind.run = trace_program(program, [*flat, *_learning_rates(state), _NO_STREAMS], self._backend, prepare)
+                given = [*flat, *self._learning_rates(state), _NO_STREAMS]
+                kind.run = trace_program(program, given, self._backend, prepare)
         except BaseException as error:
             changed = admission.reads.undo(), effects.undo()
             if any(changed) and not isinstance(error, BackwardInside | NewState | Refusal):
@@ -433,6 +452,10 @@ class CompiledProgram:
         if shared is not None:
             kind.guard.shares_memory = True
             raise NotTraceableError("it writes to a tensor whose memory another argument or parameter shares")
+        if self._mode == REDUCE_OVERHEAD:
+            graphs, own = kind.result.graphs, len(state.local_tensors())
+            inputs = GraphInputs.of(graphs.get("step"), own, len(flat), len(given), kind.result.writes)
+            kind.run = kind.replay = Replay(kind.run, graphs, inputs, comm, bool(kind.result.draws.requests))
 
     def _give_up(self, kind: Kind, problem: str) -> None:
         kind.run, kind.problem = None, problem
@@ -461,7 +484,7 @@ class CompiledProgram:
         assert kind.run is not None and self._state is not None
         draws = kind.result.draws.requests
         rows = take_streams(draws) if draws else _NO_STREAMS
-        rates = _learning_rates(self._state)
+        rates = self._learning_rates(self._state)
         if not kind.in_step:
             found = kind.run(*flat, *rates, rows)
             if len(kind.result.sources) > 1 and torch.is_grad_enabled():
@@ -475,6 +498,18 @@ class CompiledProgram:
                 tensor.grad = next(outputs) if gradient == "new" else None
         return result
 
+    def _learning_rates(self, state: ProgramState) -> list[Tensor]:
+        """The learning rates of the optimizers' groups, inputs of the graph: schedulers change them.
+
+        Each is a tensor without dims: that is what compilers take as a number in a kernel of a GPU. Other tensors in
+        host memory would be taken as memory of the GPU. Graphs that are recorded read them from device memory.
+        """
+        rates = [group["lr"] for group in state.rated_groups()]
+        device = next((t.device for t in state.local_tensors() if t.device.type in RECORDERS), None)
+        if self._mode == REDUCE_OVERHEAD and device is not None:
+            return put_rates(rates, device, self._rates)
+        return [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
+
     def explain(self) -> str:
         """What was traced, why, and when the moves of each graph start and end."""
         name = getattr(self._function, "__qualname__", type(self._target).__name__)
@@ -483,6 +518,8 @@ class CompiledProgram:
             lines.append(f"kind {number}, {count_of(kind.calls, 'call')}, traced because: {kind.reason}")
             if kind.problem is not None:
                 lines.append(f"  runs without a graph: {kind.problem}")
+            elif kind.replay is not None:
+                lines.append(f"  {kind.replay.describe()}")
             for graph, schedule in kind.schedules.items():
                 lines.append(f"  {graph}: {schedule.summary}")
                 lines += [f"    {line}" for line in schedule.lines]
@@ -490,15 +527,6 @@ class CompiledProgram:
 
 
 _NO_STREAMS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
-
-
-def _learning_rates(state: ProgramState) -> list[Tensor]:
-    """The learning rates of the optimizers' groups, inputs of the graph: schedulers change them.
-
-    Each is a tensor without dims: that is what compilers take as a number in a kernel of a GPU. Other tensors in host
-    memory would be taken as memory of the GPU.
-    """
-    return [torch.tensor(group["lr"], dtype=torch.float64, device="cpu") for group in state.rated_groups()]
 
 
 def _raise_effect(*changed: str | None) -> None:
@@ -523,6 +551,7 @@ def compile(
     program: Callable[..., Any],
     *,
     backend: Backend = "inductor",
+    mode: str | None = None,
     uses: Sequence[object] = (),
     memory_limit: int = DEFAULT_MEMORY_LIMIT,
 ) -> CompiledProgram:
@@ -536,7 +565,7 @@ def compile(
     if not callable(program):
         raise TypeError(f"compile takes a module or a function, got {type(program).__name__}")
     check_backend(backend)
-    return CompiledProgram(program, backend, uses, memory_limit)
+    return CompiledProgram(program, backend, uses, memory_limit, check_mode(mode))
 
 
 def route_torch_compile() -> None:
@@ -573,6 +602,6 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _compile_sharded(
-    program: Callable[..., Any], *, backend: Any = "inductor", **without_meaning_here: Any
+    program: Callable[..., Any], *, backend: Any = "inductor", mode: Any = None, **without_meaning_here: Any
 ) -> CompiledProgram:
-    return compile(program, backend=backend)
+    return compile(program, backend=backend, mode=mode if mode == REDUCE_OVERHEAD else DEFAULT)

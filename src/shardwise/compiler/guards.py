@@ -309,7 +309,7 @@ class MemoryWatch:
 
     def __init__(self, flat: Sequence[Tensor], writes: frozenset[int]) -> None:
         self._writes = writes
-        self._sizes = np.array([_bytes_spanned(tensor) for tensor in flat], np.int64)
+        self._sizes = np.array([bytes_spanned(tensor) for tensor in flat], np.int64)
         self._places = np.flatnonzero(self._sizes)
         self._sizes = self._sizes[self._places]
         self._is_looked_at = bool(writes) and all(tensor.device.type != "meta" for tensor in flat)
@@ -336,7 +336,8 @@ class MemoryWatch:
 _data_pointer = methodcaller("data_ptr")
 
 
-def _bytes_spanned(tensor: Tensor) -> int:
+def bytes_spanned(tensor: Tensor) -> int:
+    """The bytes from the first element of a tensor to its last one."""
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

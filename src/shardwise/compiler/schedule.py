@@ -102,6 +102,15 @@ def schedule_moves(module: GraphModule, memory_limit: int) -> Schedule:
     return schedule
 
 
+def moves_that_send(module: GraphModule) -> Iterator[Move]:
+    """The moves of a graph that send something, scheduled or not."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.shardwise.start_moves.default:
+            yield from map(find_numbered, node.args[2])
+        elif node.target is torch.ops.shardwise.move.default and not _sends_nothing(move := _move_of(node)):
+            yield move
+
+
 def find_gathers_made_again(module: GraphModule) -> list[Node]:
     """The moves whose results the backward pass does not keep, with the views of them."""
     found: list[Node] = []

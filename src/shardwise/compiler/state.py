@@ -154,9 +154,10 @@ def computing_with_tensors(state: ProgramState, rates: Sequence[Tensor]) -> Iter
     rate = iter(rates)
     for optimizer in filter(takes_rate, state.optimizers):
         for group in optimizer.param_groups:
-            options: dict[str, Any] = (
-                {"capturable": True} if "capturable" in group else {"foreach": True, "fused": None}
-            )
+            # Fused kernels do not take a learning rate that is a tensor without values; compilers fuse as well.
+            options: dict[str, Any] = {"capturable": True} if "capturable" in group else {"foreach": True}
+            if "fused" in group:
+                options["fused"] = None
             if has_number_rate(group):
                 options["lr"] = next(rate)
             wanted.append((group, options))
