@@ -57,6 +57,8 @@ TINY = GpuStepSizes((64,), (2, 8), 1, "cpu", "aot_eager", torch.float32)
 class LlamaBlock(nn.Module):
     """Attention with rotated heads and a gated perceptron, each behind a norm and with a residual."""
 
+    speeds: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         inner = 8 * width // 3 // 64 * 64
