@@ -6,13 +6,17 @@ signal at a random moment after both have met. Then:
 
 1. No version that was taken over is mixed: every element has the number of the step.
 2. The other world is not ended by it, and nothing waits beyond its deadline and some seconds.
-3. A server that lost its trainer says "waiting", keeps its step, and names the world.
+3. A server that lost its trainer says "waiting", keeps its step, and names the world and a rank. Where the trainer is
+   started again, the server has its steps soon.
 4. A trainer that lost its server goes on pushing.
+5. A server that comes late, after the fault or before it, sees whole versions only, or an error that names worlds.
+6. A rank that gets no memory for a version fails that push or that subscription on all ranks, by name.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import random
 import signal
@@ -26,10 +30,11 @@ from typing import Any
 import torch
 
 import shardwise
-from shardwise.comm import LocalWorld, default_comm
+from shardwise.comm import LocalComm, LocalWorld, default_comm
 from tests.sync.worlds import TOKEN, free_address
 
 SHAPE, DEADLINE, LIMIT = (64, 64), 3.0, 90.0
+FULL = 0  # no signal: a rank gets no memory
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,34 @@ class Served:
     problem: str | None
 
 
-def push_for(address: str, met: Path, seconds: float) -> int:
-    """Push versions until some time after a server came; how many."""
+def refuse_memory(rank: int | None, times: int = 2) -> None:
+    """Let a rank get no memory for its next slots."""
+    allocate = os.posix_fallocate
+
+    def refuse(*args: int) -> None:
+        nonlocal times
+        times -= 1
+        if times <= 0:
+            os.posix_fallocate = allocate
+        raise OSError(errno.ENOMEM, "no memory is left")
+
+    if rank == default_comm().rank:
+        os.posix_fallocate = refuse
+
+
+def push_for(address: str, met: Path, seconds: float, poor: int | None = None) -> int:
+    """Push versions until some time after a server came; how many. The rank `poor` gets no memory at first."""
+    refuse_memory(poor)
     state = {name: shardwise.full("on x=2: S(0)", SHAPE, 0.0) for name in ("a", "b")}
     until, step = None, 0
     with shardwise.sync.publish(state, address, token=TOKEN, deadline=DEADLINE, name="trainer") as link:
         while True:
             for x in state.values():
                 x.local_tensor().fill_(step)
-            link.push(step)
+            try:
+                link.push(step)
+            except shardwise.sync.SyncError as error:
+                assert poor is not None and f"rank {poor}: a slot of" in str(error), error
             if until is None and met.exists():
                 until = time.monotonic() + seconds
             left = 1.0 if until is None else until - time.monotonic()
@@ -94,35 +118,81 @@ def pull_for(address: str, seconds: float, met: str) -> Served:
                 return Served(link.version, versions, link.state, mixed, longest, link.problem)
 
 
-def attack(trainer: LocalWorld, server: LocalWorld, victim: tuple[str, int], how: int, after: float) -> str:
+def read_late(address: str, wait: float, until: float) -> str:
+    """A third program that comes late: what it saw, which is whole versions or errors that name a world."""
+    time.sleep(wait)
+    served, comm = {name: torch.full(SHAPE, -1.0) for name in ("a", "b")}, LocalComm.alone()
+    try:
+        link = shardwise.sync.subscribe(served, address, token=TOKEN, deadline=DEADLINE, name="late", comm=comm)
+    except shardwise.sync.SyncError as error:
+        assert "subscriber 'late' rank 0: no publisher at tcp://" in str(error), error
+        return "came too late"
+    with link:
+        while time.monotonic() < until:
+            began = time.monotonic()
+            link.pull(timeout=0.5)
+            assert time.monotonic() - began < 2 * DEADLINE + 5, link.describe()
+            if link.version is not None:
+                assert all(x.eq(link.version).all() for x in served.values()), (link.version, served)
+        return f"a late server has step {link.version}"
+
+
+def attack(
+    trainer: LocalWorld,
+    server: LocalWorld,
+    victim: tuple[str, int],
+    how: int,
+    after: float,
+    late: float | None = None,
+    restart: bool = False,
+) -> str:
     """One round; what came of it in words. Raises AssertionError if a promise was broken."""
-    address, seconds, met = free_address(), after + 3.0, Path(tempfile.mkdtemp()) / "met"
+    address, seconds, met = free_address(), after + (9.0 if restart else 3.0), Path(tempfile.mkdtemp()) / "met"
     worlds = {"trainer": trainer, "server": server}
-    with ThreadPoolExecutor(2) as pool:
-        pushing = pool.submit(trainer.outcomes, push_for, address, met, seconds, limit=LIMIT)
+    poor = victim[1] if how == FULL else None
+    with ThreadPoolExecutor(3) as pool:
+        pushing = pool.submit(trainer.outcomes, push_for, address, met, seconds, poor, limit=LIMIT)
         pulling = pool.submit(server.outcomes, pull_for, address, seconds, str(met), limit=LIMIT)
         until = time.monotonic() + LIMIT
         while not met.exists() and time.monotonic() < until:
             time.sleep(0.02)
+        reading = pool.submit(read_late, address, late or 0.0, time.monotonic() + seconds) if late is not None else None
         time.sleep(after)
-        process: Any = worlds[victim[0]]._ranks[victim[1]][0]
-        os.kill(process.pid, how)
-        if how == signal.SIGSTOP:
-            time.sleep(DEADLINE + 1.0)
-            os.kill(process.pid, signal.SIGKILL)
-        pushed, served = pushing.result(LIMIT + 30), pulling.result(LIMIT + 30)
-    where = f"{victim[0]} rank {victim[1]} gets {signal.Signals(how).name} after {after:.2f} s"
-    if victim[0] == "server":
+        if how != FULL:
+            process: Any = worlds[victim[0]]._ranks[victim[1]][0]
+            os.kill(process.pid, how)
+            if how == signal.SIGSTOP:
+                time.sleep(DEADLINE + 1.0)
+                os.kill(process.pid, signal.SIGKILL)
+        pushed = pushing.result(LIMIT + 30)
+        again = trainer.outcomes(push_for, address, met, 4.0, limit=LIMIT) if restart else []
+        served = pulling.result(LIMIT + 30)
+        words = "" if reading is None else f"; {reading.result(LIMIT)}"
+    name = "no memory" if how == FULL else signal.Signals(how).name
+    where = f"{victim[0]} rank {victim[1]} gets {name} after {after:.2f} s{words}"
+    if victim[0] == "server" or how == FULL:
         assert all(outcome.error is None for outcome in pushed), f"{where}: {[o.error for o in pushed]}"
-        return f"{where}: the trainer pushed {pushed[0].value} steps"
-    assert all(outcome.error is None for outcome in served), f"{where}: {[o.error for o in served]}"
+        if victim[0] == "server":
+            return f"{where}: the trainer pushed {pushed[0].value} steps"
+    assert all(outcome.error is None for outcome in [*served, *again]), f"{where}: {[o.error for o in served]}"
     for outcome in served:
         seen: Served = outcome.value
         assert seen.mixed == 0, f"{where}: {seen}"
         assert seen.longest < 2 * DEADLINE + 5, f"{where}: {seen}"
         assert seen.state in ("waiting", "current"), f"{where}: {seen}"
+        assert seen.state == "current" or ("'trainer'" in str(seen.problem) and "rank" in str(seen.problem)), seen
     assert len({outcome.value.step for outcome in served}) == 1, f"{where}: {served}"
-    return f"{where}: {served[0].value}"
+    return f"{where}: {served[0].value}" + (f"; {again[0].value} steps after a restart" if restart else "")
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """The fault of a round."""
+    victim, how = (rng.choice(["trainer", "server"]), rng.randrange(2)), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+    if rng.random() < 0.1:
+        victim, how = ("trainer", victim[1]), FULL
+    after = 0.5 + 2 * rng.random()
+    late = after * 2 * rng.random() if rng.random() < 0.4 else None
+    return {"victim": victim, "how": how, "after": after, "late": late, "restart": how != FULL and rng.random() < 0.2}
 
 
 def main() -> None:
@@ -134,9 +204,7 @@ def main() -> None:
     rng = random.Random(given.seed)
     for number in range(given.rounds):
         with LocalWorld(2, timeout=20.0) as trainer, LocalWorld(2, timeout=20.0) as server:
-            victim = rng.choice(["trainer", "server"]), rng.randrange(2)
-            how = rng.choice([signal.SIGKILL, signal.SIGSTOP])
-            print(number, attack(trainer, server, victim, how, 0.5 + 2 * rng.random()), flush=True)
+            print(number, attack(trainer, server, **draw(rng)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from shardwise import __version__, layout_from_json, parse_layout, plan_transfer
@@ -194,6 +196,56 @@ def test_demo_ends_with_1_if_a_chapter_went_wrong(status: int, end: str, monkeyp
     assert (told.exit_code, data.exit_code) == (status, status)
     assert told.stdout.startswith(f"1. One.\n\nrow\n\n2. Two.\n\n{end}")
     assert json.loads(data.stdout) == {"a": 1, "b": [2], "right": right}
+
+
+TRAINED = """
+mesh = "fsdp=2,tp=2"
+[parameters]
+"layers.*.up" = "fsdp: S(0), tp: S(1)"
+[shapes]
+"layers.{0-9}.up" = "bf16[64,32]"
+"norm" = "f32[64]"
+"""
+SERVED = """
+mesh = "tp=2"
+[parameters]
+"layers.*.up" = "tp: S(1)"
+"""
+
+
+def test_plan_of_a_whole_model(tmp_path: Path) -> None:
+    paths = str(tmp_path / "trained.toml"), str(tmp_path / "served.toml")
+    for path, text in zip(paths, (TRAINED, SERVED), strict=True):
+        Path(path).write_text(text)
+    data = json.loads(output_of("plan", "--model", *paths, "--apart", "--json", "--ranks-per-host", "4"))
+    up, norm = 64 * 32 * 2, 64 * 4
+    assert (data["tensors"], data["moved_bytes"]) == (11, 10 * up + 2 * norm)
+    assert data["busiest_receiver"] == [4, 5 * up + norm]
+    assert data["groups"][0]["to"] == "bf16[64,32] on tp=2 @ 4-5: S(1)"
+    told = output_of("plan", "--model", *paths)
+    assert f"from              fsdp=2,tp=2: 4 ranks, {paths[0]}" in told
+    assert "tensors           11 of 2 kinds" in told and "busiest link      rank" in told
+    within = json.loads(output_of("plan", "--model", *paths, "--json", "--dtype", "f32"))
+    assert within["moved_bytes"] == 10 * 64 * 32 * 4 // 2  # ranks 0 and 1 have half of theirs
+    wrong = run("plan", "--model", paths[1], paths[1])
+    assert wrong.exit_code == 2 and "has shapes; pass a model" in wrong.output
+    (tmp_path / "served.toml").write_text(SERVED.replace(".up", ".down"))
+    wrong = run("plan", "--model", *paths)
+    assert wrong.exit_code == 2 and "down" in wrong.output
+    (tmp_path / "trained.toml").write_text(TRAINED.replace("bf16[64,32]", "64 x 32"))
+    wrong = run("plan", "--model", *paths)
+    assert wrong.exit_code == 2 and "shapes 'layers.{0-9}.up' is a type and a shape" in wrong.output
+    wrong = run("plan", "--model", *paths, "--buffer", "1MB")
+    assert wrong.exit_code == 2 and "for the transfer of one tensor" in wrong.output
+
+
+def test_plan_of_a_checkpoint_between_plans(tmp_path: Path) -> None:
+    save_file({"layers.0.up": torch.zeros(64, 32)}, tmp_path / "model.safetensors")
+    paths = str(tmp_path / "trained.toml"), str(tmp_path / "served.toml")
+    for path, text in zip(paths, (TRAINED, SERVED), strict=True):
+        Path(path).write_text(text)
+    data = json.loads(output_of("plan", "--model", str(tmp_path / "model.safetensors"), *paths, "--apart", "--json"))
+    assert (data["tensors"], data["moved_bytes"]) == (1, 64 * 32 * 4)
 
 
 def test_version() -> None:

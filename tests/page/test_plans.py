@@ -17,9 +17,9 @@ from shardwise.cli.main import app
 from shardwise.nn import ModelPlan, plan_from_data
 from shardwise.page.document import facts_to_json
 from shardwise.page.facts import read_trace, step_facts
-from shardwise.page.plan_facts import SETTINGS, PlanTarget, bytes_by_rank, moving_cost, plan_facts
+from shardwise.page.plan_facts import SETTINGS, PlanTarget, bytes_by_rank, plan_facts
 from shardwise.planner import Estimate, ParameterRow, estimate
-from shardwise.transfer import Topology
+from shardwise.transfer import Topology, plan_transfer
 
 PLAN = {
     "mesh": "dp=2,tp=2",
@@ -58,7 +58,8 @@ def test_two_plans_are_moved_into_each_other() -> None:
     assert facts["kind"] == "plans" and [plan["mesh"] for plan in facts["plans"]] == ["dp=2,tp=2", "dp=4"]
     forth, back = facts["resharding"]
     pairs = zip(facts["plans"][0]["rows"], facts["plans"][1]["rows"], strict=True)
-    assert forth["by_parameter"] == [moving_cost(a[4], b[4], Topology(8)).bytes for a, b in pairs]
+    assert forth["by_parameter"] == [plan_transfer(a[4], b[4], topology=Topology(8)).moved_bytes for a, b in pairs]
+    assert "rank" in forth["busiest"][0]
     assert forth["bytes"] == sum(forth["by_parameter"]) and back["bytes"] > 0
     assert json.loads(facts_to_json(facts))["plans"][1]["name"] == "1.toml"
 

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import shardwise
 from shardwise.checkpoint import digests
 from shardwise.cli.main import app
+from shardwise.geometry.state_map import StateMap, TensorShape
+from shardwise.sync.recording import apply_map
 from tests.sync.worlds import run_worlds, whole
 
 DTYPES = (
@@ -126,3 +128,48 @@ def test_a_checkpoint_has_that_of_its_state(tmp_path: Path, monkeypatch: pytest.
     assert shown.stdout.splitlines()[0] == f"{wanted.by_tensor['model.w']}  model.w"
     missing = CliRunner().invoke(app, ["digest", str(tmp_path / "cut"), "--name", "z"])
     assert missing.exit_code == 2 and "no tensor fits z" in missing.stderr
+
+
+def test_checkpoints_are_compared_by_digest_also_under_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 64)
+    q, k = whole((6, 4), 1), whole((2, 4), 2)
+    shardwise.save({"q": q, "k": k, "n": torch.ones(3)}, tmp_path / "trained")
+    shardwise.save({"qk": torch.cat([q, k]).t().contiguous(), "n": torch.ones(3)}, tmp_path / "served")
+    names = tmp_path / "names.toml"
+    names.write_text('[[change]]\nfuse = ["q", "k"]\nto = "qk"\n[[change]]\ntranspose = "qk"\n')
+
+    def diff(*arguments: object) -> Result:
+        return CliRunner().invoke(app, ["diff", *map(str, arguments)])
+
+    same = diff(tmp_path / "trained", tmp_path / "served", "--digest", "--names", names)
+    assert (same.exit_code, same.stdout) == (0, "the same: 2 tensors by digest\n"), same.output
+    printed = tmp_path / "served.json"
+    printed.write_text(CliRunner().invoke(app, ["digest", str(tmp_path / "served"), "--json"]).stdout)
+    assert diff(tmp_path / "trained", printed, "--digest", "--names", names).exit_code == 0
+    other = diff(tmp_path / "trained", printed, "--digest")
+    assert other.exit_code == 1 and other.stdout.splitlines()[-1] == (
+        "different: 2 tensors only in A, 1 tensor only in B"
+    )
+    shardwise.save({"qk": torch.cat([q, k + 1]).t().contiguous(), "n": torch.ones(3)}, tmp_path / "stale")
+    stale = json.loads(diff(tmp_path / "trained", tmp_path / "stale", "--digest", "--names", names, "--json").stdout)
+    assert [row["name"] for row in stale["different"]] == ["qk"] and not stale["same"]
+    for wrong, text in (
+        (("--names", names), "with --digest only"),
+        (("--digest", "--atol", "1"), "digests are of bits"),
+        (("--digest", "--name", "z"), "has a tensor called z"),
+    ):
+        found = diff(tmp_path / "trained", tmp_path / "served", *wrong)
+        assert found.exit_code == 2 and text in found.stderr
+
+
+def test_padding_steps_and_casts_of_a_map_have_the_digest_of_what_it_makes(tmp_path: Path) -> None:
+    types = {"w": TensorShape((6, 4), "f32"), "v": TensorShape((3,), "f32")}
+    state = {"w": whole((6, 4), 1), "v": whole((3,), 2)}
+    made = StateMap.identity(types).transpose("w").pad("w", 1, 9, 2.0).cast("w", "bf16").stack(["v"], "s")
+    path = tmp_path / "c"
+    shardwise.save(state, path)
+    with shardwise.open(path) as checkpoint:
+        for name, target in made.targets.items():
+            assert digests.digest_made(checkpoint, target) == shardwise.digest(apply_map(made, name, state)).hex

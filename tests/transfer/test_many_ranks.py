@@ -16,8 +16,8 @@ from shardwise.geometry.placements import Partial, Placement, Replicate, Shard
 from shardwise.testing.oracle import assemble, global_values, scatter, simulate
 from shardwise.transfer import Topology, Transfer, plan_transfer, steps, transfer_from_json
 from shardwise.transfer import senders as totals
-from shardwise.transfer.steps import plan_steps
-from shardwise.transfer.transfer import edge_bytes, total_routes
+from shardwise.transfer.steps import PlanOptions, plan_steps
+from shardwise.transfer.transfer import edge_bytes, plan_state, total_routes
 
 SHAPE = (7, 6)
 SPECS = [
@@ -108,6 +108,59 @@ def check_totals_against_moves(plan: Transfer) -> None:
             for source, target, nbytes in zip(*edge_bytes(step.routes, 4), strict=True):
                 edges[int(source), int(target)] += int(nbytes)
         assert edges == {edge: nbytes for edge, nbytes in whole.items() if rank in edge}, (plan, rank)
+
+
+@pytest.mark.parametrize("name", ["on x=4: R", "on a=2,b=2: R, S(0)", "on x=2 @ 5,6: R", "grid of replicas"])
+@pytest.mark.parametrize("boxes", [0, totals.LISTED_BOXES])
+@pytest.mark.usefixtures("no_steps_within_hosts")
+def test_each_replica_may_come_first(name: str, boxes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(totals, "LISTED_BOXES", boxes)
+    for dst in LAYOUTS.values():
+        for turn in range(1, 4):
+            check_totals_against_moves(Transfer(LAYOUTS[name], dst, PlanOptions(4, HOSTS, turn=turn), None))
+
+
+def test_replicas_share_many_tensors() -> None:
+    copied, one = LAYOUTS["on x=4: R"], parse_spec("on x=2 @ 5,6: R").layout(SHAPE)
+    found = plan_state([(copied, one, 4)] * 300, Topology(ranks_per_host=1))
+    each = 300 * 42 * 4
+    near, far = found.loads
+    assert not near.is_used and far.bytes_out[:4].tolist() == [2 * each // 4] * 4
+    assert (found.count, found.moved_bytes, found.bytes_between_hosts) == (300, 2 * each, 2 * each)
+    assert [str(link) for link in found.busiest_links] == [
+        "rank 0 sends 25.2 kB to other hosts",
+        "rank 5 receives 50.4 kB from other hosts",
+    ]
+
+
+def test_a_state_is_the_sum_of_its_tensors() -> None:
+    pairs = [(LAYOUTS[a], LAYOUTS[b], 4) for a, b in itertools.permutations(SPECS, 2) if "P" not in a + b]
+    found, parts = plan_state(pairs, HOSTS), [plan_transfer(a, b, itemsize=n, topology=HOSTS) for a, b, n in pairs]
+    for figure in ("moved_bytes", "copied_bytes", "lower_bound_bytes", "bytes_between_hosts"):
+        assert getattr(found, figure) == sum(getattr(part, figure) for part in parts), figure
+    sent: Counter[int] = Counter()
+    for part in parts:
+        sent.update(part.sent_bytes)
+    near, far = found.loads
+    assert dict(enumerate((near.bytes_out + far.bytes_out).tolist())) == {rank: sent[rank] for rank in range(7)}
+    assert max(part.estimate(HOSTS) for part in parts) < found.seconds < sum(part.estimate(HOSTS) for part in parts)
+    assert found.to_json()["busiest_sender"] == max(sent.items(), key=lambda item: item[1])
+
+
+def test_a_thousand_tensors_from_1024_to_256_ranks() -> None:
+    src, dst = Mesh.of(dp=8, fsdp=16, tp=8), Mesh(("dp", "tp"), np.arange(1024, 1280).reshape(32, 8))
+    placed = [(Shard(1), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
+    pairs = [
+        (MeshSpec(src, (Replicate(), *here)).layout(shape), MeshSpec(dst, (Replicate(), here[1])).layout(shape), 2)
+        for here in placed
+        for shape in ((8192, 8192), (28672, 8192))
+    ]
+    found = plan_state(pairs * 167, Topology(ranks_per_host=8))
+    assert found.count == 1002
+    assert found.moved_bytes == 167 * 2 * (8192 + 28672) * 8192 * (32 + 32 + 256)
+    assert found.busiest_rank(sends=False) == (1024, found.moved_bytes // 256)
+    sent = found.loads[1].bytes_out[:1024]
+    assert 1024 * sent.max() < 1.1 * sent.sum() and sent.sum() == found.bytes_between_hosts
 
 
 @pytest.mark.parametrize("limit", [4, 100])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._cache import cached
-from shardwise.checkpoint.state import Leaf, as_array, flatten_state, make_leaf
+from shardwise.checkpoint.state import Leaf, as_array, flatten_state, make_leaf, torch_dtype
 from shardwise.comm import Comm, gather_values
 from shardwise.comm.current import GroupOrComm, comm_of, resolve_comm
 from shardwise.geometry import Box, Layout, find_dtype
+from shardwise.geometry.state_map import MappedTensor
 
 _RUN = 8192  # words of the last dim that share a row
 _BLOCK_WORDS = 1 << 16
@@ -235,6 +236,25 @@ def digest_stored(checkpoint: StoredState, name: str) -> str:
     for box in _cut(Box.whole(shape), max(1, _CHUNK_BYTES // itemsize)):
         parts.append(sum_box(stored.read(box), box.offsets, shape))
     return _finish(add_sums(parts), shape, find_dtype(str(stored.dtype)).name)
+
+
+def digest_made(checkpoint: StoredState, made: MappedTensor) -> str:
+    """The digest of a tensor that a map makes of those of a checkpoint, read in parts of bounded size."""
+    kind, parts = find_dtype(made.dtype), list[Sums]()
+    for term in made.terms:
+        for box in _cut(term.box, max(1, _CHUNK_BYTES // kind.itemsize)):
+            part = term.cut(box)
+            if part.source is None:
+                values = torch.full(box.sizes, part.fill, dtype=torch_dtype(kind), device="cpu")
+            else:
+                low = part.starts
+                ends = [s + step * (n - 1) + 1 for s, step, n in zip(low, part.steps, part.lengths, strict=True)]
+                there = Box(low, tuple(end - start for start, end in zip(low, ends, strict=True)))
+                inside = replace(part, starts=(0,) * len(low))
+                read = checkpoint[part.source].read(there)[inside.index].permute(inside.order)[inside.widen]
+                values = read.to(torch_dtype(kind)).expand(box.sizes)
+            parts.append(sum_box(values, box.offsets, made.shape))
+    return _finish(add_sums(parts), made.shape, kind.name)
 
 
 def _cut(box: Box, most: int) -> Iterable[Box]:

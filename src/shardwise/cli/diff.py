@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from shardwise._progress import show_progress
+from shardwise._text import parse_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.index import Scalar, TensorEntry, block_count, stored_names
 from shardwise.checkpoint.verify import ComparedTensor, Difference, StoredLayouts, Tolerance, compare_stored
 from shardwise.cli.inspect import NamePatterns, OpenedCheckpoint, filter_names, open_checkpoint
 from shardwise.cli.output import NO, AsJson, escape_for_terminal, format_count, print_json, shorten_title
+from shardwise.geometry.state_map import TensorShape
 from shardwise.view import line, print_lines
 
 SHOWN = 50
+MOST_DIGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ PathB = Annotated[str, typer.Argument(metavar="B", help="Another one, of any for
 Atol = Annotated[float, typer.Option(min=0, help="Elements are equal if |a - b| <= ATOL + RTOL * |b|.")]
 Rtol = Annotated[float, typer.Option(min=0, help="See --atol. Without both, bits are compared; NaN equals NaN.")]
 WithLayouts = Annotated[bool, typer.Option("--layouts", help="Count tensors of different layouts as different.")]
+ByDigest = Annotated[
+    bool,
+    typer.Option("--digest", help="Compare digests: each side is read by itself, or was: A or B may be digest's JSON."),
+]
+Names = Annotated[
+    str | None, typer.Option(metavar="FILE", help="With --digest: how B's tensors are made of A's, as for reshard.")
+]
 Limit = Annotated[int, typer.Option(min=0, metavar="N", help="Show at most N differences; 0: all.")]
 
 
@@ -83,6 +94,8 @@ def diff(
     atol: Atol = 0.0,
     rtol: Rtol = 0.0,
     layouts: WithLayouts = False,
+    digest: ByDigest = False,
+    names: Names = None,
     limit: Limit = SHOWN,
     as_json: AsJson = False,
 ) -> None:
@@ -94,7 +107,16 @@ def diff(
     Examples:
       shardwise diff runs/step-1000 runs/step-2000
       shardwise diff runs/step-1000 model-hf --name "model.*" --rtol 1e-3
+      shardwise diff runs/step-1000 served.json --digest --names fused.toml
     """
+    if digest:
+        if atol or rtol or layouts:
+            raise CheckpointError("digests are of bits: --atol, --rtol and --layouts are for diff without --digest")
+        if not diff_digests(a, b, name or [], names, limit, as_json):
+            raise typer.Exit(NO)
+        return
+    if names is not None:
+        raise CheckpointError("--names says how tensors are made of others, which diff compares with --digest only")
     first, second = open_checkpoint(a), open_checkpoint(b)
     found = compare(first, second, name or [], Tolerance(atol, rtol))
     same = found.same(layouts)
@@ -108,6 +130,71 @@ def diff(
         print_lines([line(escape_for_terminal(text)) for text in shown], sys.stdout)
     if not same:
         raise typer.Exit(NO)
+
+
+def diff_digests(a: str, b: str, patterns: Sequence[str], names: str | None, limit: int, as_json: bool) -> bool:
+    """Print which tensors have other digests; whether none has."""
+    first, second = _find_digests(a, patterns, names), _find_digests(b, patterns, None)
+    only_a, only_b = ([n for n in one if n not in other] for one, other in ((first, second), (second, first)))
+    different = [name for name in first if name in second and first[name] != second[name]]
+    same, both = not (only_a or only_b or different), len(first) - len(only_a)
+    if not first and not second:
+        raise CheckpointError(f"neither {a} nor {b} has a tensor called {' or '.join(patterns) or 'anything'}")
+    if as_json:
+        rows = [{"name": name, "a": first[name], "b": second[name]} for name in different]
+        found = {"compared": both, "only_a": only_a, "only_b": only_b, "different": rows}
+        print_json({"a": a, "b": b, "same": same, **found})
+        return same
+    texts = [f"only in A: tensor {name}" for name in only_a] + [f"only in B: tensor {name}" for name in only_b]
+    texts += [f"{name}: {first[name]} in A, {second[name]} in B" for name in different]
+    hidden = len(texts) - limit if limit else 0
+    shown = [*texts[: limit or None], *([f"and {hidden} more; --limit 0 shows all"] if hidden > 0 else [])]
+    counts = ((len(different), "in both"), (len(only_a), "only in A"), (len(only_b), "only in B"))
+    answer = ", ".join(f"{format_count(count, 'tensor')} {where}" for count, where in counts if count)
+    shown.append(f"the same: {format_count(both, 'tensor')} by digest" if same else f"different: {answer}")
+    print_lines([line(escape_for_terminal(text)) for text in shown], sys.stdout)
+    return same
+
+
+def _find_digests(path: str, patterns: Sequence[str], names: str | None) -> dict[str, str]:
+    """The digest of each tensor by name: of a checkpoint, as it is or as a map makes it, or what digest printed."""
+    from shardwise.checkpoint.digests import digest_made, digest_stored  # these load torch
+    from shardwise.checkpoint.loading import Checkpoint
+    from shardwise.sync.plan import resolve_map
+
+    known = _read_digests(path)
+    if known is not None:
+        if names is not None:
+            raise CheckpointError(f"{path}: --names needs the tensors of A; of other names only digests are known")
+        return {name: known[name] for name in filter_names(known, patterns)}
+    opened = open_checkpoint(path)
+    with Checkpoint(opened.store) as checkpoint:
+        types = {
+            n: TensorShape(tuple(checkpoint[n].shape), opened.store.index.tensors[n].dtype.name)
+            for n in checkpoint.names()
+        }
+        targets = None if names is None else resolve_map(names, types).targets
+        listed = filter_names(types if targets is None else targets, patterns)
+        found = {}
+        with show_progress(None, f"reading {path}", len(listed)) as meter:
+            for name in listed:
+                found[name] = (
+                    digest_stored(checkpoint, name) if targets is None else digest_made(checkpoint, targets[name])
+                )
+                meter.advance(1)
+    return found
+
+
+def _read_digests(path: str) -> dict[str, str] | None:
+    """The digests by name in a file that `shardwise digest --json` printed; None for another file."""
+    if not path.endswith(".json") or not os.path.isfile(path) or os.path.getsize(path) > MOST_DIGEST_BYTES:
+        return None
+    with open(path, encoding="utf-8") as file:
+        data = parse_json(file.read())
+    tensors = data.get("tensors") if isinstance(data, dict) and "digest" in data else None
+    if not isinstance(tensors, dict):
+        return None
+    return {str(name): str(value) for name, value in tensors.items()}
 
 
 def compare(

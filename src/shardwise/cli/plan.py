@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +18,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from shardwise.cli.output import AsJson, format_seconds, parse_bytes, print_json, shorten_title, terminal_width
-from shardwise.geometry import LayoutError, TensorType, layout_to_json, parse_layout
+from shardwise.cli.output import (
+    AsJson,
+    format_seconds,
+    parse_bytes,
+    print_json,
+    shorten_title,
+    table_lines,
+    terminal_width,
+)
+from shardwise.geometry import Layout, LayoutError, Mesh, MeshSpec, TensorType, find_dtype, layout_to_json, parse_layout
+from shardwise.geometry.state_map import TensorShape
 from shardwise.transfer import Link, Topology, Transfer, plan_transfer
 from shardwise.transfer.cost import Device
 from shardwise.transfer.topology import BETWEEN_HOSTS, WITHIN_HOST
-from shardwise.transfer.transfer import format_between_hosts, format_bytes
+from shardwise.transfer.transfer import StateTransfer, format_between_hosts, format_bytes, plan_state
 from shardwise.view import Line, draw_layout, draw_ranks, draw_table, line, print_lines
 
 if TYPE_CHECKING:
@@ -30,7 +41,20 @@ if TYPE_CHECKING:
 SHOWN_EDGES = 16
 
 SourceText = Annotated[str, typer.Argument(metavar="SRC", help="A tensor and its layout, in the notation.")]
-TargetText = Annotated[str, typer.Argument(metavar="DST", help="The target layout; dtype and shape may be omitted.")]
+TargetText = Annotated[
+    str, typer.Argument(metavar="DST", help="The target layout; dtype and shape may be omitted.", show_default=False)
+]
+ModelText = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="SRC and DST are files of model plans: for a factory, a config.json or a checkpoint; or, as --model A B, "
+        "for the shapes that one of them lists.",
+    ),
+]
+Apart = Annotated[bool, typer.Option("--apart", help="The second plan is of another job: its ranks come after.")]
+PlanDtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the parameters, such as bf16.")]
 RanksPerHost = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that share a host.")]
 TopologyText = Annotated[
     str | None,
@@ -47,28 +71,153 @@ AllEdges = Annotated[bool, typer.Option("--edges", help="List every edge in the 
 
 def plan(
     src: SourceText,
-    dst: TargetText,
+    dst: TargetText = "",
+    model: ModelText = None,
+    apart: Apart = False,
+    dtype: PlanDtype = None,
     ranks_per_host: RanksPerHost = 8,
     links: TopologyText = None,
     buffer: Buffer = None,
     as_json: AsJson = False,
     edges: AllEdges = False,
 ) -> None:
-    """Print who sends how much to whom to turn one layout into another. Nothing is sent.
+    """Print who sends how much to whom to turn one layout into another, or a whole model from one plan to another.
+
+    Nothing is sent.
 
     \b
     Examples:
       shardwise plan "f32[4096,1024] on tp=4: S(0)" "on tp=4: S(1)"
       shardwise plan "bf16[8192,64] on dp=16: S(0)" "on tp=4: S(1)" --buffer 64MB
+      shardwise plan --model llama/config.json trainer.toml server.toml --apart --topology 8:450GB:50GB
     """
+    topology = Topology(ranks_per_host=ranks_per_host) if links is None else find_topology(links)
+    if model is not None:
+        if buffer is not None or edges:
+            raise LayoutError("--buffer and --edges are for the transfer of one tensor; leave out --model or them")
+        paths = (src, dst) if dst else (model, src)
+        report_state(model if dst else None, paths, dtype, apart, topology, as_json)
+        return
+    if not dst or apart or dtype is not None:
+        raise LayoutError("pass SRC and DST, two layouts; --apart and --dtype are for --model and two files of plans")
     source = parse_layout(src)
     target = parse_layout(dst, like=source)
-    topology = Topology(ranks_per_host=ranks_per_host) if links is None else find_topology(links)
     transfer = plan_between(source, target, topology, None if buffer is None else parse_bytes(buffer))
     if as_json:
         print_json(plan_to_json(source, target, transfer, topology, edges or None))
     else:
         print_lines(plan_lines(source, target, transfer, topology), sys.stdout)
+
+
+def report_state(
+    model: str | None, paths: tuple[str, str], dtype: str | None, apart: bool, topology: Topology, as_json: bool
+) -> None:
+    """Print what moving all parameters of a model from one plan to another takes."""
+    from shardwise.nn import PlanError, load_plan  # these load torch
+
+    try:
+        shapes = find_shapes(model, paths, dtype)
+        plans = [load_plan(path) for path in paths]
+        specs = [each.specs_of({name: kind.shape for name, kind in shapes.items()}) for each in plans]
+    except PlanError as error:
+        raise LayoutError(str(error)) from error
+    if apart:
+        first = 1 + int(plans[0].mesh.ranks.max())
+        specs[1] = {
+            name: MeshSpec(Mesh(spec.mesh.axes, spec.mesh.ranks + first), spec.placements, spec.order)
+            for name, spec in specs[1].items()
+        }
+    pairs = [
+        (specs[0][name].layout(kind.shape), specs[1][name].layout(kind.shape), find_dtype(kind.dtype).itemsize)
+        for name, kind in shapes.items()
+    ]
+    found = plan_state(pairs, topology)
+    groups = group_pairs(list(shapes.items()), pairs)
+    if as_json:
+        data = {"from": str(plans[0].mesh), "to": str(plans[1].mesh), **found.to_json(), "groups": groups}
+        print_json(data)
+    else:
+        sizes = [f"{each.mesh}: {each.mesh.ranks.size:,} ranks" for each in plans]
+        meshes = [f"{text}, {path}" for text, path in zip(sizes, paths, strict=True)]
+        print_lines(state_lines(found, meshes, groups), sys.stdout)
+
+
+def find_shapes(model: str | None, paths: tuple[str, str], dtype: str | None) -> dict[str, TensorShape]:
+    """The parameters of a model by name; those of a checkpoint, or of the plans' own `shapes` without one."""
+    from shardwise.checkpoint.formats import FORMATS  # these load torch, or take long
+    from shardwise.cli.inspect import open_checkpoint
+    from shardwise.nn.plan_files import read_shapes
+    from shardwise.planner.rehearsal import load_model
+
+    if model is None:
+        found = next(filter(None, map(read_shapes, paths)), None)
+        if found is None:
+            raise LayoutError(
+                f"neither {paths[0]} nor {paths[1]} has shapes; pass a model, as in --model llama/config.json A B, or "
+                'add a table: [shapes] "layers.{0-31}.up.weight" = "bf16[4096,1024]"'
+            )
+    elif (
+        "://" in model
+        or (Path(model).is_file() and not model.endswith(".json"))
+        or any((Path(model) / name).exists() for known in FORMATS for name in known.index_names)
+    ):
+        index = open_checkpoint(model).store.index
+        found = {name: TensorShape(entry.shape, entry.dtype.name) for name, entry in index.tensors.items()}
+    else:
+        with redirect_stdout(sys.stderr):  # the user's module may print
+            parameters = dict(load_model(model).model.named_parameters())
+        found = {name: TensorShape.of(x.shape, str(x.dtype)) for name, x in parameters.items()}
+    if dtype is not None:
+        found = {name: TensorShape.of(kind.shape, dtype) for name, kind in found.items()}
+    return found
+
+
+def group_pairs(
+    named: Sequence[tuple[str, TensorShape]], pairs: Sequence[tuple[Layout, Layout, int]]
+) -> list[dict[str, Any]]:
+    """Tensors that move alike, those with most bytes first."""
+    names: dict[tuple[Layout, Layout, int], list[int]] = {}
+    for number, pair in enumerate(pairs):
+        names.setdefault(pair, []).append(number)
+    found = []
+    for (src, dst, itemsize), numbers in names.items():
+        transfer = plan_transfer(src, dst, itemsize=itemsize)
+        name, kind = named[numbers[0]]
+        found.append(
+            {
+                "tensors": len(numbers),
+                "first": name,
+                "from": str(TensorType(find_dtype(kind.dtype).name, src)),
+                "to": str(TensorType(find_dtype(kind.dtype).name, dst)),
+                "moved_bytes": transfer.moved_bytes * len(numbers),
+            }
+        )
+    return sorted(found, key=lambda row: -int(str(row["moved_bytes"])))
+
+
+def state_lines(found: StateTransfer, meshes: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[Line]:
+    """The figures of a whole model, and of the tensors that move alike."""
+    rows = [
+        ("from", meshes[0]),
+        ("to", meshes[1]),
+        ("tensors", f"{found.count:,} of {len(groups)} kinds"),
+        ("moved", f"{format_bytes(found.moved_bytes)}, lower bound {format_bytes(found.lower_bound_bytes)}"),
+        ("between hosts", format_bytes(found.bytes_between_hosts)),
+        ("copied locally", format_bytes(found.copied_bytes)),
+        ("busiest sender", _busiest(found.busiest_rank(sends=True))),
+        ("busiest receiver", _busiest(found.busiest_rank(sends=False))),
+        *(("busiest link" if not i else "", str(each)) for i, each in enumerate(found.busiest_links)),
+        ("estimate", f"{format_seconds(found.seconds)} ({_hosts_text(found.topology)})"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    shown = [
+        (f"{row['tensors']:,}", row["first"], row["from"], row["to"], format_bytes(row["moved_bytes"]))
+        for row in groups[:SHOWN_EDGES]
+    ]
+    table = table_lines(("tensors", "first", "from", "to", "moved"), shown, left=4)
+    hidden = len(groups) - len(shown)
+    more = [line(f"and {hidden} more kinds of tensors")] if hidden > 0 else []
+    return [*(line(f"{name:<{width}}  {value}") for name, value in rows), line(), *table, *more]
 
 
 def plan_between(
@@ -124,10 +273,13 @@ def _busiest(entry: tuple[int, int] | None) -> str:
 
 
 def _estimate(transfer: Transfer, topology: Topology) -> str:
+    return f"{format_seconds(transfer.estimate(topology))} ({_hosts_text(topology)})"
+
+
+def _hosts_text(topology: Topology) -> str:
     within, between = (format_bytes(link.bandwidth) for link in (topology.within, topology.between))
     count = "uneven numbers of" if topology.ranks_per_host is None else topology.ranks_per_host
-    hosts = f"{count} ranks per host, {within}/s within and {between}/s between hosts"
-    return f"{format_seconds(transfer.estimate(topology))} ({hosts})"
+    return f"{count} ranks per host, {within}/s within and {between}/s between hosts"
 
 
 def _edge_lines(transfer: Transfer) -> list[Line]:

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shardwise._text import parse_json, parse_text
+from shardwise.geometry import LayoutError
+from shardwise.geometry.state_map import TensorShape
 from shardwise.nn.plan import ModelPlan, PlanError, read_mesh, to_toml
 
 try:
@@ -44,10 +47,14 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "pad_inputs": (dict,),
     "activations": (str, dict),
     "parameters": (dict,),
+    "shapes": (dict,),
 }
 
 
-OPTIONAL = tuple(name for name in FIELDS if name not in ("mesh", "parameters"))
+OPTIONAL = tuple(name for name in FIELDS if name not in ("mesh", "parameters", "shapes"))
+_RANGE = re.compile(r"\{(\d+)-(\d+)\}")
+_TYPE = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
+_MOST_SHAPES = 1_000_000
 
 
 def plan_to_data(plan: ModelPlan) -> dict[str, Any]:
@@ -81,7 +88,7 @@ def plan_from_data(data: Mapping[str, Any], source: str = "the plan") -> ModelPl
 
 
 def _check_values(data: Mapping[str, Any], source: str) -> None:
-    for part, kind in (("parameters", str), ("lengths", int)):
+    for part, kind in (("parameters", str), ("lengths", int), ("shapes", str)):
         for name, value in data.get(part, {}).items():
             if not isinstance(name, str):
                 raise PlanError(f"{source}: {part} needs strings as names, got {name!r}; put it in quotes")
@@ -121,7 +128,51 @@ def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
     >>> load_plan(path).mesh
     Mesh(dp=2,tp=4)
     """
+    return plan_from_data(_read_data(Path(path)), Path(path).name)
+
+
+def read_shapes(path: str | os.PathLike[str]) -> dict[str, TensorShape] | None:
+    """The tensors that a plan's file lists as `shapes`, for estimates without a model; None if it lists none.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "plan.toml"
+    >>> _ = path.write_text('mesh = "tp=4"\\n[parameters]\\n[shapes]\\n"layers.{0-1}.up" = "bf16[8,4]"\\n')
+    >>> print(read_shapes(path))
+    {'layers.0.up': TensorShape(shape=(8, 4), dtype='bf16'), 'layers.1.up': TensorShape(shape=(8, 4), dtype='bf16')}
+    """
     path = Path(path)
+    data = _read_data(path)
+    plan_from_data(data, path.name)
+    found: dict[str, TensorShape] = {}
+    for pattern, text in data.get("shapes", {}).items():
+        matched = _TYPE.fullmatch(text)
+        if matched is None:
+            raise PlanError(
+                f"{path.name}: shapes {pattern!r} is a type and a shape, as in bf16[8,4]; got {text!r}"
+            )
+        sizes = [int(size) for size in matched[2].split(",") if size.strip()]
+        try:
+            kind = TensorShape.of(sizes, matched[1])
+        except LayoutError as error:
+            raise PlanError(f"{path.name}: shapes {pattern!r}: {error}") from error
+        for name in _expand_ranges(pattern):
+            found[name] = kind
+            if len(found) > _MOST_SHAPES:
+                raise PlanError(f"{path.name}: shapes lists more than {_MOST_SHAPES:,} tensors")
+    return found or None
+
+
+def _expand_ranges(pattern: str) -> Iterator[str]:
+    """A name for each number of each range such as {0-31}."""
+    matched = _RANGE.search(pattern)
+    if matched is None:
+        yield pattern
+        return
+    for number in range(int(matched[1]), int(matched[2]) + 1):
+        yield from _expand_ranges(f"{pattern[: matched.start()]}{number}{pattern[matched.end() :]}")
+
+
+def _read_data(path: Path) -> dict[str, Any]:
     kind = _plan_file_kind(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -133,7 +184,7 @@ def load_plan(path: str | os.PathLike[str]) -> ModelPlan:
         raise PlanError(f"{path.name} is not valid {kind.upper()}: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path.name}: a plan is a table with the fields {', '.join(FIELDS)}")
-    return plan_from_data(data, path.name)
+    return data
 
 
 def _plan_file_kind(path: Path) -> str:

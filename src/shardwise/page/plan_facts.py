@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shardwise.geometry import LayoutError, parse_layout
+from shardwise.geometry import LayoutError, TensorType, parse_layout
 from shardwise.nn import ModelPlan, PlanError, load_plan, plan_from_data
 from shardwise.page.facts import shorten
 from shardwise.planner import DEVICES, OPTIMIZERS, Estimate, ParameterRow, estimate
 from shardwise.planner.estimate import batch_for
 from shardwise.planner.rehearsal import Inputs, load_model
-from shardwise.transfer import Topology, plan_transfer
+from shardwise.transfer import Topology
+from shardwise.transfer.transfer import plan_state
 
 COLUMNS = ("name", "module", "shape", "dtype", "layout", "parameters", "gradients", "optimizer", "traffic")
 MOVE_COLUMNS = ("label", "backward", "from", "to", "count", "received", "seconds", "axes", "parameters")
@@ -108,40 +109,28 @@ def _held_bytes(layout: str) -> tuple[tuple[int, int], ...]:
     return tuple(tensor.layout.bytes_per_rank(tensor.itemsize).items())
 
 
-@dataclass(frozen=True, slots=True)
-class MovingCost:
-    """What turns one layout into another: bytes between ranks, and seconds on a topology."""
-
-    bytes: int
-    seconds: float
-
-
-@lru_cache(maxsize=4096)
-def moving_cost(src: str, dst: str, topology: Topology) -> MovingCost:
-    """The cost of a move between two layouts in the notation.
-
-    >>> moving_cost("f32[8,8] on tp=2: S(0)", "f32[8,8] on tp=2: S(1)", Topology(8)).bytes
-    128
-    """
-    source, target = parse_layout(src), parse_layout(dst)
-    transfer = plan_transfer(source.layout, target.layout, itemsize=source.itemsize, topology=topology)
-    return MovingCost(transfer.moved_bytes, transfer.estimate(topology) if transfer.moved_bytes else 0.0)
-
-
 def moving_facts(one: Estimate, other: Estimate, topology: Topology) -> dict[str, Any] | None:
     """What it costs to move the parameters from one plan to the other; None if they are not the same parameters."""
     layouts = {row.name: row.layout for row in other.rows}
     if {row.name for row in one.rows} != set(layouts):
         return None
     try:
-        costs = [moving_cost(row.layout, layouts[row.name], topology) for row in one.rows]
+        pairs = [(_read_layout(row.layout), _read_layout(layouts[row.name])) for row in one.rows]
     except LayoutError:
         return None
+    found = plan_state(((a.layout, b.layout, a.itemsize) for a, b in pairs), topology)
+    known = {(part.src, part.dst, part.itemsize): part.moved_bytes for part, _ in found.parts}
     return {
-        "bytes": sum(cost.bytes for cost in costs),
-        "seconds": sum(cost.seconds for cost in costs),
-        "by_parameter": [cost.bytes for cost in costs],
+        "bytes": found.moved_bytes,
+        "seconds": found.seconds,
+        "busiest": [str(link) for link in found.busiest_links if link.sends],
+        "by_parameter": [known[a.layout, b.layout, a.itemsize] for a, b in pairs],
     }
+
+
+@lru_cache(maxsize=4096)
+def _read_layout(text: str) -> TensorType:
+    return parse_layout(text)
 
 
 MOST_KNOWN = 16

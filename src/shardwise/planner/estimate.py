@@ -24,7 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,7 +52,7 @@ from shardwise.planner.rehearsal import (
 from shardwise.tensor.move import DEFAULT_BUFFER_BYTES, Move
 from shardwise.transfer import Topology, Transfer, plan_transfer
 from shardwise.transfer.cost import DEVICES, Device, node_seconds
-from shardwise.transfer.transfer import format_bytes
+from shardwise.transfer.transfer import EACH_ON_ITS_OWN, format_bytes, plan_state
 
 
 def find_device(device: str | Device) -> Device:
@@ -836,14 +836,7 @@ def resharding_bytes(one: Estimate, other: Estimate) -> int | None:
     if {row.name for row in one.rows} != set(layouts):
         return None
     try:
-        return sum(_moved_bytes(row.layout, layouts[row.name]) for row in one.rows)
+        pairs = [(parse_layout(row.layout), parse_layout(layouts[row.name])) for row in one.rows]
     except LayoutError:
         return None
-
-
-@lru_cache(maxsize=4096)
-def _moved_bytes(src: str, dst: str) -> int:
-    if src == dst:
-        return 0
-    source, target = parse_layout(src), parse_layout(dst)
-    return plan_transfer(source.layout, target.layout, itemsize=source.itemsize).moved_bytes
+    return plan_state(((a.layout, b.layout, a.itemsize) for a, b in pairs), EACH_ON_ITS_OWN).moved_bytes

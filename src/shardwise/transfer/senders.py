@@ -91,9 +91,12 @@ def index_owners(layout: Layout) -> Owners:
 
 
 def choose_senders(
-    owners: Owners, sources: IntArray, dst_ranks: IntArray, weights: IntArray, topology: Topology | None
+    owners: Owners, sources: IntArray, dst_ranks: IntArray, weights: IntArray, topology: Topology | None, turn: int = 0
 ) -> IntArray:
-    """The table row that each demand is served from. Demands come in canonical order."""
+    """The table row that each demand is served from. Demands come in canonical order.
+
+    `turn` is the place of the replica that comes first: of many tensors each has another, so that replicas share them.
+    """
     chosen = np.take(owners.rows[owners.starts[:-1]], sources) if len(sources) else np.zeros(0, np.int64)
     if int(owners.counts.max(initial=1)) <= 1:
         return chosen
@@ -103,7 +106,7 @@ def choose_senders(
     if len(open_demands) == 0:
         return chosen
     pools, members = _pools(owners, sources[open_demands], dst_ranks[open_demands], topology)
-    senders = _share_pools(pools, members, weights[open_demands])
+    senders = _share_pools(pools, members, weights[open_demands], turn)
     chosen[open_demands] = own_rows(owners, sources[open_demands], senders)
     return chosen
 
@@ -142,17 +145,17 @@ def _pools(
     return label.reshape(-1)[which.reshape(-1)], sets
 
 
-def _share_pools(pools: IntArray, members: IntArray, weights: IntArray) -> IntArray:
+def _share_pools(pools: IntArray, members: IntArray, weights: IntArray, turn: int) -> IntArray:
     """The sender rank of each demand, pools filled evenly."""
     order = np.argsort(pools, kind="stable")
     senders = np.empty(len(pools), np.int64)
     used = members[members >= 0]
     fill = _share_separate_pools if len(np.unique(used)) == len(used) else _share_overlapping_pools
-    senders[order] = fill(pools[order], members, weights[order].astype(np.float64))
+    senders[order] = fill(pools[order], members, weights[order].astype(np.float64), turn)
     return senders
 
 
-def _share_separate_pools(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
+def _share_separate_pools(pools: IntArray, members: IntArray, weights: FloatArray, turn: int) -> IntArray:
     """Pools without common ranks: equal shares of each pool's bytes, by position in its demands."""
     compact = -np.sort(-members, axis=1)
     counts = (compact >= 0).sum(axis=1)
@@ -164,11 +167,12 @@ def _share_separate_pools(pools: IntArray, members: IntArray, weights: FloatArra
     totals = ends[last] - before
     position = (ends - weights - before[run]) / totals[run]
     index = np.minimum((position * counts[pools]).astype(np.int64), counts[pools] - 1)
+    index = (index + turn) % counts[pools]
     senders: IntArray = compact[pools, counts[pools] - 1 - index]
     return senders
 
 
-def _share_overlapping_pools(pools: IntArray, members: IntArray, weights: FloatArray) -> IntArray:
+def _share_overlapping_pools(pools: IntArray, members: IntArray, weights: FloatArray, turn: int) -> IntArray:
     """Pools that share ranks: smallest pools first, each filled to a common level over what its ranks send already."""
     loads = np.zeros(int(members.max()) + 1)
     senders = np.empty(len(pools), np.int64)
@@ -177,6 +181,7 @@ def _share_overlapping_pools(pools: IntArray, members: IntArray, weights: FloatA
     for pool in present[np.argsort(sizes, kind="stable")]:
         low, high = np.searchsorted(pools, (pool, pool + 1))
         ranks = np.sort(members[pool][members[pool] >= 0])
+        ranks = np.roll(ranks, -(turn % len(ranks)))
         ranks = ranks[np.argsort(loads[ranks], kind="stable")]
         part = weights[low:high]
         room = _fill_level(loads[ranks], part.sum()) - loads[ranks]
@@ -257,11 +262,12 @@ class DemandNumbers:
 class SpreadSenders:
     """The table row of a regular source from which each demand of a regular destination is served."""
 
-    def __init__(self, outline: StepOutline, topology: Topology | None) -> None:
+    def __init__(self, outline: StepOutline, topology: Topology | None, turn: int = 0) -> None:
         src, dst = outline.src, outline.dst
         assert src.cells is not None and dst.cells is not None
         self.src, self.dst, self.columns = src, dst, outline.columns
         self.replicas, self.addends = src.cells.replicas, src.cells.addends
+        self.turn = turn % self.replicas
         self.numbering = DemandNumbers(src.cells, dst.cells)
         self.topology = topology if self.replicas > 1 and self.columns is None else None
 
@@ -288,7 +294,8 @@ class SpreadSenders:
         if self.columns is not None:
             return first + self.columns[self.dst.table.ranks[dst_rows]]
         number = self.numbering.numbers(src_cells, dst_rows)
-        return first + number * self.replicas // np.maximum(self.numbering.counts(src_cells), 1)
+        place = number * self.replicas // np.maximum(self.numbering.counts(src_cells), 1)
+        return first + (place + self.turn) % self.replicas
 
     def _prefer_near(self, rows: IntArray, sources: IntArray, ranks: IntArray, topology: Topology) -> IntArray:
         table_hosts, hosts = topology.host_of(self.src.table.ranks), topology.host_of(ranks)
@@ -297,7 +304,7 @@ class SpreadSenders:
         order = np.argsort(keys, kind="stable")
         low = np.searchsorted(keys[order], sources * width + hosts, side="left")
         count = np.searchsorted(keys[order], sources * width + hosts, side="right") - low
-        near = np.take(order, low + ranks % np.maximum(count, 1), mode="clip")
+        near = np.take(order, low + (ranks + self.turn) % np.maximum(count, 1), mode="clip")
         return np.where(count > 0, near, rows)
 
     def shares(self, used: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
@@ -308,6 +315,7 @@ class SpreadSenders:
         if self.columns is not None:  # each has as many receivers of a cell as any other
             volumes = self.numbering.volume_before(cells, counts) // self.replicas
             return np.where(used, counts // self.replicas, 0), np.where(used, volumes, 0)
+        place = (place - self.turn) % self.replicas
         low, high = (-(-(place + i) * counts // self.replicas) for i in (0, 1))
         volumes = self.numbering.volume_before(cells, high) - self.numbering.volume_before(cells, low)
         return np.where(used, high - low, 0), np.where(used, volumes, 0)
@@ -552,10 +560,10 @@ def can_be_listed(outline: StepOutline) -> bool:
     return boxes <= LISTED_BOXES and boxes * src.cells.replicas <= LISTED_CHOICES
 
 
-def total_step(outline: StepOutline, topology: Topology | None) -> StepTotals:
+def total_step(outline: StepOutline, topology: Topology | None, turn: int = 0) -> StepTotals:
     """The totals of a step between regular layouts that is not listed; with the topology that it is planned for."""
     src, dst = outline.src.table, outline.dst.table
-    senders = SpreadSenders(outline, topology)
+    senders = SpreadSenders(outline, topology, turn)
     width = 1 + max(int(src.ranks.max(initial=0)), int(dst.ranks.max(initial=0)))
     boxes, elements = senders.shares(outline.target_addends[src.addends] >= 0)
     into = _weights_in(outline)
@@ -576,12 +584,12 @@ def total_step(outline: StepOutline, topology: Topology | None) -> StepTotals:
 
 
 def total_within_hosts(
-    outline: StepOutline, totals: StepTotals, topology: Topology, planned_for: Topology | None
+    outline: StepOutline, totals: StepTotals, topology: Topology, planned_for: Topology | None, turn: int = 0
 ) -> StepTotals:
     """The part of the totals that stays within a host, without what stays within a rank."""
     src, dst, width = outline.src.table, outline.dst.table, len(totals.sent)
     sent, received, out, into = (np.zeros(width, np.int64) for _ in range(4))
-    senders = SpreadSenders(outline, planned_for)
+    senders = SpreadSenders(outline, planned_for, turn)
     for demands in _near_demands(outline, senders, topology):
         a, b = src.ranks[demands.senders], dst.ranks[demands.rows]
         near = (a != b) & (topology.host_of(a) == topology.host_of(b))

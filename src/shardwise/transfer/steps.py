@@ -294,6 +294,8 @@ class PlanOptions:
     max_buffer_bytes: int | None = None
     contiguous: bool = False
     """Whether local tensors are, so that only what passes through buffers counts; for whole plans."""
+    turn: int = 0
+    """The place of the replica that comes first; of many tensors each has another, so that replicas share them."""
 
 
 def plan_step(outline: StepOutline, options: PlanOptions, rank: int | None) -> list[Step]:
@@ -415,9 +417,9 @@ def _build_moves(outline: StepOutline, overlaps: Overlaps, options: PlanOptions,
     weights = box_volumes(overlaps.sizes) * options.itemsize
     sources = overlaps.cells * count_addends(src) + term
     if outline.is_listed and outline.columns is None:
-        src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology)
+        src_rows = choose_senders(index_owners(src), sources, dst_ranks, weights, options.topology, options.turn)
     else:
-        src_rows = SpreadSenders(outline, options.topology).choose(overlaps.cells, term, overlaps.boxes)
+        src_rows = SpreadSenders(outline, options.topology, options.turn).choose(overlaps.cells, term, overlaps.boxes)
     src_ranks = np.take(src.table.ranks, src_rows)
     round_zero = constant_column(0, len(src_rows))
     return Routes(src_rows, overlaps.boxes, src_ranks, dst_ranks, overlaps.starts, overlaps.sizes, term, round_zero)

@@ -9,7 +9,7 @@ Nothing is sent to make a plan, and planning is a function of its arguments: eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -242,7 +242,7 @@ class Transfer:
         """What each step moves, by rank."""
         if self.is_listed:
             return tuple(map(total_routes, self.unsplit_steps))
-        return tuple(total_step(outline, self.options.topology) for outline in self.outlines)
+        return tuple(total_step(outline, self.options.topology, self.options.turn) for outline in self.outlines)
 
     @property
     def itemsize(self) -> int:
@@ -325,7 +325,8 @@ class Transfer:
             return None
         if not self.is_listed:
             near = [
-                total_within_hosts(o, t, topology, topology) for o, t in zip(self.outlines, self.totals, strict=True)
+                total_within_hosts(o, t, topology, topology, self.options.turn)
+                for o, t in zip(self.outlines, self.totals, strict=True)
             ]
             return self.moved_bytes - sum(int(total.sent.sum()) for total in near) * self.itemsize
         far = 0
@@ -417,15 +418,20 @@ class Transfer:
     def _estimate_exchanges(self, topology: Topology) -> float:
         return sum(self._step_seconds(number, rounds, topology) for number, rounds in enumerate(self.rounds_by_step))
 
+    def loads_of_step(self, number: int, topology: Topology) -> tuple[LinkLoad, LinkLoad]:
+        """What one step sends within hosts and between them; with a topology that it may not be planned for."""
+        if self.is_listed:
+            return load_links(self.unsplit_steps[number], self.itemsize, topology)
+        outline, total = self.outlines[number], self.totals[number]
+        inside = total_within_hosts(outline, total, topology, self.options.topology, self.options.turn)
+        near, far = (load_from_totals(outline, t, self.itemsize) for t in (inside, total.without(inside)))
+        return near, far
+
     def _step_seconds(self, number: int, rounds: int, topology: Topology) -> float:
         """Seconds of one step that is carried out by exchanges; with a topology that it may not be planned for."""
         step: Step | StepOutline = self.unsplit_steps[number] if self.is_listed else self.outlines[number]
         total = self.totals[number]
-        if isinstance(step, Step):
-            near, far = load_links(step, self.itemsize, topology)
-        else:
-            inside = total_within_hosts(step, total, topology, self.options.topology)
-            near, far = (load_from_totals(step, t, self.itemsize) for t in (inside, total.without(inside)))
+        near, far = self.loads_of_step(number, topology)
         combines = step.op is not None and step.src.pending is not None
         copied, received = (int(t.max(initial=0)) * self.itemsize for t in (total.copied, total.received))
         return exchange_seconds(near, far, topology, rounds=rounds, copied=copied, combined=received if combines else 0)
@@ -656,3 +662,154 @@ def transfer_from_json(data: dict[str, Any]) -> Transfer:
     if not same or (listed is not None and {(s, d): n for s, d, n in listed} != dict(transfer.bytes_by_edge)):
         raise LayoutError("this JSON describes a transfer with other routes than this version of shardwise plans")
     return transfer
+
+
+# Of many tensors
+
+
+@dataclass(frozen=True)
+class BusyLink:
+    """The port that carries most, of the ranks that share it, and in which direction; made by `StateTransfer`."""
+
+    between_hosts: bool
+    sends: bool
+    ranks: tuple[int, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        first, *others = self.ranks
+        who = f"rank {first}" if not others else f"ranks {first} to {others[-1]}"
+        verb = ("sends" if self.sends else "receives") if not others else ("send" if self.sends else "receive")
+        where = ("to" if self.sends else "from") + " other hosts" if self.between_hosts else "within a host"
+        return f"{who} {verb} {format_bytes(self.nbytes)} {where}"
+
+
+@dataclass(frozen=True, eq=False)
+class StateTransfer:
+    """The transfers of all tensors of a state in shared exchanges; made by `plan_state`.
+
+    `parts` has each transfer once, with the number of tensors that take it. Replicas of a tensor take turns.
+    """
+
+    parts: tuple[tuple[Transfer, int], ...]
+    topology: Topology
+
+    @property
+    def count(self) -> int:
+        """The number of tensors."""
+        return sum(count for _, count in self.parts)
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """The bytes that leave a rank, in all."""
+        return sum(part.moved_bytes * count for part, count in self.parts)
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """The bytes that are copied within ranks."""
+        return sum(part.copied_bytes * count for part, count in self.parts)
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """The fewest bytes that any plan between these layouts moves."""
+        return sum(part.lower_bound_bytes * count for part, count in self.parts)
+
+    @cached_property
+    def loads(self) -> tuple[LinkLoad, LinkLoad]:
+        """What goes within hosts and between them, by rank: tensors share messages, and add bytes."""
+        pairs = [
+            (part.loads_of_step(number, self.topology), count)
+            for part, count in self.parts
+            for number in range(len(part.totals))
+        ]
+        near, far = (_add_loads([(both[side], count) for both, count in pairs]) for side in (0, 1))
+        return near, far
+
+    @property
+    def bytes_between_hosts(self) -> int:
+        return int(self.loads[1].bytes_out.sum())
+
+    def busiest_rank(self, *, sends: bool) -> tuple[int, int] | None:
+        """The rank that sends (or receives) most and how many bytes; None if nothing is sent."""
+        near, far = self.loads
+        amounts = near.bytes_out + far.bytes_out if sends else near.bytes_in + far.bytes_in
+        best = int(amounts.argmax()) if len(amounts) else 0
+        return (best, int(amounts[best])) if len(amounts) and amounts[best] else None
+
+    @cached_property
+    def busiest_links(self) -> tuple[BusyLink, ...]:
+        """For each kind of link and direction that is used, the port that carries most."""
+        found = []
+        for far, load in enumerate(self.loads):
+            ports = self.topology.port_of(load.ranks, self.topology.between if far else self.topology.within)
+            for sends, amounts in ((True, load.bytes_out), (False, load.bytes_in)):
+                sums = np.bincount(ports, weights=amounts, minlength=1)
+                best = int(sums.argmax())
+                if sums[best]:
+                    ranks = load.ranks[(ports == best) & (amounts > 0)]
+                    found.append(BusyLink(bool(far), sends, tuple(ranks.tolist()), int(sums[best])))
+        return tuple(found)
+
+    @cached_property
+    def seconds(self) -> float:
+        """What one exchange of all of it takes on the topology."""
+        busiest = [max(int(total.copied.max(initial=0)) for total in part.totals) for part, _ in self.parts]
+        copied = sum(n * part.itemsize * count for n, (part, count) in zip(busiest, self.parts, strict=True))
+        rounds = max((len(part.totals) for part, _ in self.parts), default=1)
+        return exchange_seconds(*self.loads, self.topology, rounds=rounds, copied=copied)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return {
+            "tensors": self.count,
+            "moved_bytes": self.moved_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "copied_bytes": self.copied_bytes,
+            "bytes_between_hosts": self.bytes_between_hosts,
+            "busiest_sender": self.busiest_rank(sends=True),
+            "busiest_receiver": self.busiest_rank(sends=False),
+            "busiest_links": [
+                {"between_hosts": b.between_hosts, "sends": b.sends, "ranks": list(b.ranks), "bytes": b.nbytes}
+                for b in self.busiest_links
+            ],
+            "estimate_seconds": self.seconds,
+            "topology": self.topology.to_json(),
+        }
+
+
+def _add_loads(loads: Sequence[tuple[LinkLoad, int]]) -> LinkLoad:
+    """Loads together, each as often as it says; messages to one rank are joined."""
+    width = max((len(load.ranks) for load, _ in loads), default=0)
+    sums = [np.zeros(width, np.int64) for _ in range(4)]
+    for load, count in loads:
+        own = len(load.ranks)
+        for total, messages in zip(sums[:2], (load.messages_out, load.messages_in), strict=True):
+            total[:own] = np.maximum(total[:own], messages)
+        for total, nbytes in zip(sums[2:], (load.bytes_out, load.bytes_in), strict=True):
+            total[:own] += np.asarray(nbytes).astype(np.int64) * count
+    return LinkLoad(np.arange(width), *sums)
+
+
+def plan_state(pairs: Iterable[tuple[Layout, Layout, int]], topology: Topology) -> StateTransfer:
+    """The transfer of a whole state: for each tensor its two layouts and the bytes of an element.
+
+    Tensors with equal layouts are planned once; where several replicas could send, each tensor takes the next one.
+
+    >>> from shardwise.geometry import parse_spec
+    >>> copied, alone = (parse_spec(text).layout((8,)) for text in ("on x=4: R", "on x=1 @ 4: R"))
+    >>> found = plan_state([(copied, alone, 4)] * 300, Topology(ranks_per_host=1))
+    >>> found.moved_bytes, found.busiest_rank(sends=True), found.busiest_rank(sends=False)
+    (9600, (0, 2400), (4, 9600))
+    """
+    counts: dict[tuple[Layout, Layout, int], int] = {}
+    for pair in pairs:
+        counts[pair] = counts.get(pair, 0) + 1
+    parts: list[tuple[Transfer, int]] = []
+    for (src, dst, itemsize), count in counts.items():
+        _check_plan_arguments(src, dst, itemsize, None)
+        replicas = 1 if src.cells is None else src.cells.replicas
+        turns = min(count, replicas)
+        for turn in range(turns):
+            share = count // turns + (turn < count % turns)
+            parts.append((Transfer(src, dst, PlanOptions(itemsize, topology, turn=turn), None), share))
+    return StateTransfer(tuple(parts), topology)

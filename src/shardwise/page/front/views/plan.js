@@ -128,7 +128,8 @@ function movingText(facts) {
   const names = facts.plans.map((plan) => plan.name);
   const text = (cost, from, to) =>
     cost
-      ? `${from} → ${to}: ${formatBytes(cost.bytes)} between ranks, about ${formatSeconds(cost.seconds)}`
+      ? [`${from} → ${to}: ${formatBytes(cost.bytes)} between ranks, about ${formatSeconds(cost.seconds)}`, ...cost.busiest]
+          .join("; ")
       : `${from} → ${to}: the plans are not for the same parameters`;
   const [forth, back] = facts.resharding;
   return element(
