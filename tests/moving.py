@@ -6,6 +6,8 @@ to `assert_holds`, which compares each element with a function of its global ind
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ from shardwise.geometry import (
     Shard,
     ShardingSpec,
 )
+from shardwise.tensor.execute import StagingPool
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, FP8, torch.complex64)
@@ -244,6 +247,28 @@ class CountingComm(LocalComm):
         between = [(peer, edges) for edges in (sends, receives) for peer in edges if peer != self.rank]
         tensors = [t for peer, edges in between for t in edges[peer]]
         self.exchanges.append((label, sum(t.numel() * t.itemsize for t in tensors)))
+
+
+class CountingPool(StagingPool):
+    """A pool that notes the most bytes of buffers that each rank, a thread, has at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Counter[int] = Counter()
+        self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer, thread = super().take(count, dtype, device), threading.get_ident()
+        self.sizes[buffer.data_ptr()] = count * dtype.itemsize
+        self.held[thread] += count * dtype.itemsize
+        self.most = max(self.most, self.held[thread])
+        return buffer
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
+            self.held[threading.get_ident()] -= self.sizes[buffer.data_ptr()]
+        super().give_back(buffers)
 
 
 class LendingCountingComm(CountingComm):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +30,7 @@ from shardwise.geometry import (
 )
 from shardwise.geometry import ShardingSpec as Spec
 from shardwise.tensor import ShardedTensor, execute, from_local, redistribute_many, shard
-from shardwise.tensor.execute import StagingPool, start_moves
+from shardwise.tensor.execute import start_moves
 from shardwise.tensor.move import Move
 from shardwise.testing.strategies import layout_pairs
 from tests.moving import (
@@ -40,6 +38,7 @@ from tests.moving import (
     FP8,
     LINE,
     CountingComm,
+    CountingPool,
     LendingCountingComm,
     assert_holds,
     error_of,
@@ -207,28 +206,6 @@ def test_placements_and_notation_on_the_tensors_own_mesh() -> None:
 
 
 LIMITED = ("columns", "rows permuted", "a rank three times", "two boxes or none", "replicated", "sum", "avg")
-
-
-class CountingPool(StagingPool):
-    """A pool that notes the most bytes of buffers that each rank, a thread, has at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: Counter[int] = Counter()
-        self.most = 0
-        self.sizes: dict[int, int] = {}
-
-    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer, thread = super().take(count, dtype, device), threading.get_ident()
-        self.sizes[buffer.data_ptr()] = count * dtype.itemsize
-        self.held[thread] += count * dtype.itemsize
-        self.most = max(self.most, self.held[thread])
-        return buffer
-
-    def give_back(self, buffers: Sequence[Tensor]) -> None:
-        for buffer in buffers:
-            self.held[threading.get_ident()] -= self.sizes[buffer.data_ptr()]
-        super().give_back(buffers)
 
 
 @pytest.mark.parametrize("counted", [CountingComm, LendingCountingComm])

@@ -471,14 +471,15 @@ def _find_shortcut(
     if moves is None:
         return None
     wanted = [move or t.sharding for t, move in zip(tensors, moves, strict=True)]
-    vary = _varying_axes(wanted, [o.sharding for o in outputs])
+    layouts = tuple(o.sharding for o in outputs)
+    vary = _varying_axes(wanted, layouts)
     if vary is None:
         return None
     if not recording.written:  # what is written to may require grad only now
         vary = tuple(axes if is_differentiated(t) else () for t, axes in zip(tensors, vary, strict=True))
     vary = vary if any(vary) else ()
-    layouts, writes = tuple(o.sharding for o in outputs), bool(recording.written)
     moves = moves if any(move is not None for move in moves) else ()
+    writes = bool(recording.written)
     direct = several is None and not moves and not (vary and writes)
     made = get_fingerprint(result.sharding, result.dtype, result.device, _marks_of(result)) if direct else None
     casts, label, marks = recording.casts, recording.label, _marks_of_all(outputs)
